@@ -1,0 +1,165 @@
+"""KVLayout: how an engine lays out its paged cache, and how many bytes a chunk has. Pure.
+
+Every layout that we know comes down to one picture. The cache is a list of **planes**, one or two a layer; a plane is an
+array of **pages**, page b being the part of block b that lies in that plane, contiguous; and inside a page the bytes of a
+token are `pieces` runs of `piece_bytes`: a page is `[pieces, block_size, piece_bytes]`.
+
+| tensors of a layer | planes a layer | pieces |
+|---|---|---|
+| `HEADS_FIRST` `[blocks, kv_heads, block_size, 2*head_dim]` | 1 | kv_heads |
+| `KV_OUTER` `[2, blocks, block_size, kv_heads, head_dim]` | 2 | 1 |
+| `KV_INNER` `[blocks, 2, block_size, kv_heads, head_dim]` | 1 | 2 |
+| `MLA` `[blocks, block_size, dim]` | 1 | 1 |
+
+Whole blocks move as opaque pages; only slot mappings that are no whole blocks look at the pieces.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from pd_cache.errors import LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class PageKind(enum.Enum):
+    """The known arrangements of a layer's tensor."""
+
+    HEADS_FIRST = "heads_first"
+    KV_OUTER = "kv_outer"
+    KV_INNER = "kv_inner"
+    MLA = "mla"
+
+
+class _Geometry(NamedTuple):
+    blocks: int
+    block_size: int
+    pieces: int
+    piece_elements: int
+
+
+def _geometry(kind: PageKind, shape: tuple[int, ...]) -> _Geometry:
+    if kind is PageKind.HEADS_FIRST:
+        blocks, heads, block_size, width = shape
+        return _Geometry(blocks, block_size, heads, width)
+    if kind is PageKind.KV_OUTER:
+        _, blocks, block_size, heads, dim = shape
+        return _Geometry(blocks, block_size, 1, heads * dim)
+    if kind is PageKind.KV_INNER:
+        blocks, _, block_size, heads, dim = shape
+        return _Geometry(blocks, block_size, 2, heads * dim)
+    blocks, block_size, dim = shape
+    return _Geometry(blocks, block_size, 1, dim)
+
+
+_DIMENSIONS = {PageKind.HEADS_FIRST: 4, PageKind.KV_OUTER: 5, PageKind.KV_INNER: 5, PageKind.MLA: 3}
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of an engine's paged cache. Two nodes share chunks only if `page_format`, dtype and layers agree."""
+
+    kind: PageKind
+    layers: int
+    blocks: int
+    block_size: int
+    """Tokens a block."""
+    pieces: int
+    piece_bytes: int
+    dtype: str
+    """E.g. `bfloat16`."""
+
+    @property
+    def planes(self) -> int:
+        return self.layers * (2 if self.kind is PageKind.KV_OUTER else 1)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block in one plane."""
+        return self.pieces * self.block_size * self.piece_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return self.planes * self.page_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        return self.block_bytes // self.block_size
+
+    @property
+    def page_format(self) -> str:
+        """What lies inside a page, in a word, e.g. `heads_first.8x16x512`: part of the namespace."""
+        return f"{self.kind.value}.{self.pieces}x{self.block_size}x{self.piece_bytes}"
+
+    def chunk_bytes(self, chunk_size: int) -> int:
+        """Bytes of a chunk's pages. ValueError if `chunk_size` is no whole number of blocks."""
+        if chunk_size < 1 or chunk_size % self.block_size:
+            raise ValueError(f"chunk_size {chunk_size} must be a positive multiple of block_size {self.block_size}")
+        return chunk_size // self.block_size * self.block_bytes
+
+    @classmethod
+    def from_tensors(cls, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor],
+                     kind: PageKind | None = None) -> KVLayout:  # fmt: skip
+        """Derive the layout from the engine's tensors, one a layer, in layer order.
+
+        `kind` is needed only where shapes cannot tell `KV_OUTER` from `KV_INNER` (both first dimensions 2). Raises
+        LayoutError for tensors that differ from each other, have an unknown shape, or pages that are not contiguous.
+        """
+        tensors = layer_tensors(kv_caches)
+        if not tensors:
+            raise LayoutError("no KV tensors given")
+        first = tensors[0]
+        for index, tensor in enumerate(tensors):
+            if (tensor.shape, tensor.dtype, tensor.device) != (first.shape, first.dtype, first.device):
+                raise LayoutError(
+                    f"layer {index} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}, layer 0 is "
+                    f"{list(first.shape)} {first.dtype} on {first.device}: all layers must agree"
+                )
+        shape = tuple(int(size) for size in first.shape)
+        kind = kind or _guess(shape)
+        if len(shape) != _DIMENSIONS[kind] or 0 in shape:
+            raise LayoutError(
+                f"a {kind.value} tensor has {_DIMENSIONS[kind]} dimensions, none empty; got {list(shape)}"
+            )
+        for index, tensor in enumerate(tensors):
+            page = tensor[0, 0] if kind is PageKind.KV_OUTER else tensor[0]
+            if not page.is_contiguous():
+                raise LayoutError(
+                    f"layer {index}: the pages of {kind.value} {list(shape)} with strides {list(tensor.stride())} are not "
+                    "contiguous, so a block cannot be moved as one run of bytes"
+                )
+        geometry = _geometry(kind, shape)
+        return cls(
+            kind=kind,
+            layers=len(tensors),
+            blocks=geometry.blocks,
+            block_size=geometry.block_size,
+            pieces=geometry.pieces,
+            piece_bytes=geometry.piece_elements * first.element_size(),
+            dtype=str(first.dtype).removeprefix("torch."),
+        )
+
+
+def layer_tensors(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in layer order, whichever way the engine keeps them."""
+    return list(kv_caches.values()) if isinstance(kv_caches, Mapping) else list(kv_caches)
+
+
+def _guess(shape: tuple[int, ...]) -> PageKind:
+    if len(shape) == 3:
+        return PageKind.MLA
+    if len(shape) == 4:
+        return PageKind.HEADS_FIRST
+    if len(shape) == 5 and (shape[0] == 2) != (shape[1] == 2):
+        return PageKind.KV_OUTER if shape[0] == 2 else PageKind.KV_INNER
+    raise LayoutError(
+        f"cannot tell the layout of a KV tensor of shape {list(shape)}; known are [blocks, kv_heads, block_size, 2*head_dim], "
+        "[2, blocks, block_size, kv_heads, head_dim], [blocks, 2, block_size, kv_heads, head_dim] and "
+        "[blocks, block_size, dim]; pass `kind` where two of them fit"
+    )

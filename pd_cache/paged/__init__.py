@@ -1,0 +1,27 @@
+"""Gather and scatter between paged caches and chunk objects, on the CPU and on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from pd_cache.layout import KVLayout, layer_tensors
+from pd_cache.paged.base import ChunkSlots, Completion, PagedCopier, plan_slots
+
+__all__ = ["ChunkSlots", "Completion", "PagedCopier", "open_copier", "plan_slots"]
+
+
+def open_copier(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> PagedCopier:
+    """The copier for the device that the tensors lie on. ValueError for tensors that do not fit `layout`."""
+    tensors = layer_tensors(kv_caches)
+    device = tensors[0].device.type if tensors else "none"
+    if device == "cpu":
+        from pd_cache.paged.cpu import CpuPagedCopier
+
+        return CpuPagedCopier(kv_caches, layout)
+    if device == "cuda":
+        from pd_cache.paged.cuda import CudaPagedCopier
+
+        return CudaPagedCopier(kv_caches, layout)
+    raise ValueError(f"no way to move pages of {device} tensors; cpu and cuda are known")

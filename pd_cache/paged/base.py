@@ -1,0 +1,119 @@
+"""Moving pages between an engine's paged cache and contiguous chunk objects: the interface and its pure parts.
+
+A chunk object holds its pages in the order plane (layer by layer), block, then what a page holds, in
+`layout.chunk_bytes(chunk_size)` bytes; see `pd_cache.layout` for planes and pages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from pd_cache.layout import KVLayout, layer_tensors
+
+
+class ChunkSlots(NamedTuple):
+    """Where the tokens of one chunk lie: whole blocks, or slots one by one. Exactly one of the two is given."""
+
+    blocks: torch.Tensor | None
+    """int64 `[chunk_size / block_size]`, on the CPU: block b of the chunk is block `blocks[b]` of the cache."""
+    slots: torch.Tensor | None
+    """int64 `[chunk_size]`, on the CPU: `block * block_size + offset` of each token."""
+
+
+class Completion(Protocol):
+    """A gather or scatter that may still be running on a device."""
+
+    def wait(self) -> None:
+        """Return when it has ended: a gathered buffer can be read, a scattered one be reused."""
+
+
+class _Done:
+    def wait(self) -> None:
+        return
+
+
+DONE: Completion = _Done()
+
+
+class PagedCopier(ABC):
+    """Copies chunks out of and into the tensors of one paged cache.
+
+    The tensors stay the engine's; the copier never allocates cache memory. Thread-safe as long as no two calls write the
+    same slots.
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+
+    @abstractmethod
+    def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> Completion:
+        """Copy the chunk's tokens into `out`, a contiguous uint8 CPU tensor of exactly the chunk's bytes."""
+
+    @abstractmethod
+    def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> Completion:
+        """Copy `source`, laid out as `gather` leaves it, into the chunk's slots. Other slots are untouched."""
+
+    def close(self) -> None:  # noqa: B027 - only copiers with device resources have something to do
+        """Let go of device resources."""
+
+
+def plan_slots(slot_mapping: torch.Tensor, layout: KVLayout, chunk_size: int) -> list[ChunkSlots]:
+    """Cut the slot mapping of whole chunks, int `[chunks * chunk_size]`, into `ChunkSlots`.
+
+    ValueError for a mapping of another type or shape, slots outside the cache, or two tokens that share one.
+    """
+    if slot_mapping.dim() != 1 or slot_mapping.is_floating_point() or slot_mapping.dtype == torch.bool:
+        raise ValueError(f"slot_mapping must be 1-D of integers, got {tuple(slot_mapping.shape)} {slot_mapping.dtype}")
+    slots = slot_mapping.detach().to(device="cpu", dtype=torch.int64)
+    if slots.numel() % chunk_size:
+        raise ValueError(f"{slots.numel()} slots are no whole number of chunks of {chunk_size}")
+    if not slots.numel():
+        return []
+    size, capacity = layout.block_size, layout.blocks * layout.block_size
+    low, high = (int(value) for value in torch.aminmax(slots))
+    if low < 0 or high >= capacity:
+        raise ValueError(f"slots must lie in [0, {capacity}), got values from {low} to {high}")
+    by_block = slots.view(-1, size)
+    heads = by_block[:, 0]
+    whole = (heads % size == 0) & (by_block == heads.unsqueeze(1) + torch.arange(size)).all(dim=1)
+    all_whole = bool(whole.all())
+    taken = heads // size if all_whole else slots
+    if torch.unique(taken).numel() != taken.numel():
+        raise ValueError("slot_mapping names a slot twice: two tokens cannot share one")
+    chunks = slots.numel() // chunk_size
+    if all_whole:
+        return [ChunkSlots(blocks, None) for blocks in taken.view(chunks, -1).unbind()]
+    per_chunk = whole.view(chunks, -1).all(dim=1).tolist()
+    return [
+        ChunkSlots(mapping.view(-1, size)[:, 0] // size, None) if is_whole else ChunkSlots(None, mapping)
+        for is_whole, mapping in zip(per_chunk, slots.view(chunks, -1).unbind(), strict=True)
+    ]
+
+
+def plane_bytes(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> list[torch.Tensor]:
+    """Each plane as a uint8 view `[blocks, page_bytes]` of the engine's own memory.
+
+    ValueError if the tensors are not what `layout` was derived from.
+    """
+    tensors = layer_tensors(kv_caches)
+    found = KVLayout.from_tensors(tensors, layout.kind)
+    if found != layout:
+        raise ValueError(f"these KV tensors are {found}, but the engine was built for {layout}")
+    planes = []
+    for tensor in tensors:
+        parts = tensor.unbind(0) if layout.planes == 2 * layout.layers else (tensor,)
+        for part in parts:
+            element = part.element_size()
+            view = torch.empty(0, dtype=torch.uint8, device=part.device)
+            view.set_(
+                part.untyped_storage(),
+                part.storage_offset() * element,
+                (layout.blocks, layout.page_bytes),
+                (part.stride(0) * element, 1),
+            )
+            planes.append(view)
+    return planes

@@ -1,0 +1,209 @@
+"""ChunkedTokenDatabase: tokens or block hashes -> chunk keys. Pure: no I/O, no clock, no PYTHONHASHSEED.
+
+A chunk's hash is chained, `H_i = h(H_{i-1} || tokens of chunk i as little-endian int32)`, so that it names the whole
+prefix up to its end. `h` is SHA-256 with 16 bytes kept: a shared pool crosses trust boundaries.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Union
+
+import msgspec
+
+from pd_cache.config import CacheConfig
+from pd_cache.layout import KVLayout
+
+if TYPE_CHECKING:
+    import torch
+
+KEY_FORMAT = "pdc1"
+HASH_BYTES = 16
+
+Tokens = Union["torch.Tensor", Sequence[int]]
+"""Token ids: a list, a tuple, an `array`, or a 1-D integer tensor. Each must fit an int32."""
+
+ExtraKey = str | bytes | int
+"""One part of a request's isolation: its cache_salt, LoRA name, multi-modal hash."""
+
+
+class Namespace(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that must agree before two nodes may share a chunk. Its fingerprint is part of every key."""
+
+    model: str
+    """What the weights are: a name with a digest, or a revision."""
+    kv_dtype: str
+    layout: str
+    """What one page holds, e.g. `heads8.block16.bytes256x2`; from `KVLayout.page_format`."""
+    layers: int
+    block_size: int
+    page_bytes: int
+    chunk_size: int
+    shards: int
+    """Into how many objects a chunk is cut: the tensor-parallel size for most models."""
+    hash_mode: Literal["tokens", "blocks"]
+    hash_seed: str = ""
+    """Hash mode: what the engine's block hashes depend on besides tokens (algorithm and seed)."""
+
+    def manifest(self) -> bytes:
+        """The namespace in words: canonical JSON, keys sorted."""
+        return msgspec.json.encode({"format": KEY_FORMAT, **msgspec.to_builtins(self)}, order="sorted")
+
+    def fingerprint(self) -> str:
+        """16 hex digits that are equal exactly where every field is."""
+        return hashlib.sha256(self.manifest()).hexdigest()[:16]
+
+
+def token_bytes(tokens: Tokens) -> bytes:
+    """Token ids as little-endian int32. ValueError for what does not fit."""
+    if isinstance(tokens, array.array) and tokens.typecode == "i":
+        packed = tokens
+    elif hasattr(tokens, "untyped_storage"):
+        return _tensor_bytes(tokens)
+    else:
+        try:
+            packed = array.array("i", tokens)
+        except (OverflowError, TypeError) as error:
+            raise ValueError(f"tokens must be integers that fit an int32: {error}") from None
+    if sys.byteorder == "big":
+        packed = array.array("i", packed)
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _tensor_bytes(tokens: Any) -> bytes:
+    import torch
+
+    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise ValueError(f"tokens must be a 1-D integer tensor, got {tuple(tokens.shape)} {tokens.dtype}")
+    if tokens.dtype == torch.int64 and tokens.numel():
+        low, high = torch.aminmax(tokens)
+        if int(low) < -(2**31) or int(high) >= 2**31:
+            raise ValueError(f"tokens must fit an int32, got values from {int(low)} to {int(high)}")
+    narrow = tokens.detach().to(device="cpu", dtype=torch.int32).contiguous()
+    return bytes(narrow.untyped_storage())[narrow.storage_offset() * 4 :][: narrow.numel() * 4]
+
+
+class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What a serving engine says about its model and its place in it; with `CacheConfig` it makes the namespace."""
+
+    model: str
+    """Identity of the weights, not only a name: see `Namespace.model`."""
+    kv_dtype: str
+    page_format: str
+    layers: int
+    block_size: int
+    page_bytes: int
+    world_size: int = 1
+    """Ranks that hold a shard of each chunk."""
+    rank: int = 0
+
+    @classmethod
+    def of(cls, model: str, layout: KVLayout, *, world_size: int = 1, rank: int = 0) -> CacheMetadata:
+        """The metadata of an engine whose paged cache has this layout."""
+        return cls(
+            model=model,
+            kv_dtype=layout.dtype,
+            page_format=layout.page_format,
+            layers=layout.layers,
+            block_size=layout.block_size,
+            page_bytes=layout.page_bytes,
+            world_size=world_size,
+            rank=rank,
+        )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is outside of world_size {self.world_size}")
+
+    def namespace(self, cache: CacheConfig) -> Namespace:
+        """All nodes whose KV is interchangeable with this one's."""
+        return Namespace(
+            model=self.model,
+            kv_dtype=self.kv_dtype,
+            layout=self.page_format,
+            layers=self.layers,
+            block_size=self.block_size,
+            page_bytes=self.page_bytes,
+            chunk_size=cache.chunk_size,
+            shards=self.world_size,
+            hash_mode=cache.hash_mode,
+            hash_seed=cache.hash_seed,
+        )
+
+
+class ChunkedTokenDatabase:
+    """Cuts a prompt into whole chunks and names them. A tail shorter than a chunk has no name and is never stored."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        if namespace.chunk_size < 1 or namespace.chunk_size % namespace.block_size:
+            raise ValueError(
+                f"chunk_size {namespace.chunk_size} must be a multiple of block_size {namespace.block_size}"
+            )
+        self.namespace = namespace
+        self.chunk_size = namespace.chunk_size
+        self.blocks_per_chunk = namespace.chunk_size // namespace.block_size
+        self._prefix = f"{KEY_FORMAT}/{namespace.fingerprint()}"
+
+    @property
+    def manifest_key(self) -> str:
+        return f"{self._prefix}/manifest"
+
+    def root(self, extra_keys: Iterable[ExtraKey] = ()) -> bytes:
+        """`H_{-1}`: what keeps requests of different isolation apart. Each part is tagged and length-prefixed, so that
+        ("ab", "c") and ("a", "bc") differ, and so do "1" and 1."""
+        digest = hashlib.sha256(b"pd-cache root")
+        for part in extra_keys:
+            if isinstance(part, bool) or not isinstance(part, (str, bytes, int)):
+                raise ValueError(f"extra_keys must be str, bytes or int, got {type(part).__name__}")
+            raw = part if isinstance(part, bytes) else str(part).encode()
+            digest.update(f"{type(part).__name__}:{len(raw)}:".encode())
+            digest.update(raw)
+        return digest.digest()[:HASH_BYTES]
+
+    def hash_tokens(self, tokens: Tokens, extra_keys: Iterable[ExtraKey] = ()) -> list[bytes]:
+        """Token mode: the chained hash of each whole chunk of `tokens`."""
+        self._expect("tokens")
+        raw = memoryview(token_bytes(tokens))
+        step = self.chunk_size * 4
+        previous = self.root(extra_keys)
+        sha256, hashes = hashlib.sha256, []
+        for start in range(0, len(raw) - step + 1, step):
+            digest = sha256(previous)
+            digest.update(raw[start : start + step])
+            previous = digest.digest()[:HASH_BYTES]
+            hashes.append(previous)
+        return hashes
+
+    def stride_hashes(self, block_hashes: Sequence[bytes]) -> list[bytes]:
+        """Hash mode: a chunk's hash is the hash of its last block, which is chained already; nothing is hashed twice.
+
+        Kept whole where the engine's hashes are short, else folded to 16 bytes by truncation.
+        """
+        self._expect("blocks")
+        step = self.blocks_per_chunk
+        hashes = list(block_hashes[step - 1 :: step])
+        if any(not isinstance(value, bytes) or len(value) < 8 for value in hashes):
+            raise ValueError("block hashes must be bytes, at least 8 of them each")
+        return [value[:HASH_BYTES] for value in hashes]
+
+    def keys(self, hashes: Iterable[bytes], shard: int = 0) -> list[str]:
+        """The pool's key of each chunk hash, for one shard."""
+        prefix = f"{self._prefix}/{shard}/"
+        return [prefix + value.hex() for value in hashes]
+
+    def all_shard_keys(self, hashes: Sequence[bytes]) -> list[str]:
+        """The keys of every shard, chunk by chunk: the `shards` keys of chunk i stand together."""
+        shards = range(self.namespace.shards)
+        if len(shards) == 1:
+            return self.keys(hashes)
+        return [f"{self._prefix}/{shard}/{value.hex()}" for value in hashes for shard in shards]
+
+    def _expect(self, mode: str) -> None:
+        if self.namespace.hash_mode != mode:
+            raise ValueError(
+                f"this namespace names chunks by {self.namespace.hash_mode}, not by {mode}: the two never agree on a key"
+            )

@@ -1,0 +1,35 @@
+"""The variables that Mooncake's client reads, set from our settings in this one place.
+
+They are read at the first `setup()` of a process, so `prepare` runs before it; a variable that the user has set wins.
+docs/mooncake.md says what each was measured to do.
+"""
+
+from __future__ import annotations
+
+import os
+
+from transfer.settings import TransferSettings
+
+MAX_TRANSFERS = 1000
+"""Most transfers in one call. More than 2048 outstanding ones to a peer fail with -800 at Mooncake's defaults."""
+
+
+def client_variables(settings: TransferSettings) -> dict[str, str]:
+    """What `prepare` sets, by name."""
+    slowest = max(settings.timeouts.get_ms, settings.timeouts.put_ms)
+    stall_seconds = str(max(1, min(30, slowest // 3000)))
+    return {
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # 20 by default: 90 s in setup() while the master is away
+        "MC_RPC_TIMEOUT_MS": str(max(1000, settings.timeouts.exist_ms)),  # 30 s for a master that is stopped
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": stall_seconds,
+        "MC_TCP_STATUS_TIMEOUT_SEC": stall_seconds,
+        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384",
+        "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "16384",
+        "MC_LOG_LEVEL": "ERROR",
+    }
+
+
+def prepare(settings: TransferSettings) -> None:
+    """Set what is not set yet."""
+    for name, value in client_variables(settings).items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,47 @@
+"""The memory that this node contributes to the pool: finding it and making it resident.
+
+Mooncake maps a segment without touching it, and its client has no call that tells where. The first writer of each page
+pays for the fault: 0.25 to 1.2 GB/s where later writes reach 2.4 (measured). A tiny object placed into the fresh
+segment tells the base address; the kernel's own map of the process tells how far the mapping reaches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from transfer.staging import prefault
+
+log = logging.getLogger(__name__)
+
+
+def mapping_at(address: int, maps: Iterable[str]) -> range | None:
+    """The writable mapping of this process that `address` lies in, from the lines of /proc/self/maps."""
+    for line in maps:
+        span, permissions = line.split(maxsplit=2)[:2]
+        start, end = (int(part, 16) for part in span.split("-"))
+        if start <= address < end:
+            return range(start, end) if "w" in permissions else None
+    return None
+
+
+def prefault_segment(size: int, probe_address: Callable[[], int | None]) -> float | None:
+    """Make the freshly mounted segment of `size` bytes resident; seconds taken, or None where it was not possible.
+
+    `probe_address` puts a small object into the segment and tells where it lies.
+    """
+    base = probe_address()
+    if base is None:
+        log.warning("segment of %d bytes not prefaulted: its address could not be found", size)
+        return None
+    with Path("/proc/self/maps").open() as maps:
+        mapping = mapping_at(base, maps)
+    if mapping is None or mapping.stop - base < size:
+        # never touch what is not known to be the segment
+        log.warning("segment of %d bytes not prefaulted: the mapping at %#x is not as large", size, base)
+        return None
+    seconds = prefault(base, size)
+    if seconds is not None:
+        log.info("segment: %d bytes prefaulted in %.3f s", size, seconds)
+    return seconds

@@ -1,0 +1,102 @@
+"""What a node says about its part in the pool: the `transfer` section of the YAML, and sizes such as `4GiB`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}ib"] = 1024**_power
+    _UNITS[f"{_letter}b"] = 1000**_power
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+MIN_SEGMENT = 16 << 20
+"""Mooncake refuses smaller segments with -600 (measured; 0 means none and is allowed)."""
+
+
+class ByteSize(int):
+    """A number of bytes, written in YAML as an integer or as `512MiB`, `4GiB`, `1GB`."""
+
+    @classmethod
+    def parse(cls, text: object) -> ByteSize:
+        """Read a size; ValueError says what is allowed."""
+        if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+            return cls(text)
+        if isinstance(text, str) and (match := _SIZE.fullmatch(text.strip())):
+            unit = _UNITS.get(match[2].lower())
+            if unit is not None:
+                return cls(float(match[1]) * unit)
+        raise ValueError(f"expected a size such as 512MiB, 4GiB or a number of bytes, got {text!r}")
+
+    def __str__(self) -> str:
+        for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
+            if self >= 1024**power and self % 1024**power == 0:
+                return f"{int(self) // 1024**power}{letter}iB"
+        return f"{int(self)}B"
+
+    __repr__ = __str__
+
+
+Milliseconds = Annotated[int, msgspec.Meta(ge=1, le=3_600_000)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Deadlines of the calls to the pool. A call that outlives its deadline is abandoned, never waited for."""
+
+    setup_ms: Milliseconds = 10_000
+    exist_ms: Milliseconds = 500
+    get_ms: Milliseconds = 10_000
+    put_ms: Milliseconds = 10_000
+    close_ms: Milliseconds = 5_000
+
+
+class Breaker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When the pool counts as down: calls then answer at once, and one probe per interval finds it back."""
+
+    failures: Positive = 3
+    probe_interval_ms: Milliseconds = 1_000
+
+
+class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The `transfer` section: how this node's processes talk to the Mooncake pool."""
+
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    metadata: str = "P2PHANDSHAKE"
+    """`P2PHANDSHAKE`, `http://host:port/metadata` or `etcd://host:port`; all clients of one master must use the same."""
+    devices: tuple[str, ...] = ()
+    """RDMA device names, e.g. `mlx5_0`; empty lets Mooncake choose."""
+    segment_size: ByteSize = ByteSize(0)
+    """Memory that this node gives to the pool; 0 gives none. A node of the topology can set its own."""
+    local_buffer_size: ByteSize = ByteSize(16 << 20)
+    """Mooncake's own bounce buffer, used for small control objects only."""
+    staging_size: ByteSize = ByteSize(512 << 20)
+    """Registered buffers between the paged cache and the network: the only copy of a chunk on its way."""
+    prefault: bool = True
+    """Touch segment and staging memory at start, so that no first write pays for page faults."""
+    threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    """Transfers in flight at once."""
+    thread_nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 19
+    """Priority of the threads that wait for a transfer. Mooncake waits by spinning; where cores are few, a spinning
+    thread at normal priority takes the core that the transfer itself needs (docs/mooncake.md)."""
+    timeouts: Timeouts = Timeouts()
+    breaker: Breaker = Breaker()
+
+    def __post_init__(self) -> None:
+        if self.metadata != "P2PHANDSHAKE" and not self.metadata.startswith(("http://", "https://", "etcd://")):
+            raise ValueError(
+                f"metadata: {self.metadata!r} is neither P2PHANDSHAKE nor an address that starts with http:// or etcd://"
+            )
+        if self.protocol == "tcp" and self.devices:
+            raise ValueError(f"devices: {list(self.devices)} given, but only protocol: rdma uses devices")
+        if 0 < self.segment_size < MIN_SEGMENT:
+            raise ValueError(f"segment_size: {self.segment_size} is below Mooncake's minimum of 16MiB (0 gives none)")
+
+
+def rdma_devices(sysfs: Path = Path("/sys/class/infiniband")) -> tuple[str, ...]:
+    """Names of the RDMA devices that this machine has; empty where there are none."""
+    return tuple(sorted(entry.name for entry in sysfs.iterdir())) if sysfs.is_dir() else ()

@@ -1,0 +1,396 @@
+"""MooncakeStore: the only place that calls a Mooncake store client.
+
+A bare client is dangerous (docs/mooncake.md): used before setup or after close it kills the process, with a dead master
+each call blocks for seconds, with a stopped peer for a minute. Here
+
+1. a state (`opening`, `open`, `closing`, `closed`) guards every call, and `close()` drains before it closes;
+2. calls run on a bounded set of threads and the caller waits until its own deadline, no longer;
+3. staging memory that an abandoned call may still touch stays quarantined until that call returns;
+4. a circuit breaker answers at once while the pool is down, and one probe per interval finds it back;
+5. a store whose master is not there yet opens by itself when it comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from transfer.breaker import CircuitBreaker
+from transfer.calls import Call, CallThreads
+from transfer.environment import MAX_TRANSFERS, prepare
+from transfer.errors import OUTAGE, MissingLibraryError, PoolUnavailableError, Status, TransferError, status_of
+from transfer.segment import prefault_segment
+from transfer.settings import TransferSettings
+from transfer.staging import Slot, StagingPool
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+_RETRY_FULL_AFTER = 0.02
+"""Eviction frees space in ticks of about 10 ms; a put that found the pool full is tried once more after this."""
+
+
+class GetResult(NamedTuple):
+    """Outcome of reading one key: with `OK`, `size` bytes of the object are in the buffer."""
+
+    status: Status
+    size: int
+
+
+class _Client(Protocol):
+    """What we use of `mooncake.store.MooncakeDistributedStore`; negative ints are codes, nothing is raised."""
+
+    def setup(self, config: dict[str, str]) -> int: ...
+    def close(self) -> int: ...
+    def get_hostname(self) -> str: ...
+    def register_buffer(self, address: int, size: int) -> int: ...
+    def unregister_buffer(self, address: int) -> int: ...
+    def is_exist(self, key: str) -> int: ...
+    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
+    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]: ...
+    def batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int], config: Any) -> list[int]: ...
+    def put(self, key: str, value: bytes, config: Any) -> int: ...
+    def get(self, key: str) -> bytes: ...
+    def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
+    def get_replica_desc(self, key: str) -> list[Any]: ...
+
+
+def load_mooncake() -> Any:
+    """The module `mooncake.store`; MissingLibraryError names the package that is missing."""
+    try:
+        import mooncake.store as module
+    except ImportError as error:
+        text = str(error)
+        for library, package in (("libibverbs", "libibverbs1"), ("libnuma", "libnuma1"), ("librdmacm", "librdmacm1")):
+            if library in text:
+                raise MissingLibraryError(
+                    f"Mooncake's wheel needs {library}, which this system lacks ({text}); "
+                    f"install it with: apt-get install {package}"
+                ) from error
+        if "libcuda" in text:
+            raise MissingLibraryError(
+                f"the installed Mooncake wheel needs CUDA ({text}); on a machine without it install the `cpu` extra: "
+                "pip install 'pd-cache[cpu]'"
+            ) from error
+        raise MissingLibraryError(
+            f"Mooncake cannot be imported ({text}); install one of the extras: "
+            "pip install 'pd-cache[cpu]', 'pd-cache[cuda12]' or 'pd-cache[cuda13]'"
+        ) from error
+    return module
+
+
+class Pending(Generic[R]):
+    """A batch under way: one `R` per key, made from Mooncake's code or from the status that stands in for it."""
+
+    def __init__(
+        self,
+        store: MooncakeStore,
+        what: str,
+        call: Call[list[int]] | None,
+        keys: int,
+        result: Callable[[Status, int], R],
+    ) -> None:
+        self._store = store
+        self._what = what
+        self._call = call
+        self._keys = keys
+        self._result = result
+
+    def results(self) -> list[R]:
+        """One result a key, in order; waits at most until the call's deadline."""
+        if self._call is None:
+            return [self._result(self._store._refusal(), 0)] * self._keys
+        codes = self._call.outcome([])
+        statuses = [status_of(code) for code in codes] if codes else [Status.TIMEOUT] * self._keys
+        self._store._settle(self._what, statuses)
+        return [self._result(status, code) for status, code in zip(statuses, codes or [0] * self._keys, strict=True)]
+
+
+class MooncakeStore:
+    """A client of one Mooncake pool, with a segment of its own or without.
+
+    Thread-safe. Every timeout is in seconds. Results are typed per key; no call raises because the pool is in trouble.
+    """
+
+    def __init__(
+        self,
+        settings: TransferSettings,
+        *,
+        master: str,
+        host: str = "127.0.0.1",
+        segment_size: int | None = None,
+    ) -> None:
+        """Start opening the store in the background.
+
+        `master` is `host:port`, or `etcd://…` for masters with election; `host` the address that other nodes reach
+        this one at; `segment_size` overrides the settings'. Raises MissingLibraryError.
+        """
+        module = load_mooncake()
+        prepare(settings)
+        self._settings = settings
+        self._master = master
+        self._host = host
+        self.segment_size = int(settings.segment_size if segment_size is None else segment_size)
+        self._client: _Client = module.MooncakeDistributedStore()
+        self._put_config = module.ReplicateConfig()
+        self._breaker = CircuitBreaker(settings.breaker.failures)
+        self._control = CallThreads("mooncake-control", 2)
+        self._data = CallThreads("mooncake-data", settings.threads, nice=settings.thread_nice)
+        self._regions: list[StagingPool] = []
+        self._state = "opening"
+        self._changed = threading.Condition()
+        self._setup_error = ""
+        self._keeper = threading.Thread(target=self._keep, name="mooncake-keeper", daemon=True)
+        self._keeper.start()
+
+    # --- life ----------------------------------------------------------------------------------------------------
+
+    def wait_open(self, timeout: float) -> None:
+        """Wait until the store is open; PoolUnavailableError after `timeout` seconds, with what went wrong last."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._state != "opening", timeout):
+                reason = self._setup_error or "no answer yet"
+                raise PoolUnavailableError(
+                    f"Mooncake master {self._master} not reachable after {timeout:g} s: {reason}"
+                )
+            if self._state != "open":
+                raise TransferError(f"the store of master {self._master} is {self._state}")
+
+    @property
+    def available(self) -> bool:
+        """Whether calls go to the pool now: the store is open and the breaker closed."""
+        return self._state == "open" and not self._breaker.down
+
+    @property
+    def hostname(self) -> str:
+        """The name of this node's segment, as `preferred_segment` and the master know it; empty before it is open."""
+        return self._client.get_hostname() if self._state == "open" else ""
+
+    def attach(self, pool: StagingPool) -> None:
+        """Register `pool`'s memory for transfers, now or as soon as the store opens."""
+        with self._changed:
+            self._regions.append(pool)
+            if self._state == "open":
+                self._register(pool)
+
+    def close(self) -> None:
+        """Drain the calls under way, unmount the segment, forget the pool. Idempotent; never raises."""
+        with self._changed:
+            if self._state in ("closing", "closed"):
+                return
+            was_open = self._state == "open"
+            self._state = "closing"
+            self._changed.notify_all()
+        end = time.monotonic() + self._settings.timeouts.close_ms / 1000
+        drained = self._data.close(max(0.0, end - time.monotonic()))
+        drained &= self._control.close(max(0.0, end - time.monotonic()))
+        # the keeper may be inside setup() or a probe: closing beside it would be use after free
+        self._keeper.join(max(0.0, end - time.monotonic()))
+        drained &= not self._keeper.is_alive()
+        if drained and was_open:
+            self._client.close()
+        elif not drained:
+            log.warning("a call into Mooncake outlived close(); its client is left to the end of the process")
+        with self._changed:
+            self._state = "closed"
+            self._changed.notify_all()
+
+    def __enter__(self) -> MooncakeStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # --- calls ---------------------------------------------------------------------------------------------------
+
+    def batch_exist(self, keys: list[str], *, timeout: float) -> list[Status]:
+        """OK or MISSING for each key, with one request to the master; another status says why nobody knows.
+
+        The master leases every key that it finds: ask only for what will be read.
+        """
+        if not keys:
+            return []
+        if not self.available:
+            return [self._refusal()] * len(keys)
+        call = self._control.submit(lambda: self._client.batch_is_exist(keys), time.monotonic() + timeout)
+        codes = None if call is None else call.outcome([])
+        if not codes:
+            self._failed("batch_is_exist")
+            return [Status.TIMEOUT] * len(keys)
+        if codes[0] < 0:
+            self._failed("batch_is_exist")
+            return [status_of(code) if code < 0 else Status.POOL_DOWN for code in codes]
+        if self._breaker.succeeded():
+            log.info("pool %s is back", self._master)
+        return [Status.OK if code == 1 else Status.MISSING for code in codes]
+
+    def start_get(self, keys: list[str], slots: Sequence[Slot], *, timeout: float) -> Pending[GetResult]:
+        """Begin to read each key into its slot, as far as the slot reaches.
+
+        The slots are retained until the call has really ended, however long that takes.
+        """
+        self._check_batch(keys, slots)
+        addresses, sizes = [slot.address for slot in slots], [slot.size for slot in slots]
+        call = self._start(lambda: self._client.batch_get_into(keys, addresses, sizes), slots, timeout)
+        return Pending(self, "batch_get_into", call, len(keys), lambda status, code: GetResult(status, max(code, 0)))
+
+    def start_put(
+        self, keys: list[str], slots: Sequence[Slot], sizes: Sequence[int], *, timeout: float
+    ) -> Pending[Status]:
+        """Begin to write the first `sizes[i]` bytes of each slot as key i, on this node's segment where it has one.
+
+        OK also means that the key was there before: contents are addressed by their key, so the bytes are the same.
+        """
+        self._check_batch(keys, slots)
+        addresses, lengths = [slot.address for slot in slots], list(sizes)
+        if len(lengths) != len(keys) or any(n < 1 or n > slot.size for n, slot in zip(lengths, slots, strict=True)):
+            raise ValueError("start_put needs one size per key, between 1 and its slot's size")
+
+        def put() -> list[int]:
+            codes = self._client.batch_put_from(keys, addresses, lengths, self._put_config)
+            full = [index for index, code in enumerate(codes) if status_of(code) is Status.NO_SPACE]
+            if full:
+                time.sleep(_RETRY_FULL_AFTER)
+                again = self._client.batch_put_from(
+                    [keys[i] for i in full], [addresses[i] for i in full], [lengths[i] for i in full], self._put_config
+                )
+                for index, code in zip(full, again, strict=True):
+                    codes[index] = code
+            return codes
+
+        call = self._start(put, slots, timeout)
+        return Pending(self, "batch_put_from", call, len(keys), lambda status, _: status)
+
+    def remove(self, keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:
+        """Remove keys; BUSY for one that is leased, unless `force`."""
+        codes = self._call(lambda: self._client.batch_remove(keys, force), timeout)
+        return [Status.TIMEOUT] * len(keys) if codes is None else [status_of(code) for code in codes]
+
+    def put_small(self, key: str, value: bytes, *, timeout: float) -> Status:
+        """Write a control object through Mooncake's own buffer; OK also if the key was there before."""
+        code = self._call(lambda: self._client.put(key, value, self._put_config), timeout)
+        return Status.TIMEOUT if code is None else status_of(code)
+
+    def get_small(self, key: str, *, timeout: float) -> bytes | None:
+        """Read a control object; None if it is missing or the pool did not answer in time."""
+        value = self._call(lambda: self._client.get(key), timeout)
+        return value or None
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _check_batch(self, keys: Sequence[str], slots: Sequence[Slot]) -> None:
+        if not keys or len(keys) != len(slots) or len(keys) > MAX_TRANSFERS:
+            raise ValueError(f"{len(keys)} keys and {len(slots)} slots: one slot each, 1 to {MAX_TRANSFERS} of them")
+
+    def _start(
+        self, function: Callable[[], list[int]], slots: Sequence[Slot], timeout: float
+    ) -> Call[list[int]] | None:
+        if not self.available:
+            return None
+        held = list(slots)
+        for slot in held:
+            slot.retain()
+
+        def let_go() -> None:
+            for slot in held:
+                slot.release()
+
+        return self._data.submit(function, time.monotonic() + timeout, let_go)
+
+    def _call(self, function: Callable[[], R], timeout: float) -> R | None:
+        """Run a control call; None if the pool is not available or did not answer in time."""
+        if not self.available:
+            return None
+        call = self._control.submit(lambda: [function()], time.monotonic() + timeout)
+        answer = [] if call is None else call.outcome([])
+        if not answer:
+            self._failed("control call")
+            return None
+        return answer[0]
+
+    def _refusal(self) -> Status:
+        return Status.CLOSED if self._state in ("closing", "closed") else Status.POOL_DOWN
+
+    def _settle(self, what: str, statuses: Sequence[Status]) -> None:
+        """Tell the breaker how a batch went: a failure only if the pool's trouble met every key of it."""
+        if all(status in OUTAGE for status in statuses):
+            self._failed(what)
+        elif self._breaker.succeeded():
+            log.info("pool %s is back", self._master)
+
+    def _failed(self, what: str) -> None:
+        if self._breaker.failed():
+            log.warning("pool %s counts as down after %s failed; probing every %d ms", self._master, what,
+                        self._settings.breaker.probe_interval_ms)  # fmt: skip
+
+    def _register(self, pool: StagingPool) -> None:
+        code = self._client.register_buffer(pool.address, pool.nbytes)
+        if code != 0:
+            raise TransferError(f"Mooncake refused to register {pool.nbytes} bytes of staging memory ({code})")
+
+    def _keep(self) -> None:
+        """The keeper thread: opens the store, then probes whenever the breaker is open, until the store closes."""
+        interval = self._settings.breaker.probe_interval_ms / 1000
+        while not self._open():
+            if not self._pause(interval):
+                return
+        while self._pause(interval):
+            if self._breaker.down and self._client.is_exist("pdc1/probe") >= 0 and self._breaker.succeeded():
+                log.info("pool %s is back", self._master)
+
+    def _pause(self, seconds: float) -> bool:
+        """Wait; False as soon as the store is to close."""
+        with self._changed:
+            return not self._changed.wait_for(lambda: self._state in ("closing", "closed"), seconds)
+
+    def _open(self) -> bool:
+        settings = self._settings
+        code = self._client.setup(
+            {
+                "local_hostname": self._host,
+                "metadata_server": settings.metadata,
+                "global_segment_size": str(self.segment_size),
+                "local_buffer_size": str(int(settings.local_buffer_size)),
+                "protocol": settings.protocol,
+                "rdma_devices": ",".join(settings.devices),
+                "master_server_addr": self._master,
+            }
+        )
+        if code != 0:
+            if not self._setup_error:
+                log.warning("Mooncake master %s: setup failed (%d), trying again until it comes", self._master, code)
+            self._setup_error = f"setup() answered {code}"
+            return False
+        if self.segment_size:
+            self._put_config.preferred_segment = self._client.get_hostname()
+            if settings.prefault:
+                prefault_segment(self.segment_size, self._probe_segment)
+        with self._changed:
+            if self._state != "opening":
+                self._client.close()
+                return True
+            for pool in self._regions:
+                self._register(pool)
+            self._state = "open"
+            self._changed.notify_all()
+        log.info("pool %s: open, segment %d bytes as %s", self._master, self.segment_size, self._client.get_hostname())
+        return True
+
+    def _probe_segment(self) -> int | None:
+        """Where a small object lands in the fresh segment: its first address."""
+        key = f"pdc1/probe/{os.getpid()}-{uuid.uuid4().hex}"
+        if self._client.put(key, bytes(64), self._put_config) != 0:
+            return None
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._client.batch_remove, [key], True)
+            replicas = self._client.get_replica_desc(key)
+            if not replicas:
+                return None
+            return int(replicas[0].get_memory_descriptor().buffer_descriptor.buffer_address)
