@@ -11,7 +11,7 @@ import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import yaml
@@ -158,7 +158,7 @@ class ProxyNode(_Node, frozen=True, kw_only=True, tag="proxy"):
     port: Port = 8000
 
 
-Node = Union[MasterNode, StoreNode, PrefillNode, DecodeNode, ProxyNode]
+Node = MasterNode | StoreNode | PrefillNode | DecodeNode | ProxyNode
 ROLES = ("master", "store", "prefill", "decode", "proxy")
 """In the order in which `up` starts them; it stops them in reverse."""
 
@@ -242,7 +242,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
-KeyPath = tuple[Union[str, int], ...]
+KeyPath = tuple[str | int, ...]
 
 
 class Problem(NamedTuple):
@@ -294,6 +294,11 @@ def read_config(file: str | Path) -> tuple[ClusterConfig, Source]:
     for problem in consistency_problems(config):
         raise source.error(problem)
     return config, source
+
+
+def dump_config(config: ClusterConfig) -> str:
+    """The configuration as YAML text that `load_config` reads back to an equal one."""
+    return yaml.safe_dump(msgspec.to_builtins(config, enc_hook=str), sort_keys=False)
 
 
 def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:

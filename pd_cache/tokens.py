@@ -164,6 +164,16 @@ class ChunkedTokenDatabase:
             digest.update(raw)
         return digest.digest()[:HASH_BYTES]
 
+    def name_chunks(
+        self, tokens: Tokens | None, hashes: Sequence[bytes] | None, extra_keys: Iterable[ExtraKey] = ()
+    ) -> list[bytes]:
+        """The hash of each whole chunk of a prompt, given as tokens or, in hash mode, as the engine's block hashes."""
+        if hashes is not None and tokens is None:
+            return self.stride_hashes(hashes)
+        if tokens is not None and hashes is None:
+            return self.hash_tokens(tokens, extra_keys)
+        raise ValueError("exactly one of tokens and block hashes must be given")
+
     def hash_tokens(self, tokens: Tokens, extra_keys: Iterable[ExtraKey] = ()) -> list[bytes]:
         """Token mode: the chained hash of each whole chunk of `tokens`."""
         self._expect("tokens")
@@ -207,3 +217,13 @@ class ChunkedTokenDatabase:
             raise ValueError(
                 f"this namespace names chunks by {self.namespace.hash_mode}, not by {mode}: the two never agree on a key"
             )
+
+
+def leading_chunks(found: Iterable[bool], shards: int) -> int:
+    """How many chunks from the start have all their shards, given `found` in the order of `all_shard_keys`."""
+    present = 0
+    for one in found:
+        if not one:
+            break
+        present += 1
+    return present // shards

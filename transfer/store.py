@@ -132,8 +132,8 @@ class MooncakeStore:
         `master` is `host:port`, or `etcd://…` for masters with election; `host` the address that other nodes reach
         this one at; `segment_size` overrides the settings'. Raises MissingLibraryError.
         """
+        prepare(settings)  # before the import: Mooncake reads its log level when it is loaded
         module = load_mooncake()
-        prepare(settings)
         self._settings = settings
         self._master = master
         self._host = host

@@ -1,0 +1,94 @@
+"""StorageBackend: where chunk objects live. Batch-first, zero-copy, and never an exception for the storage's troubles.
+
+1. A payload is opaque bytes of one size per backend; sealing and checking it is the backend's work.
+2. Writers fill memory that the backend lends (`stage`), so that nothing is copied on the way out.
+3. Readers get views of memory that the backend owns, in the order of the keys, while later ones are still on their way;
+   each view is theirs until `release()`.
+4. What is damaged, late or gone reads as a miss with a reason.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from typing import Protocol
+
+from transfer.errors import Status
+
+
+class Staged(Protocol):
+    """Memory for one payload, lent by `stage`. Either given to `batched_put` or released."""
+
+    @property
+    def payload(self) -> memoryview:
+        """The payload's bytes, writable."""
+
+    def release(self) -> None:
+        """Give the memory back unused."""
+
+
+class Fetched(Protocol):
+    """One key's outcome."""
+
+    @property
+    def payload(self) -> memoryview | None:
+        """The checked payload, valid until `release()`; None for a miss."""
+
+    @property
+    def reason(self) -> str:
+        """Why there is no payload: a `Status` or `Damage` value; empty if there is one."""
+
+    def release(self) -> None:
+        """The payload is not needed any more. Idempotent."""
+
+
+class PutOutcome(Protocol):
+    """A write under way."""
+
+    def results(self) -> list[Status]:
+        """One status a key; waits for the write, at most until its deadline."""
+
+
+class StorageBackend(ABC):
+    """A place for chunk objects. Thread-safe."""
+
+    payload_bytes: int
+    """Bytes of every payload."""
+    batch_size: int
+    """Payloads that are best handed over together."""
+
+    @property
+    @abstractmethod
+    def available(self) -> bool:
+        """False while it is known to be of no use: calls then answer at once."""
+
+    @abstractmethod
+    def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+        """OK or MISSING for each key; another status where the backend cannot tell."""
+
+    @abstractmethod
+    def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
+        """Each key's outcome, in order. Closing the iterator early gives up what was not yielded.
+
+        The caller releases what was yielded. `timeout` bounds each transfer batch, not the whole.
+        """
+
+    @abstractmethod
+    def stage(self, *, timeout: float | None = None) -> Staged | None:
+        """Memory for one payload; None if none came free in time."""
+
+    @abstractmethod
+    def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
+        """Begin to write each payload under its key. The staged memory is the backend's from here on."""
+
+    @abstractmethod
+    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+        """Remove keys; MISSING for one that is not there, BUSY for one that a reader holds."""
+
+    @abstractmethod
+    def annotate(self, key: str, value: bytes) -> Status:
+        """Leave a small object for people and tools, such as a namespace's manifest."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish or abandon what is under way, by a deadline. Idempotent."""

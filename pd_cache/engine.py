@@ -1,0 +1,362 @@
+"""CacheEngine: store, retrieve and lookup of a prompt's KV cache. Orchestration only.
+
+Store and retrieve are pipelines over the backend's memory: while one batch of chunks is on the network, the next is
+gathered or the last is scattered. What the pool cannot do ends the prefix, is counted and logged, and never raises;
+what the caller got wrong is a ValueError before anything moved.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from pd_cache.backends import Fetched, PutOutcome, Staged, StorageBackend, open_backend
+from pd_cache.config import NodeSettings
+from pd_cache.layout import KVLayout, layer_tensors
+from pd_cache.lookup.prefix import PrefixLookup
+from pd_cache.metrics import CacheMetrics
+from pd_cache.paged import DONE, ChunkSlots, Completion, PagedCopier, host_pin, open_copier, plan_slots
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens
+from transfer.errors import Status
+
+log = logging.getLogger(__name__)
+
+KVCaches = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
+Mask = torch.Tensor | Sequence[bool]
+
+_COPIERS = 4
+"""Sets of KV tensors remembered per engine; an engine has one, tests and re-registrations a few."""
+_SCATTERING = 2
+"""Chunks whose scatter may still run on a device while the next is begun."""
+
+
+class _Request(NamedTuple):
+    """A checked call: the chunks that are wanted, and where their tokens lie."""
+
+    length: int
+    first: int
+    """Tokens before the first wanted chunk."""
+    keys: list[str]
+    chunks: list[ChunkSlots]
+    copier: PagedCopier
+
+
+class CacheEngine:
+    """Moves the KV cache of prompts between one paged buffer and a backend. Thread-safe.
+
+    Tokens are given as ids (token mode), or as the engine's block hashes (hash mode); see `pd_cache.tokens`.
+    """
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        settings: NodeSettings,
+        metadata: CacheMetadata,
+        layout: KVLayout,
+        metrics: CacheMetrics | None = None,
+    ) -> None:
+        """Take over `backend`, which is closed with the engine. ValueError if layout and metadata disagree."""
+        described = CacheMetadata.of(metadata.model, layout, world_size=metadata.world_size, rank=metadata.rank)
+        if described != metadata:
+            raise ValueError(f"the KV tensors are {described}, but the metadata says {metadata}")
+        self.settings = settings
+        self.metadata = metadata
+        self.layout = layout
+        self.metrics = metrics or CacheMetrics()
+        self.database = ChunkedTokenDatabase(metadata.namespace(settings.cache))
+        self.backend = backend
+        self._copiers: OrderedDict[tuple[object, ...], PagedCopier] = OrderedDict()
+        self._lock = threading.Lock()
+        self._annotated = False
+        self._closed = False
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens a chunk."""
+        return self.database.chunk_size
+
+    @property
+    def available(self) -> bool:
+        """False while the pool is known to be down: lookups are then misses and stores are dropped, at once."""
+        return not self._closed and self.backend.available
+
+    # --- the three operations ------------------------------------------------------------------------------------
+
+    def lookup(
+        self,
+        tokens: Tokens | None = None,
+        *,
+        hashes: Sequence[bytes] | None = None,
+        held: int = 0,
+        extra_keys: Iterable[ExtraKey] = (),
+        timeout: float | None = None,
+    ) -> int:
+        """End of the longest contiguous prefix that the pool holds in all shards, in tokens.
+
+        `held` tokens, from the start, are at hand already: whole chunks of them are not asked for and count as found.
+        Asks once, with one request for all keys; `timeout` (s) bounds it.
+        """
+        if self._closed:
+            return 0
+        exists = PrefixLookup(
+            self.database, lambda keys: self.backend.batched_contains(keys, timeout=timeout), self.metrics
+        )
+        return exists.find(tokens, hashes, held, extra_keys)
+
+    def store(
+        self,
+        tokens: Tokens | None = None,
+        mask: Mask | None = None,
+        *,
+        kv_caches: KVCaches,
+        slot_mapping: torch.Tensor,
+        hashes: Sequence[bytes] | None = None,
+        extra_keys: Iterable[ExtraKey] = (),
+        timeout: float | None = None,
+    ) -> int:
+        """Store the whole chunks of a prompt that the pool lacks; returns the tokens newly stored.
+
+        tokens: n ids, or `hashes`: one per block, n = blocks * block_size. mask: bool [n], `FFFTTT`, the False prefix a
+        whole number of chunks that need no storing. kv_caches: the engine's tensors, one a layer. slot_mapping: int
+        [n], `block * block_size + offset` of each token. timeout (s) bounds each transfer.
+
+        What the pool refuses is counted, not raised. ValueError for arguments that do not fit, before anything moved.
+        """
+        request = self._check(tokens, hashes, mask, kv_caches, slot_mapping, extra_keys)
+        self.metrics.tokens("store", "requested", len(request.keys) * self.chunk_size)
+        if not request.keys or self._closed:
+            return 0
+        with self.metrics.timed("store"):
+            statuses = self.backend.batched_contains(request.keys, timeout=timeout)
+            self.metrics.outages("store", statuses)
+            missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
+            stored = self._put(request, missing, timeout)
+            self._annotate()
+        self.metrics.moved("store", stored * self.backend.payload_bytes)
+        self.metrics.tokens("store", "stored", stored * self.chunk_size)
+        return stored * self.chunk_size
+
+    def retrieve(
+        self,
+        tokens: Tokens | None = None,
+        mask: Mask | None = None,
+        *,
+        kv_caches: KVCaches,
+        slot_mapping: torch.Tensor,
+        hashes: Sequence[bytes] | None = None,
+        extra_keys: Iterable[ExtraKey] = (),
+        timeout: float | None = None,
+    ) -> torch.Tensor:
+        """Load a prompt's chunks into the paged buffer, as far as the pool has them without a hole.
+
+        Arguments as for `store`; the mask's False prefix is not wanted. Returns a bool tensor [n] on the CPU: True where
+        the token's KV now lies in the buffer, one contiguous run from the mask's first True. Slots of wanted tokens that
+        come back False may have been overwritten; all other slots are untouched.
+        """
+        request = self._check(tokens, hashes, mask, kv_caches, slot_mapping, extra_keys)
+        result = torch.zeros(request.length, dtype=torch.bool)
+        self.metrics.tokens("retrieve", "requested", len(request.keys) * self.chunk_size)
+        if not request.keys or self._closed:
+            return result
+        with self.metrics.timed("retrieve"):
+            loaded = self._get(request, timeout)
+        result[request.first : request.first + loaded * self.chunk_size] = True
+        self.metrics.moved("retrieve", loaded * self.backend.payload_bytes)
+        self.metrics.tokens("retrieve", "loaded", loaded * self.chunk_size)
+        return result
+
+    def close(self) -> None:
+        """Close the backend and let go of the KV tensors. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            copiers = list(self._copiers.values())
+            self._copiers.clear()
+        self.backend.close()
+        for copier in copiers:
+            copier.close()
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _put(self, request: _Request, missing: list[int], timeout: float | None) -> int:
+        batch = max(1, self.backend.batch_size)
+        outcomes: list[PutOutcome] = []
+        for start in range(0, len(missing), batch):
+            indices = missing[start : start + batch]
+            staged = self._gather(request, indices, timeout)
+            if staged:
+                keys = [request.keys[index] for index in indices[: len(staged)]]
+                outcomes.append(self.backend.batched_put(keys, staged, timeout=timeout))
+            if len(staged) < len(indices):
+                self.metrics.trouble("store", "no_staging", len(missing) - start - len(staged))
+                break
+        stored = 0
+        for outcome in outcomes:
+            statuses = outcome.results()
+            self.metrics.outages("store", statuses)
+            stored += sum(status is Status.OK for status in statuses)
+        return stored
+
+    def _gather(self, request: _Request, indices: list[int], timeout: float | None) -> list[Staged]:
+        """Stage the chunks of `indices`; fewer where no memory came free in time."""
+        staged: list[Staged] = []
+        copies: list[Completion] = []
+        try:
+            for index in indices:
+                memory = self.backend.stage(timeout=timeout)
+                if memory is None:
+                    break
+                staged.append(memory)
+                payload = torch.frombuffer(memory.payload, dtype=torch.uint8)
+                copies.append(request.copier.gather(request.chunks[index], payload))
+            for copy in copies:
+                copy.wait()
+        except BaseException:
+            for memory in staged:
+                memory.release()
+            raise
+        return staged
+
+    def _get(self, request: _Request, timeout: float | None) -> int:
+        """Scatter chunks in order until the first that is missing; how many were loaded."""
+        scattering: list[tuple[Completion, Fetched]] = []
+        loaded = 0
+        fetches = self.backend.batched_get(request.keys, timeout=timeout)
+        try:
+            for chunk, fetched in zip(request.chunks, fetches, strict=True):
+                if fetched.payload is None:
+                    self.metrics.trouble("retrieve", fetched.reason)
+                    fetched.release()
+                    break
+                scattering.append((DONE, fetched))
+                source = torch.frombuffer(fetched.payload, dtype=torch.uint8)
+                scattering[-1] = (request.copier.scatter(chunk, source), fetched)
+                if len(scattering) > _SCATTERING:
+                    _finish(scattering.pop(0))
+                loaded += 1
+        finally:
+            fetches.close()
+            for one in scattering:
+                _finish(one)
+        return loaded
+
+    def _check(
+        self,
+        tokens: Tokens | None,
+        hashes: Sequence[bytes] | None,
+        mask: Mask | None,
+        kv_caches: KVCaches,
+        slot_mapping: torch.Tensor,
+        extra_keys: Iterable[ExtraKey],
+    ) -> _Request:
+        length = len(tokens) if tokens is not None else len(hashes or ()) * self.layout.block_size
+        first = self._unwanted(mask, length)
+        if not isinstance(slot_mapping, torch.Tensor) or tuple(slot_mapping.shape) != (length,):
+            shape = tuple(slot_mapping.shape) if isinstance(slot_mapping, torch.Tensor) else type(slot_mapping).__name__
+            raise ValueError(f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {shape}")
+        copier = self._copier(kv_caches)
+        names = self.database.name_chunks(tokens, hashes, extra_keys)
+        end = len(names) * self.chunk_size
+        chunks = plan_slots(slot_mapping[min(first, end) : end], self.layout, self.chunk_size)
+        keys = self.database.keys(names[first // self.chunk_size :], self.metadata.rank)
+        return _Request(length, first, keys, chunks, copier)
+
+    def _unwanted(self, mask: Mask | None, length: int) -> int:
+        """Length of the mask's False prefix."""
+        if mask is None:
+            return 0
+        wanted = mask if isinstance(mask, torch.Tensor) else torch.tensor(list(mask), dtype=torch.bool)
+        if wanted.dtype != torch.bool or tuple(wanted.shape) != (length,):
+            raise ValueError(f"mask must be {length} booleans, got {tuple(wanted.shape)} {wanted.dtype}")
+        first = length - int(wanted.sum())
+        if bool(wanted[:first].any()) or first % self.chunk_size:
+            raise ValueError(
+                f"mask must be a False prefix of a whole number of chunks of {self.chunk_size} tokens, then True; "
+                f"got {first} False of {length}"
+            )
+        return first
+
+    def _copier(self, kv_caches: KVCaches) -> PagedCopier:
+        tensors = layer_tensors(kv_caches)
+        if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            raise ValueError("kv_caches must hold one tensor a layer")
+        # a copier keeps its tensors' memory alive, so an address cannot come back as something else
+        first = tensors[0]
+        place = (*(tensor.data_ptr() for tensor in tensors), first.shape, first.stride(), first.dtype)
+        with self._lock:
+            copier = self._copiers.get(place)
+            if copier is not None:
+                self._copiers.move_to_end(place)
+                return copier
+            copier = open_copier(tensors, self.layout)
+            self._copiers[place] = copier
+            if len(self._copiers) > _COPIERS:
+                self._copiers.popitem(last=False)[1].close()
+            return copier
+
+    def _annotate(self) -> None:
+        """Leave the namespace's manifest beside its chunks, once."""
+        if not self._annotated:
+            namespace = self.database.namespace
+            status = self.backend.annotate(self.database.manifest_key, namespace.manifest())
+            self._annotated = status is Status.OK
+
+
+def _finish(one: tuple[Completion, Fetched]) -> None:
+    completion, fetched = one
+    try:
+        completion.wait()
+    finally:
+        fetched.release()
+
+
+class CacheEngineBuilder:
+    """The engines of this process, by instance id."""
+
+    _engines: ClassVar[dict[str, CacheEngine]] = {}
+    _lock = threading.Lock()
+
+    @classmethod
+    def get_or_create(
+        cls,
+        instance_id: str,
+        config: NodeSettings,
+        metadata: CacheMetadata,
+        layout: KVLayout,
+        *,
+        metrics: CacheMetrics | None = None,
+        backend: Callable[[NodeSettings, int], StorageBackend] | None = None,
+    ) -> CacheEngine:
+        """The engine of this id, made if there is none yet; does not wait for the pool.
+
+        ValueError if one exists for another config, metadata or layout. `backend` replaces the configured tiers.
+        """
+        with cls._lock:
+            engine = cls._engines.get(instance_id)
+            if engine is None:
+                payload = layout.chunk_bytes(config.cache.chunk_size)
+                opened = backend(config, payload) if backend else open_backend(config, payload, pin=host_pin())
+                engine = cls._engines[instance_id] = CacheEngine(opened, config, metadata, layout, metrics)
+            elif (engine.settings, engine.metadata, engine.layout) != (config, metadata, layout):
+                raise ValueError(f"cache engine {instance_id!r} exists already, with other settings")
+            return engine
+
+    @classmethod
+    def get(cls, instance_id: str) -> CacheEngine | None:
+        """The engine of this id, if there is one."""
+        with cls._lock:
+            return cls._engines.get(instance_id)
+
+    @classmethod
+    def destroy(cls, instance_id: str) -> None:
+        """Close and forget the engine of this id; nothing happens if there is none."""
+        with cls._lock:
+            engine = cls._engines.pop(instance_id, None)
+        if engine is not None:
+            engine.close()

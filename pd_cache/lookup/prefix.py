@@ -1,0 +1,39 @@
+"""PrefixLookup: the one way to find the longest contiguous prefix, for every client and for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from pd_cache.metrics import CacheMetrics
+from pd_cache.tokens import ChunkedTokenDatabase, ExtraKey, Tokens, leading_chunks
+from transfer.errors import Status
+
+
+class PrefixLookup:
+    """Names the chunks of a prompt, asks once for all of them, and counts."""
+
+    def __init__(
+        self, database: ChunkedTokenDatabase, exists: Callable[[list[str]], list[Status]], metrics: CacheMetrics
+    ) -> None:
+        """`exists` answers a list of keys with one request."""
+        self._database = database
+        self._exists = exists
+        self._metrics = metrics
+
+    def find(
+        self, tokens: Tokens | None, hashes: Sequence[bytes] | None, held: int, extra_keys: Iterable[ExtraKey]
+    ) -> int:
+        """End of the longest contiguous prefix whose every shard exists, in tokens; see `LookupClient.lookup`."""
+        database, metrics = self._database, self._metrics
+        size = database.chunk_size
+        names = database.name_chunks(tokens, hashes, extra_keys)
+        skip = min(max(held, 0) // size, len(names))
+        if skip == len(names):
+            return skip * size
+        metrics.tokens("lookup", "requested", (len(names) - skip) * size)
+        with metrics.timed("lookup"):
+            statuses = self._exists(database.all_shard_keys(names[skip:]))
+        found = leading_chunks((status is Status.OK for status in statuses), database.namespace.shards)
+        metrics.outages("lookup", statuses)
+        metrics.tokens("lookup", "hit", found * size)
+        return (skip + found) * size
