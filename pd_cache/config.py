@@ -288,7 +288,7 @@ def read_config(file: str | Path) -> tuple[ClusterConfig, Source]:
     """As `load_config`, with the source for checks that know more than the file (ports, devices, memory)."""
     source = _parse(Path(file))
     try:
-        config = msgspec.convert(source.tree, ClusterConfig, dec_hook=_decode_custom)
+        config = msgspec.convert(source.tree, ClusterConfig, dec_hook=decode_custom)
     except msgspec.ValidationError as error:
         raise source.error(_explain(str(error), source.tree)) from None
     for problem in consistency_problems(config):
@@ -403,7 +403,8 @@ def _index(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: Path
             _index(value, (*path, index), lines, file)
 
 
-def _decode_custom(kind: type, value: object) -> object:
+def decode_custom(kind: type, value: object) -> object:
+    """msgspec's `dec_hook` for the types that a file may hold besides the built-in ones."""
     if kind is ByteSize:
         return ByteSize.parse(value)
     raise NotImplementedError(kind)

@@ -1,0 +1,143 @@
+"""The `pd-cache` command. It parses, reports and exits; the work is done elsewhere.
+
+Exit codes: 0 done, 1 it went wrong, 2 the command line or the file cannot be used.
+"""
+
+from __future__ import annotations
+
+import logging
+import runpy
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+import pd_cache
+from pd_cache.config import ROLES, ClusterConfig, read_config
+from pd_cache.errors import ConfigError, PdCacheError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_FILE = click.Path(path_type=Path)
+
+
+class _Commands(click.Group):
+    """Turns the project's exceptions into one line and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            click.echo(f"pd-cache: {error}", err=True)
+            ctx.exit(2)
+        except PdCacheError as error:
+            click.echo(f"pd-cache: {error}", err=True)
+            ctx.exit(1)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(pd_cache.__version__, prog_name="pd-cache")
+@click.option("-v", "--verbose", is_flag=True, help="Log what happens, not only what goes wrong.")
+def main(verbose: bool) -> None:
+    """A shared KV cache over Mooncake for disaggregated prefill/decode LLM serving."""
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+@main.command()
+@click.argument("role", type=click.Choice(ROLES))
+@click.option("-c", "--config", "file", type=_FILE, required=True, help="The cluster's YAML file.")
+@click.option("--node", "name", help="Which node of the file; needed where several of the role belong on this machine.")
+def launch(role: str, file: Path, name: str | None) -> None:
+    """Run one node in the foreground until SIGTERM; prints `ready NODE ADDRESS` once it can be used."""
+    from launch.roles import run_role
+    from launch.supervisor import die_with_parent
+    from launch.topology import check_machine, choose_ports, pick_node, unresolved_port
+
+    die_with_parent()
+    config, source = read_config(file)
+    node = pick_node(config, role, name)
+    if problem := unresolved_port(config, node):
+        raise source.error(problem)
+    check_machine(config, source, [node])
+    config = choose_ports(config)
+    chosen = config.node(node.name)
+    assert chosen is not None
+    run_role(config, chosen, lambda url: click.echo(f"ready {node.name} {url}"))
+
+
+@main.command()
+@click.option("-c", "--config", "file", type=_FILE, required=True, help="The cluster's YAML file.")
+def up(file: Path) -> None:
+    """Run every node of the file that belongs on this machine, supervised, until SIGTERM or Ctrl-C."""
+    from launch.up import running
+
+    config, source = read_config(file)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with running(config, source, stop=stop) as cluster:
+        for name, url in cluster.urls.items():
+            click.echo(f"ready {name} {url}")
+        cluster.supervisor.wait(stop)
+
+
+@main.command()
+@click.option("-c", "--config", "file", type=_FILE, help="Another file than configs/local.yaml.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
+def demo(file: Path | None, as_json: bool) -> None:
+    """Store on prefill, look up, retrieve on decode, hand over requests; compared with a lone engine."""
+    from launch.demo import run_demo
+
+    if not run_demo(file or default_config("local.yaml"), as_json=as_json):
+        raise SystemExit(1)
+
+
+@main.group()
+def config() -> None:
+    """Work with a cluster's file."""
+
+
+@config.command("check")
+@click.argument("file", type=_FILE)
+@click.option("--file-only", is_flag=True, help="Do not ask whether this machine has the memory, devices and ports.")
+def config_check(file: Path, file_only: bool) -> None:
+    """Read FILE as strictly as every command does, and say what is in it."""
+    from launch.topology import check_machine, local_nodes
+
+    config, source = read_config(file)
+    if not file_only:
+        check_machine(config, source, local_nodes(config))
+    click.echo(f"{file}: ok: {_summary(config)}")
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+@click.argument("name", type=click.Choice(("engine", "lookup")))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(name: str, arguments: Sequence[str]) -> None:
+    """Measure against the raw thing in the same run; each bench has a --help of its own."""
+    sys.argv = [f"pd-cache bench {name}", *arguments]
+    try:
+        runpy.run_module(f"bench.{name}", run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        if error.name not in ("bench", f"bench.{name}"):
+            raise
+        raise click.ClickException("the benches are part of the source tree; run this from a clone") from None
+
+
+def default_config(name: str) -> Path:
+    """A file of `configs/`, beside this package in a clone."""
+    return Path(__file__).resolve().parent.parent / "configs" / name
+
+
+def _summary(config: ClusterConfig) -> str:
+    counts = [f"{len(nodes)} {role}" for role in ROLES if (nodes := config.by_role(role))]
+    return f"{config.name}: {', '.join(counts)}; chunks of {config.cache.chunk_size} tokens over {config.transfer.protocol}"

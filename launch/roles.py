@@ -1,0 +1,174 @@
+"""What each role does in its process: `run_role` is the one way in, for `launch`, for `up` and for the demo."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from launch.processes import spawn_child
+from pd_cache.config import (
+    ClusterConfig,
+    DecodeNode,
+    MasterNode,
+    Node,
+    NodeSettings,
+    PrefillNode,
+    ProxyNode,
+    StoreNode,
+)
+from pd_cache.errors import PdCacheError
+
+log = logging.getLogger(__name__)
+
+Ready = Callable[[str], None]
+"""Called once, with the node's URL (or an empty string), as soon as it can be used."""
+
+
+class RoleError(PdCacheError):
+    """A role cannot do its work."""
+
+
+def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
+    """Do the node's work in this process until SIGTERM or SIGINT. Raises PdCacheError if it cannot."""
+    if isinstance(node, MasterNode):
+        run_master(config, node, ready)
+    elif isinstance(node, StoreNode):
+        run_store(config, node, ready)
+    elif isinstance(node, PrefillNode | DecodeNode):
+        run_engine(config, node, ready)
+    else:
+        run_proxy_node(config, node, ready)
+
+
+def master_command(node: MasterNode) -> list[str]:
+    """Mooncake's master, with every flag that a cache depends on. RoleError if the wheel is not installed."""
+    beside = Path(sys.executable).with_name("mooncake_master")
+    binary = str(beside) if beside.exists() else shutil.which("mooncake_master")
+    if binary is None:
+        raise RoleError("mooncake_master is not installed; install pd-cache with one of the extras cpu, cuda12, cuda13")
+    return [
+        binary,
+        f"--rpc_address={node.host}",
+        f"--rpc_port={node.port}",
+        f"--metrics_host={node.host}",
+        f"--metrics_port={node.metrics_port}",
+        f"--default_kv_lease_ttl={node.lease_ttl_ms}",
+        f"--client_ttl={node.client_ttl_s}",
+        f"--put_start_discard_timeout_sec={node.put_discard_timeout_s}",
+        f"--eviction_high_watermark_ratio={node.eviction_high_watermark}",
+        f"--eviction_ratio={node.eviction_ratio}",
+        "--logtostderr",
+    ]
+
+
+def run_master(config: ClusterConfig, node: MasterNode, ready: Ready) -> None:
+    """Run Mooncake's master as a child that dies with this process."""
+    with stop_signal() as stop:
+        child = spawn_child(master_command(node), stdout=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + config.supervisor.ready_timeout_s
+            while not stop.is_set() and not _serving(node):
+                if child.poll() is not None:
+                    raise RoleError(
+                        f"mooncake_master ended with {child.returncode} before it served; are the ports "
+                        f"{node.port} and {node.metrics_port} of {node.host} free?"
+                    )
+                if time.monotonic() > deadline:
+                    raise RoleError(f"mooncake_master not serving after {config.supervisor.ready_timeout_s:g} s")
+                stop.wait(0.05)
+            if not stop.is_set():
+                ready(f"{node.host}:{node.port}")
+            while not stop.wait(0.2):
+                if child.poll() is not None:
+                    raise RoleError(f"mooncake_master ended with {child.returncode}")
+        finally:
+            _end(child, config.supervisor.stop_grace_s)
+
+
+def run_store(config: ClusterConfig, node: StoreNode, ready: Ready) -> None:
+    """Give memory to the pool until told to stop, then unmount it, so that no key points at a node that is gone."""
+    from transfer.store import MooncakeStore
+
+    settings = NodeSettings.of(config, node)
+    with (
+        stop_signal() as stop,
+        MooncakeStore(
+            settings.transfer, master=settings.master, host=settings.host, segment_size=settings.segment_size
+        ) as store,
+    ):
+        store.wait_open(config.supervisor.ready_timeout_s)
+        ready(store.hostname)
+        stop.wait()
+
+
+def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready) -> None:
+    """Serve the model, with a cache engine over the pool."""
+    from prometheus_client import CollectorRegistry
+
+    from launch.engines.reference import serve
+    from pd_cache.engine import CacheEngine, CacheEngineBuilder
+    from pd_cache.layout import KVLayout
+    from pd_cache.metrics import CacheMetrics
+    from pd_cache.tokens import CacheMetadata
+
+    assert config.engine is not None  # the file's checks saw to it
+    settings = NodeSettings.of(config, node)
+    registry = CollectorRegistry()
+
+    def open_cache(metadata: CacheMetadata, layout: KVLayout) -> CacheEngine:
+        return CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=CacheMetrics(registry))
+
+    try:
+        serve(config.engine, config.handoff, node.host, node.port, open_cache, ready, registry=registry)
+    finally:
+        CacheEngineBuilder.destroy(node.name)
+
+
+def run_proxy_node(config: ClusterConfig, node: ProxyNode, ready: Ready) -> None:
+    """Route requests to the prefill and decode nodes of the file."""
+    from launch.proxy import run_proxy
+
+    def urls(role: str) -> list[str]:
+        return [f"http://{other.host}:{getattr(other, 'port', 0)}" for other in config.by_role(role)]
+
+    run_proxy(config.proxy, urls("prefill"), urls("decode"), node.host, node.port, ready)
+
+
+@contextmanager
+def stop_signal() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set, instead of what they did before. For the main thread."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _serving(node: MasterNode) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{node.host}:{node.metrics_port}/health", timeout=1) as answer:
+            return bool(json.load(answer).get("service_ready"))
+    except (OSError, urllib.error.URLError, ValueError):
+        return False
+
+
+def _end(child: subprocess.Popen[bytes], grace: float) -> None:
+    child.terminate()
+    try:
+        child.wait(grace)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()

@@ -1,0 +1,149 @@
+"""Which nodes of the file belong on this machine, on which ports, and whether the machine can carry them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from pd_cache.config import ClusterConfig, Node, NodeSettings, Problem, Source
+from pd_cache.errors import ConfigError
+from transfer.settings import rdma_devices
+
+_PORT_FIELDS = ("port", "metrics_port")
+
+
+def is_local(host: str) -> bool:
+    """Whether an address is one of this machine's: whether it can be bound."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def local_nodes(config: ClusterConfig) -> list[Node]:
+    """The nodes that run on this machine."""
+    local = {host: is_local(host) for host in {node.host for node in config.nodes}}
+    return [node for node in config.nodes if local[node.host]]
+
+
+def choose_ports(config: ClusterConfig) -> ClusterConfig:
+    """The same cluster with a free port wherever this machine's nodes say 0."""
+    mine = {node.name for node in local_nodes(config)}
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for node in config.nodes:
+            chosen = {}
+            for field in _PORT_FIELDS:
+                if node.name in mine and getattr(node, field, None) == 0:
+                    # held until all are chosen, so that no two nodes get the same one
+                    holder = stack.enter_context(socket.socket())
+                    holder.bind((node.host, 0))
+                    chosen[field] = holder.getsockname()[1]
+            nodes.append(msgspec.structs.replace(node, **chosen))
+        return msgspec.structs.replace(config, nodes=tuple(nodes))
+
+
+def pick_node(config: ClusterConfig, role: str, name: str | None) -> Node:
+    """The node to launch: the one named, or the only one of the role on this machine. ConfigError otherwise."""
+    candidates = [node for node in config.nodes if node.role == role]
+    if name is not None:
+        for node in candidates:
+            if node.name == name:
+                return node
+        known = ", ".join(node.name for node in candidates) or "none"
+        raise ConfigError(f"--node {name}: no {role} node of that name in the file; there are: {known}")
+    local = [node for node in local_nodes(config) if node.role == role]
+    if len(local) == 1:
+        return local[0]
+    if not candidates:
+        raise ConfigError(f"the file has no node of the role {role}; roles there: {', '.join(_roles(config.nodes))}")
+    names = ", ".join(node.name for node in local) or "none"
+    raise ConfigError(f"{len(local)} {role} nodes belong on this machine ({names}); say which with --node NAME")
+
+
+def machine_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Problem]:
+    """Why this machine cannot carry `nodes`, first things first: devices, memory, ports."""
+    chosen = {node.name for node in nodes}
+    yield from _device_problems(config)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = 0
+    for index, node in enumerate(config.nodes):
+        if node.name not in chosen or node.role in ("master", "proxy"):
+            continue
+        own = getattr(node, "segment_size", None)
+        size = NodeSettings.of(config, node).segment_size
+        path = ("transfer", "segment_size") if own is None else ("nodes", index, "segment_size")
+        total += size
+        if size > memory:
+            yield Problem(path, f"is more than this machine's memory of {_gib(memory)}")
+        elif total > memory:
+            yield Problem(path, f"with the other segments here makes {_gib(total)}, more than the memory of {_gib(memory)}")
+    if config.transfer.staging_size > memory:
+        yield Problem(("transfer", "staging_size"), f"is more than this machine's memory of {_gib(memory)}")
+    for index, node in enumerate(config.nodes):
+        if node.name in chosen:
+            for field in _PORT_FIELDS:
+                port = getattr(node, field, 0)
+                if port and not _bindable(node.host, port):
+                    yield Problem(
+                        ("nodes", index, field),
+                        f"is taken on {node.host} by another process; choose another port, or 0 for any free one",
+                    )
+
+
+def check_machine(config: ClusterConfig, source: Source, nodes: Iterable[Node]) -> None:
+    """ConfigError for the first problem of `machine_problems`."""
+    for problem in machine_problems(config, nodes):
+        raise source.error(problem)
+
+
+def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
+    """A port 0 that `launch` cannot work with, because other processes have to know it."""
+    for index, other in enumerate(config.nodes):
+        needed = other.role == "master" or (node.role == "proxy" and other.role in ("prefill", "decode"))
+        if needed and getattr(other, "port", None) == 0 and other.name != node.name:
+            return Problem(
+                ("nodes", index, "port"),
+                f"a {node.role} node has to know this port: write one, or let `pd-cache up` choose for all nodes",
+            )
+    return None
+
+
+def _device_problems(config: ClusterConfig) -> Iterator[Problem]:
+    if config.transfer.protocol != "rdma":
+        return
+    present = rdma_devices()
+    there = ", ".join(present) or "none"
+    if not present:
+        yield Problem(
+            ("transfer", "protocol"), "this machine has no RDMA device (/sys/class/infiniband is empty); use tcp"
+        )
+    for index, device in enumerate(config.transfer.devices):
+        if device not in present:
+            yield Problem(("transfer", "devices", index), f"is no RDMA device of this machine; there are: {there}")
+
+
+def _bindable(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}GiB"
+
+
+def _roles(nodes: Iterable[Node]) -> list[str]:
+    return sorted({node.role for node in nodes})
+

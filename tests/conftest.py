@@ -1,0 +1,81 @@
+"""Fixtures that the whole suite shares: real servers for the session, and checks that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.pool import Pool
+
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """A healthy pool that every test may use and none may break."""
+    pool = Pool(tmp_path_factory.mktemp("pool"))
+    try:
+        yield pool.start()
+    finally:
+        pool.stop()
+
+
+@pytest.fixture
+def make_pool(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
+    """Pools of a test's own, to be broken; whatever still runs is killed afterwards."""
+    pools: list[Pool] = []
+
+    def make(**options: Any) -> Pool:
+        pools.append(Pool(tmp_path, **options))
+        return pools[-1]
+
+    try:
+        yield make
+    finally:
+        for one in pools:
+            for name in list(one.nodes):
+                one.kill(name)
+
+
+@pytest.fixture
+def raw_client(pool: Pool) -> Iterator[Any]:
+    """A bare Mooncake client: what puts bad data into the pool behind pd-cache's back."""
+    from transfer.store import load_mooncake
+
+    client = load_mooncake().MooncakeDistributedStore()
+    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", pool.address) == 0
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every thread and child process that a test started is gone after it; session fixtures start before."""
+    for name in ("pool",):
+        if name in request.fixturenames:
+            request.getfixturevalue(name)
+    threads = set(threading.enumerate())
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    end = time.monotonic() + 10
+    while True:
+        new_threads = [thread for thread in threading.enumerate() if thread not in threads and not _kept(thread)]
+        new_children = [child for child in psutil.Process().children(recursive=True) if child.pid not in children]
+        if not new_threads and not new_children:
+            return
+        assert time.monotonic() < end, f"left behind: threads {new_threads}, processes {new_children}"
+        time.sleep(0.02)
+
+
+def _kept(thread: threading.Thread) -> bool:
+    # session fixtures may be made while a test is set up: their output readers stay
+    return thread.name.startswith("asyncio_") or "_read_" in thread.name

@@ -1,0 +1,111 @@
+"""Every lookup client agrees with the engine on every input."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from pd_cache.config import CacheConfig
+from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
+from tests.support.engines import CHUNK, Host, host, random_slots
+from tests.support.pool import Pool
+
+CLIENTS = ("bypass", "mooncake")
+
+
+@contextmanager
+def client_of(kind: str, node: Host, pool: Pool) -> Iterator[LookupClient]:
+    config, metadata = node.engine.settings, node.engine.metadata
+    client: LookupClient
+    if kind == "bypass":
+        client = BypassLookupClient(config, metadata, node.engine)
+    else:
+        client = MooncakeLookupClient(config, metadata, pool.address)
+        client.store.wait_open(10)
+    try:
+        yield client
+    finally:
+        client.close()
+        client.close()
+
+
+@pytest.fixture(params=CLIENTS)
+def clients(request: pytest.FixtureRequest, pool: Pool) -> Callable[[Host], Any]:
+    return lambda node: client_of(request.param, node, pool)
+
+
+def test_it_agrees_with_the_engine_on_random_prompts_with_holes(clients: Any, pool: Pool) -> None:
+    rng = random.Random(5)
+    with host(pool) as node, clients(node) as client:
+        for _ in range(30):
+            tokens = [rng.randrange(2) for _ in range(rng.randrange(60))]
+            if rng.random() < 0.6:
+                node.store(tokens, random_slots(rng, len(tokens), True))
+            if rng.random() < 0.3 and len(tokens) >= CHUNK:
+                keys = node.keys(tokens)
+                node.engine.backend.store.remove([rng.choice(keys)], timeout=5, force=True)  # type: ignore[attr-defined]
+            for held in (0, 5, 8, 17, 1000):
+                expected = node.engine.lookup(tokens, held=held)
+                assert client.lookup(tokens, uuid.uuid4().hex, held=held) == expected
+
+
+def test_extra_keys_reach_the_hash(clients: Any, pool: Pool) -> None:
+    tokens = list(range(20))
+    with host(pool) as node, clients(node) as client:
+        node.store(tokens, list(range(20)), extra_keys=("salt", "x"))
+        assert client.lookup(tokens) == 0
+        assert client.lookup(tokens, request_configs={"extra_keys": ("salt", "x")}) == 16
+        assert client.lookup(tokens, request_configs={"extra_keys": ("salt", "y")}) == 0
+
+
+def test_block_hashes_are_taken_in_hash_mode(clients: Any, pool: Pool) -> None:
+    import torch
+
+    hashes = [bytes([index]) * 32 for index in range(4)]
+    with host(pool, cache=CacheConfig(chunk_size=CHUNK, hash_mode="blocks")) as node, clients(node) as client:
+        node.engine.store(hashes=hashes[:2], kv_caches=node.cache, slot_mapping=torch.arange(8))
+        assert client.lookup(block_hashes=hashes) == 8
+        assert client.lookup([1] * 16) == 0, "tokens cannot be named in hash mode: an error, and errors are 0"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"token_ids": None},
+        {"token_ids": [1.5] * 8},
+        {"token_ids": ["x"] * 8},
+        {"token_ids": [2**40] * 8},
+        {"token_ids": [1] * 8, "block_hashes": [b"x" * 16] * 2},
+        {"token_ids": [1] * 8, "request_configs": {"nonsense": 1}},
+        {"token_ids": [1] * 8, "request_configs": {"extra_keys": 5}},
+    ],
+)
+def test_errors_give_zero_and_are_counted(clients: Any, pool: Pool, arguments: dict[str, Any]) -> None:
+    with host(pool) as node, clients(node) as client:
+        assert client.lookup(**arguments) == 0
+        counted = [
+            sample.value
+            for family in client.metrics.registry.collect()
+            for sample in family.samples
+            if sample.name == "pd_cache_troubles_total"
+        ]
+        assert sum(counted) == 1
+
+
+def test_it_supports_producer_reuse_and_answers_zero_after_close(clients: Any, pool: Pool) -> None:
+    tokens = list(range(16))
+    with host(pool) as node, clients(node) as client:
+        node.store(tokens, tokens)
+        assert client.supports_producer_reuse()
+        client.close()
+        assert client.lookup(tokens) == 0
+
+
+def test_a_client_for_another_namespace_than_its_engine_is_refused(pool: Pool) -> None:
+    with host(pool) as node, host(pool) as other, pytest.raises(ValueError, match="the client was made for"):
+        BypassLookupClient(node.engine.settings, other.engine.metadata, node.engine)

@@ -1,0 +1,170 @@
+"""Layouts, slot plans and the CPU copier, against an oracle that moves one slot at a time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_cache.errors import LayoutError
+from pd_cache.layout import KVLayout, PageKind
+from pd_cache.paged import ChunkSlots, open_copier, plan_slots
+from tests.support.kv import make_cache, token_view
+
+CHUNK = 8
+
+
+def canonical(cache: list[torch.Tensor], layout: KVLayout, slots: list[int]) -> torch.Tensor:
+    """The chunk object of `slots` in the documented order: plane, block, then what a page holds."""
+    blocks = len(slots) // layout.block_size
+    image = make_cache_like(cache, layout, blocks)
+    for index, slot in enumerate(slots):
+        for source, target in zip(cache, image, strict=True):
+            token_view(target, layout.kind, index, layout.block_size).copy_(
+                token_view(source, layout.kind, slot, layout.block_size)
+            )
+    return torch.cat([layer.contiguous().view(torch.uint8).flatten() for layer in image])
+
+
+def make_cache_like(cache: list[torch.Tensor], layout: KVLayout, blocks: int) -> list[torch.Tensor]:
+    axis = 1 if layout.kind is PageKind.KV_OUTER else 0
+    shape = list(cache[0].shape)
+    shape[axis] = blocks
+    return [torch.zeros(shape, dtype=tensor.dtype) for tensor in cache]
+
+
+@pytest.mark.parametrize("kind", PageKind)
+@pytest.mark.parametrize("one_storage", [True, False])
+@pytest.mark.parametrize(("heads", "dim"), [(3, 8), (1, 1), (5, 3)])
+@pytest.mark.parametrize("whole_blocks", [True, False])
+def test_gather_and_scatter_match_the_oracle(
+    kind: PageKind, one_storage: bool, heads: int, dim: int, whole_blocks: bool
+) -> None:
+    cache = make_cache(kind, heads=heads, dim=dim, one_storage=one_storage)
+    layout = KVLayout.from_tensors(cache)
+    assert layout.kind is kind
+    copier = open_copier(cache, layout)
+    rng = random.Random(str((kind, one_storage, heads, dim)))
+    if whole_blocks:
+        slots = [block * 4 + offset for block in rng.sample(range(32), 4) for offset in range(4)]
+    else:
+        slots = rng.sample(range(128), 16)
+    chunks = plan_slots(torch.tensor(slots), layout, CHUNK)
+    assert [chunk.blocks is not None for chunk in chunks] == [whole_blocks] * 2
+
+    objects = [torch.zeros(layout.chunk_bytes(CHUNK), dtype=torch.uint8) for _ in chunks]
+    for chunk, payload in zip(chunks, objects, strict=True):
+        copier.gather(chunk, payload).wait()
+    for index, payload in enumerate(objects):
+        assert torch.equal(payload, canonical(cache, layout, slots[index * CHUNK : (index + 1) * CHUNK]))
+
+    target = make_cache(kind, heads=heads, dim=dim, one_storage=one_storage)
+    before = [tensor.clone() for tensor in target]
+    elsewhere = rng.sample(range(128), 16)
+    destination = open_copier(target, layout)
+    for chunk, payload in zip(plan_slots(torch.tensor(elsewhere), layout, CHUNK), objects, strict=True):
+        destination.scatter(chunk, payload).wait()
+    for slot in range(128):
+        for layer in range(2):
+            now = token_view(target[layer], kind, slot, 4)
+            if slot in elsewhere:
+                want = token_view(cache[layer], kind, slots[elsewhere.index(slot)], 4)
+            else:
+                want = token_view(before[layer], kind, slot, 4)
+            assert torch.equal(now, want)
+
+
+def test_a_chunk_read_as_blocks_equals_the_same_chunk_read_slot_by_slot() -> None:
+    cache = make_cache()
+    layout = KVLayout.from_tensors(cache)
+    copier = open_copier(cache, layout)
+    (chunk,) = plan_slots(torch.arange(8, 16), layout, CHUNK)
+    one, two = (torch.zeros(layout.chunk_bytes(CHUNK), dtype=torch.uint8) for _ in range(2))
+    copier.gather(chunk, one)
+    copier.gather(ChunkSlots(None, torch.arange(8, 16)), two)
+    assert torch.equal(one, two)
+
+
+@given(st.lists(st.integers(0, 127), min_size=16, max_size=16, unique=True))
+@settings(max_examples=50, deadline=None)
+def test_whole_blocks_are_recognised_and_only_those(slots: list[int]) -> None:
+    layout = KVLayout.from_tensors(make_cache())
+    for index, chunk in enumerate(plan_slots(torch.tensor(slots), layout, CHUNK)):
+        part = slots[index * CHUNK : (index + 1) * CHUNK]
+        aligned = all(part[i] % 4 == 0 and part[i : i + 4] == list(range(part[i], part[i] + 4)) for i in (0, 4))
+        if aligned:
+            assert chunk.blocks is not None
+            assert chunk.blocks.tolist() == [part[0] // 4, part[4] // 4]
+        else:
+            assert chunk.slots is not None
+            assert chunk.slots.tolist() == part
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        (torch.tensor([0.0] * 8), "integers"),
+        (torch.zeros(2, 4, dtype=torch.int64), "1-D"),
+        (torch.arange(7), "whole number of chunks"),
+        (torch.arange(121, 129), r"lie in \[0, 128\)"),
+        (torch.arange(-1, 7), r"lie in \[0, 128\)"),
+        (torch.tensor([0, 1, 2, 3, 0, 1, 2, 3]), "twice"),
+        (torch.tensor([9, 1, 2, 3, 9, 5, 6, 7]), "twice"),
+    ],
+)
+def test_slot_mappings_that_cannot_be_are_refused(slots: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_slots(slots, KVLayout.from_tensors(make_cache()), CHUNK)
+
+
+def test_layouts_count_bytes_as_the_tensors_do() -> None:
+    for kind in PageKind:
+        cache = make_cache(kind)
+        layout = KVLayout.from_tensors(cache)
+        assert layout.blocks == 32
+        assert layout.block_size == 4
+        assert layout.block_bytes * 32 == sum(tensor.numel() * 2 for tensor in cache)
+        assert layout.token_bytes * 4 == layout.block_bytes
+        with pytest.raises(ValueError, match="multiple of block_size"):
+            layout.chunk_bytes(6)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([], "no KV tensors"),
+        ([torch.zeros(3, 3)], "cannot tell"),
+        ([torch.zeros(2, 2, 4, 3, 8)], "pass `kind`"),
+        ([torch.zeros(4, 4, 8), torch.zeros(4, 4, 9)], "layer 1"),
+        ([torch.zeros(4, 4, 8), torch.zeros(4, 4, 8, dtype=torch.float16)], "layer 1"),
+        ([torch.zeros(4, 3, 4, 8).transpose(1, 2)], "not contiguous"),
+        ([torch.zeros(0, 4, 8)], "none empty"),
+    ],
+)
+def test_tensors_that_are_no_paged_cache_are_refused(tensors: list[torch.Tensor], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        KVLayout.from_tensors(tensors)
+
+
+def test_an_ambiguous_shape_is_settled_by_naming_the_kind() -> None:
+    tensors = [torch.zeros(2, 2, 4, 3, 8)]
+    assert KVLayout.from_tensors(tensors, PageKind.KV_OUTER).planes == 2
+    assert KVLayout.from_tensors(tensors, PageKind.KV_INNER).planes == 1
+
+
+def test_a_copier_refuses_tensors_and_payloads_of_another_shape() -> None:
+    layout = KVLayout.from_tensors(make_cache())
+    with pytest.raises(ValueError, match="built for"):
+        open_copier(make_cache(layers=3), layout)
+    with pytest.raises(ValueError, match="meta"):
+        open_copier([tensor.to("meta") for tensor in make_cache()], layout)
+    copier = open_copier(make_cache(), layout)
+    (chunk,) = plan_slots(torch.arange(8), layout, CHUNK)
+    for payload in (torch.zeros(5, dtype=torch.uint8), torch.zeros(layout.chunk_bytes(8) // 2, dtype=torch.int16)):
+        with pytest.raises(ValueError, match="contiguous bytes"):
+            copier.gather(chunk, payload)
+        with pytest.raises(ValueError, match="contiguous bytes"):
+            copier.scatter(chunk, payload)

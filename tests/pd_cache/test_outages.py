@@ -1,0 +1,84 @@
+"""The pool fails in every way that a test can cause; engines and lookup clients go on."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+from pd_cache.lookup import MooncakeLookupClient
+from tests.support.engines import host
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+
+TOKENS = list(range(40))
+SLOTS = list(range(40))
+FAST = {"breaker": {"failures": 2, "probe_interval_ms": 200}, "timeouts": {"exist_ms": 300, "get_ms": 1000, "put_ms": 1000}}
+
+
+def test_without_a_master_an_engine_starts_misses_at_once_and_works_when_it_comes(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool()
+    with host(pool, wait=False, **FAST) as node:
+        start = time.monotonic()
+        for _ in range(20):
+            assert node.engine.lookup(TOKENS) == 0
+            assert node.store(TOKENS, SLOTS) == 0
+            assert not any(node.retrieve(TOKENS, SLOTS))
+        assert time.monotonic() - start < 2
+        assert not node.engine.available
+        assert set(node.troubles("lookup")) == {"pool_down"}, "an outage is no plain miss"
+        pool.start()
+        wait_for(lambda: node.engine.available, 30, "the engine finding the master")
+        wait_for(lambda: node.store(TOKENS, SLOTS) == 40, 30, "a store going through")
+        assert node.engine.lookup(TOKENS) == 40
+
+
+def test_a_master_that_dies_and_comes_back_costs_misses_only(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool().start()
+    with host(pool, **FAST) as node:
+        assert node.store(TOKENS, SLOTS) == 40
+        client = MooncakeLookupClient(node.engine.settings, node.engine.metadata, pool.address)
+        client.store.wait_open(10)
+        assert client.lookup(TOKENS) == 40
+        pool.kill("master")
+        start = time.monotonic()
+        for _ in range(10):
+            assert client.lookup(TOKENS) == 0
+            assert node.engine.lookup(TOKENS) == 0
+            assert not any(node.retrieve(TOKENS, SLOTS))
+            assert node.store(TOKENS, SLOTS) == 0
+        assert time.monotonic() - start < 10, "deadlines for the first calls, then answers at once"
+        assert not node.engine.available
+        pool.start("master")
+        wait_for(lambda: node.store(TOKENS, SLOTS) == 40, 30, "hits after the master is back")
+        wait_for(lambda: client.lookup(TOKENS) == 40, 30)
+        client.close()
+
+
+def test_a_store_node_killed_between_lookup_and_load_is_a_miss_with_a_reason(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool().start()
+    with host(pool, **FAST) as node:
+        node.store(TOKENS, SLOTS)
+        assert node.engine.lookup(TOKENS) == 40
+        pool.kill("store-0")
+        start = time.monotonic()
+        assert not any(node.retrieve(TOKENS, SLOTS))
+        assert time.monotonic() - start < 3
+        assert set(node.troubles("retrieve")) <= {"transfer_failed", "timeout", "pool_down"}
+        assert node.troubles("retrieve")
+        pool.start("store-1")
+        wait_for(lambda: node.store(TOKENS, SLOTS) == 40, 30, "another node taking the chunks")
+
+
+def test_a_store_node_that_stops_answering_is_given_up_at_the_deadline(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool().start()
+    with host(pool, **FAST) as node:
+        node.store(TOKENS, SLOTS)
+        staging = node.engine.backend.staging  # type: ignore[attr-defined]
+        pool.nodes["store-0"].send(signal.SIGSTOP)
+        start = time.monotonic()
+        assert not any(node.retrieve(TOKENS, SLOTS))
+        assert time.monotonic() - start < 4
+        staging.check_integrity()
+        pool.nodes["store-0"].send(signal.SIGCONT)
+        wait_for(lambda: staging.in_use == 0, 60, "the abandoned calls to end")

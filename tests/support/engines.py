@@ -1,0 +1,89 @@
+"""Cache engines over a real pool, small enough to fill and empty in milliseconds."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pd_cache.config import CacheConfig
+from pd_cache.engine import CacheEngine, CacheEngineBuilder
+from pd_cache.layout import KVLayout, PageKind
+from pd_cache.tokens import CacheMetadata
+from tests.support.kv import make_cache, write_prompt
+from tests.support.pool import Pool
+
+BLOCK, CHUNK, BLOCKS = 4, 8, 64
+
+
+class Host:
+    """One engine with a paged cache of its own, as a prefill or decode node has them."""
+
+    def __init__(self, engine: CacheEngine, cache: list[torch.Tensor]) -> None:
+        self.engine = engine
+        self.cache = cache
+        self.layout = engine.layout
+
+    def compute(self, tokens: list[int], slots: list[int]) -> None:
+        """Fill the slots as the model would."""
+        write_prompt(self.cache, self.layout, tokens, slots)
+
+    def store(self, tokens: list[int], slots: list[int], **options: Any) -> int:
+        return self.engine.store(tokens, kv_caches=self.cache, slot_mapping=torch.tensor(slots), **options)
+
+    def retrieve(self, tokens: list[int], slots: list[int], **options: Any) -> list[bool]:
+        mask = self.engine.retrieve(tokens, kv_caches=self.cache, slot_mapping=torch.tensor(slots), **options)
+        assert mask.dtype == torch.bool
+        assert mask.device.type == "cpu"
+        return [bool(value) for value in mask]
+
+    def keys(self, tokens: list[int]) -> list[str]:
+        return self.engine.database.keys(self.engine.database.hash_tokens(tokens))
+
+    def troubles(self, op: str) -> dict[str, float]:
+        """What was counted as trouble of `op`, by reason."""
+        return {
+            sample.labels["reason"]: sample.value
+            for family in self.engine.metrics.registry.collect()
+            for sample in family.samples
+            if sample.name == "pd_cache_troubles_total" and sample.labels["op"] == op
+        }
+
+
+@contextmanager
+def host(
+    pool: Pool,
+    *,
+    model: str | None = None,
+    kind: PageKind = PageKind.HEADS_FIRST,
+    segment_size: int = 0,
+    wait: bool = True,
+    cache: CacheConfig | None = None,
+    **transfer: Any,
+) -> Iterator[Host]:
+    """A host in a namespace of its own, or in that of `model`."""
+    tensors = make_cache(kind, blocks=BLOCKS, block_size=BLOCK)
+    layout = KVLayout.from_tensors(tensors)
+    metadata = CacheMetadata.of(model or uuid.uuid4().hex, layout)
+    settings = pool.settings(cache or CacheConfig(chunk_size=CHUNK), transfer, segment_size)
+    instance = uuid.uuid4().hex
+    engine = CacheEngineBuilder.get_or_create(instance, settings, metadata, layout)
+    try:
+        if wait:
+            engine.backend.store.wait_open(10)  # type: ignore[attr-defined]
+        yield Host(engine, tensors)
+    finally:
+        CacheEngineBuilder.destroy(instance)
+        engine.backend.staging.check_integrity()  # type: ignore[attr-defined]
+
+
+def random_slots(rng: random.Random, count: int, whole_blocks: bool) -> list[int]:
+    """`count` different slots; in whole blocks as engines have them, or scattered."""
+    if not whole_blocks:
+        return rng.sample(range(BLOCKS * BLOCK), count)
+    blocks = rng.sample(range(BLOCKS), -(-count // BLOCK))
+    return [block * BLOCK + offset for block in blocks for offset in range(BLOCK)][:count]

@@ -1,0 +1,70 @@
+"""Paged caches with known contents, read and written one slot at a time: the slow, obvious way that copiers must match."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from pd_cache.layout import KVLayout, PageKind
+
+
+def make_cache(
+    kind: PageKind = PageKind.HEADS_FIRST,
+    *,
+    layers: int = 2,
+    blocks: int = 32,
+    block_size: int = 4,
+    heads: int = 3,
+    dim: int = 8,
+    one_storage: bool = True,
+) -> list[torch.Tensor]:
+    """Tensors of `layers` layers, bfloat16, filled with random bytes."""
+    shapes = {
+        PageKind.HEADS_FIRST: (blocks, heads, block_size, 2 * dim),
+        PageKind.KV_OUTER: (2, blocks, block_size, heads, dim),
+        PageKind.KV_INNER: (blocks, 2, block_size, heads, dim),
+        PageKind.MLA: (blocks, block_size, dim),
+    }
+    shape = (layers, *shapes[kind])
+    whole = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16)
+    return list(whole.unbind()) if one_storage else [layer.clone() for layer in whole]
+
+
+def token_view(tensor: torch.Tensor, kind: PageKind, slot: int, block_size: int) -> torch.Tensor:
+    """The part of a layer's tensor that belongs to one slot, as int16."""
+    block, offset = divmod(slot, block_size)
+    bits = tensor.view(torch.int16)
+    if kind is PageKind.HEADS_FIRST:
+        return bits[block, :, offset, :]
+    if kind is PageKind.KV_OUTER:
+        return bits[:, block, offset]
+    if kind is PageKind.KV_INNER:
+        return bits[block, :, offset]
+    return bits[block, offset]
+
+
+def kv_of(prefix: Sequence[int], layer: int, shape: torch.Size) -> torch.Tensor:
+    """The KV that a model would compute for the last token of `prefix`: a function of the whole prefix, int16."""
+    count = int(torch.Size(shape).numel())
+    seed = hashlib.sha256(f"{layer}:{list(prefix)}".encode()).digest()
+    raw = (seed * (2 * count // len(seed) + 1))[: 2 * count]
+    return torch.frombuffer(bytearray(raw), dtype=torch.int16).view(shape)
+
+
+def write_prompt(cache: list[torch.Tensor], layout: KVLayout, tokens: Sequence[int], slots: Sequence[int]) -> None:
+    """What an engine does when it computes `tokens`: put each token's KV into its slot."""
+    for index, slot in enumerate(slots):
+        for layer, tensor in enumerate(cache):
+            place = token_view(tensor, layout.kind, slot, layout.block_size)
+            place.copy_(kv_of(tokens[: index + 1], layer, place.shape))
+
+
+def holds_token(cache: list[torch.Tensor], layout: KVLayout, prefix: Sequence[int], slot: int) -> bool:
+    """Whether a slot holds the KV of the last token of `prefix`, in every layer."""
+    return all(
+        torch.equal(place, kv_of(prefix, layer, place.shape))
+        for layer, tensor in enumerate(cache)
+        for place in (token_view(tensor, layout.kind, slot, layout.block_size),)
+    )

@@ -1,0 +1,150 @@
+"""A real Mooncake pool for tests: a master and store nodes, each a process started as `pd-cache launch ROLE`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pd_cache.config import CacheConfig, NodeSettings
+from transfer.settings import TransferSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Node:
+    """One role in a process of its own; ready when the constructor returns."""
+
+    def __init__(self, role: str, name: str, file: Path, timeout: float = 60.0) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "launch", "launch", role, "-c", str(file), "--node", name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "MC_LOG_LEVEL": "ERROR"},
+        )
+        self.errors: list[str] = []
+        lines: queue.Queue[str] = queue.Queue()
+        self._readers = [
+            threading.Thread(target=self._read_out, args=(lines,), daemon=True),
+            threading.Thread(target=self._read_errors, daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+        try:
+            line = lines.get(timeout=timeout)
+        except queue.Empty:
+            line = ""
+        if not line.startswith("ready "):
+            self.kill()
+            raise AssertionError(f"{role} {name} did not get ready: {''.join(self.errors)[-2000:]}")
+        self.address = line.split()[2]
+
+    def _read_out(self, lines: queue.Queue[str]) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            lines.put(line)
+        lines.put("")
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.errors.append(line)
+            del self.errors[:-200]
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM, timeout: float = 20.0) -> int:
+        """Send the signal, wait for the end, and return the exit status."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGCONT)
+                self.process.send_signal(number)
+        try:
+            status = self.process.wait(timeout)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+            for reader in self._readers:
+                reader.join(5)
+            for pipe in (self.process.stdout, self.process.stderr):
+                if pipe is not None:
+                    pipe.close()
+        return status
+
+    def kill(self) -> None:
+        self.stop(signal.SIGKILL)
+
+
+class Pool:
+    """A master and its store nodes, on ports of their own."""
+
+    def __init__(self, folder: Path, *, segment: str = "256MiB", client_ttl_s: int = 2, **master: Any) -> None:
+        """Nothing is started yet."""
+        self.port = free_port()
+        self._metrics_port = free_port()
+        self.file = folder / f"pool-{self.port}.yaml"
+        nodes: list[dict[str, Any]] = [
+            {
+                "name": "master",
+                "role": "master",
+                "port": self.port,
+                "metrics_port": self._metrics_port,
+                "client_ttl_s": client_ttl_s,
+                **master,
+            }
+        ]
+        nodes += [{"name": f"store-{index}", "role": "store", "segment_size": segment} for index in range(2)]
+        self.file.write_text(yaml.safe_dump({"nodes": nodes}))
+        self.nodes: dict[str, Node] = {}
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self, *names: str) -> Pool:
+        """Start the named nodes; `master` and `store-0` if none is named."""
+        for name in names or ("master", "store-0"):
+            self.nodes[name] = Node(name.split("-")[0], name, self.file)
+        return self
+
+    def stop(self, *names: str) -> None:
+        for name in names or tuple(reversed(self.nodes)):
+            self.nodes.pop(name).stop()
+
+    def kill(self, name: str) -> None:
+        self.nodes.pop(name).kill()
+
+    def settings(
+        self, cache: CacheConfig | None = None, transfer: dict[str, Any] | None = None, segment_size: int = 0
+    ) -> NodeSettings:
+        """What a client of this pool needs, with small buffers unless told otherwise."""
+        import msgspec
+
+        from pd_cache.config import decode_custom
+
+        options = {"staging_size": "16MiB", "prefault": False, **(transfer or {})}
+        return NodeSettings(
+            master=self.address,
+            cache=cache or CacheConfig(),
+            transfer=msgspec.convert(options, TransferSettings, dec_hook=decode_custom),
+            segment_size=segment_size,
+        )

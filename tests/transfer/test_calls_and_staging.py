@@ -1,0 +1,205 @@
+"""Deadlines, quarantine and the breaker, without any pool."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.waiting import wait_for
+from transfer.breaker import CircuitBreaker
+from transfer.calls import CallThreads
+from transfer.errors import Status, TransferError, status_of
+from transfer.segment import mapping_at, prefault_segment
+from transfer.settings import ByteSize
+from transfer.staging import StagingPool
+
+
+def soon(seconds: float = 5.0) -> float:
+    return time.monotonic() + seconds
+
+
+@pytest.fixture
+def threads() -> object:
+    made = CallThreads("test", 1, nice=5, limit=3)
+    yield made
+    made.close(5)
+
+
+def test_a_call_returns_its_value_and_raises_its_error(threads: CallThreads) -> None:
+    call = threads.submit(lambda: 7, soon())
+    assert call is not None
+    assert call.outcome(0) == 7
+    assert call.outcome(0) == 7, "a second look finds the same"
+    broken = threads.submit(lambda: 1 // 0, soon())
+    assert broken is not None
+    with pytest.raises(ZeroDivisionError):
+        broken.outcome(0)
+
+
+def test_a_call_that_outlives_its_deadline_is_abandoned_and_ends_later(threads: CallThreads) -> None:
+    release, ended = threading.Event(), threading.Event()
+    call = threads.submit(release.wait, soon(0.05), ended.set)
+    assert call is not None
+    assert call.outcome(False) is False
+    assert not ended.is_set(), "what the call was given is let go of only when it returned"
+    wait_for(lambda: threads.overdue == 1)
+    assert threads.submit(lambda: True, soon()) is None, "every thread is held by an overdue call"
+    release.set()
+    wait_for(ended.is_set)
+
+
+def test_a_call_whose_turn_comes_too_late_never_starts(threads: CallThreads) -> None:
+    release = threading.Event()
+    ran: list[int] = []
+    ended: list[int] = []
+    first = threads.submit(release.wait, soon())
+    late = threads.submit(lambda: ran.append(1), soon(0.01), lambda: ended.append(1))
+    assert first is not None
+    assert late is not None
+    assert late.outcome(None) is None
+    release.set()
+    wait_for(lambda: ended)
+    assert not ran
+
+
+def test_a_full_queue_refuses_and_lets_go_at_once(threads: CallThreads) -> None:
+    release = threading.Event()
+    ended: list[int] = []
+    calls = [threads.submit(release.wait, soon(), lambda: ended.append(1)) for _ in range(4)]
+    assert [call is None for call in calls] == [False, False, False, True]
+    assert len(ended) == 1
+    release.set()
+
+
+def test_closed_threads_refuse_and_close_reports_what_still_runs() -> None:
+    threads = CallThreads("test", 1)
+    release = threading.Event()
+    threads.submit(release.wait, soon())
+    assert threads.close(0.05) is False
+    assert threads.submit(lambda: 1, soon()) is None
+    release.set()
+    assert threads.close(5) is True
+
+
+def test_a_slot_returns_to_the_pool_with_its_last_reference() -> None:
+    staging = StagingPool(4 * 4096, 4000, prefaulted=True)
+    slots = [staging.try_lease() for _ in range(4)]
+    assert staging.try_lease() is None
+    slot = slots[0]
+    assert slot is not None
+    slot.retain()
+    slot.release()
+    assert staging.try_lease() is None
+    slot.release()
+    assert staging.try_lease() is slot
+    slot.release()
+    with pytest.raises(TransferError, match="more often"):
+        slot.release()
+    with pytest.raises(TransferError, match="last reference"):
+        slot.retain()
+    staging.check_integrity()
+    staging.close()
+
+
+def test_a_waiting_lease_gets_the_slot_that_is_given_back_and_none_after_close() -> None:
+    staging = StagingPool(4096, 100, prefaulted=False)
+    slot = staging.try_lease()
+    assert slot is not None
+    got: list[object] = []
+    waiter = threading.Thread(target=lambda: got.append(staging.lease(soon())))
+    waiter.start()
+    slot.release()
+    waiter.join(5)
+    assert got == [slot]
+    closed = threading.Thread(target=lambda: got.append(staging.lease(soon())))
+    closed.start()
+    staging.close()
+    closed.join(5)
+    assert got[1] is None
+
+
+def test_staging_that_holds_no_slot_says_what_it_needs() -> None:
+    with pytest.raises(ValueError, match="make it at least 8192"):
+        StagingPool(4096, 5000)
+
+
+def test_pinned_staging_is_unpinned_on_close() -> None:
+    events: list[str] = []
+
+    def pin(address: int, nbytes: int) -> object:
+        events.append(f"pin {nbytes}")
+        return lambda: events.append("unpin")
+
+    staging = StagingPool(8192, 4096, prefaulted=False, pin=pin)  # type: ignore[arg-type]
+    staging.close()
+    staging.close()
+    assert events == ["pin 8192", "unpin"]
+
+
+def test_the_breaker_opens_after_failures_in_a_row_only() -> None:
+    breaker = CircuitBreaker(3)
+    assert [breaker.failed(), breaker.failed(), breaker.succeeded()] == [False, False, False]
+    assert [breaker.failed(), breaker.failed(), breaker.failed(), breaker.failed()] == [False, False, True, False]
+    assert breaker.down
+    assert breaker.succeeded() is True
+    assert not breaker.down
+
+
+@given(st.integers(min_value=-2000, max_value=-1))
+def test_every_negative_code_has_a_meaning_that_is_not_ok(code: int) -> None:
+    assert status_of(code) is not Status.OK
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (0, Status.OK),
+        (4096, Status.OK),
+        (-200, Status.NO_SPACE),
+        (-703, Status.BUSY),
+        (-704, Status.MISSING),
+        (-707, Status.LEASE_EXPIRED),
+        (-800, Status.TRANSFER_FAILED),
+        (-801, Status.CHECKSUM),
+        (-900, Status.POOL_DOWN),
+        (-901, Status.POOL_DOWN),
+        (-1010, Status.POOL_DOWN),
+        (-1103, Status.TRANSFER_FAILED),
+        (-9999, Status.INTERNAL),
+    ],
+)
+def test_codes_mean_what_mooncake_says(code: int, status: Status) -> None:
+    assert status_of(code) is status
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4GiB", 4 << 30), ("512MiB", 512 << 20), ("1.5KiB", 1536), ("1GB", 10**9), (77, 77), ("9", 9)]
+)
+def test_sizes_are_read_with_their_units(text: object, size: int) -> None:
+    assert ByteSize.parse(text) == size
+
+
+@pytest.mark.parametrize("text", ["4Gib3", "-1", -1, True, None, "GiB", "1 apple", 1.5])
+def test_other_sizes_are_refused(text: object) -> None:
+    with pytest.raises(ValueError, match="expected a size"):
+        ByteSize.parse(text)
+
+
+@given(st.integers(min_value=0, max_value=1 << 50))
+def test_a_size_reads_back_from_its_own_text(size: int) -> None:
+    assert ByteSize.parse(str(ByteSize(size))) == size
+
+
+def test_only_a_mapping_that_is_large_enough_is_prefaulted() -> None:
+    maps = ["7f00-8000 rw-p 00000000 00:00 0\n", "8000-9000 r--p 00000000 00:00 0 /lib/x\n"]
+    assert mapping_at(0x7F80, maps) == range(0x7F00, 0x8000)
+    assert mapping_at(0x8010, maps) is None, "read-only"
+    assert mapping_at(0xFFFF, maps) is None
+    assert prefault_segment(1 << 40, lambda: None) is None
+    staging = StagingPool(4096, 4096, prefaulted=False)
+    assert prefault_segment(1 << 40, lambda: staging.address) is None
+    staging.close()

@@ -1,0 +1,236 @@
+"""MooncakeStore against a real master and a real store node."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+from transfer.errors import PoolUnavailableError, Status, TransferError
+from transfer.settings import TransferSettings
+from transfer.staging import Slot, StagingPool
+from transfer.store import GetResult, MooncakeStore
+
+SLOT = 4096
+
+
+@contextmanager
+def opened(pool: Pool, *, slots: int = 8, slot: int = SLOT, segment_size: int = 0, **transfer: Any) -> Iterator[Any]:
+    settings = pool.settings(transfer=transfer).transfer
+    with MooncakeStore(settings, master=pool.address, segment_size=segment_size) as store:
+        staging = StagingPool(slots * (slot + 4096), slot, prefaulted=False)
+        store.attach(staging)
+        store.wait_open(10)
+        yield store, staging
+    staging.check_integrity()
+    staging.close()
+
+
+def leased(staging: StagingPool, count: int, fill: bytes | None = None) -> list[Slot]:
+    slots = [staging.lease(time.monotonic() + 1) for _ in range(count)]
+    for index, slot in enumerate(slots):
+        assert slot is not None
+        if fill is not None:
+            slot.view[:] = bytes([fill[0] + index]) * slot.size
+    return slots  # type: ignore[return-value]
+
+
+def fresh(count: int) -> list[str]:
+    return [f"test/{uuid.uuid4().hex}" for _ in range(count)]
+
+
+def put(store: MooncakeStore, staging: StagingPool, keys: list[str], fill: bytes = b"a") -> list[Status]:
+    slots = leased(staging, len(keys), fill)
+    try:
+        return store.start_put(keys, slots, [SLOT] * len(keys), timeout=5).results()
+    finally:
+        for slot in slots:
+            slot.release()
+
+
+def test_bytes_that_were_put_come_back_and_missing_keys_say_so(pool: Pool) -> None:
+    with opened(pool) as (store, staging):
+        keys = fresh(3)
+        assert put(store, staging, keys[:2]) == [Status.OK, Status.OK]
+        assert store.batch_exist(keys, timeout=1) == [Status.OK, Status.OK, Status.MISSING]
+        slots = leased(staging, 3)
+        results = store.start_get(keys, slots, timeout=5).results()
+        assert results == [GetResult(Status.OK, SLOT), GetResult(Status.OK, SLOT), GetResult(Status.MISSING, 0)]
+        assert bytes(slots[0].view) == b"a" * SLOT
+        assert bytes(slots[1].view) == b"b" * SLOT
+        for slot in slots:
+            slot.release()
+        assert staging.in_use == 0
+
+
+def test_a_put_with_a_segment_lands_on_the_writers_own_node(pool: Pool) -> None:
+    with opened(pool, segment_size=32 << 20, prefault=True) as (store, staging):
+        key = fresh(1)
+        assert put(store, staging, key) == [Status.OK]
+        replica = store._client.get_replica_desc(key[0])[0].get_memory_descriptor().buffer_descriptor
+        # unmounting the writer's segment takes the object with it
+        assert replica.size == SLOT
+    with opened(pool) as (store, _):
+        assert store.batch_exist(key, timeout=1) == [Status.MISSING]
+
+
+def test_the_segment_is_resident_before_the_first_write(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="transfer.segment")
+    with opened(pool, segment_size=64 << 20, prefault=True):
+        pass
+    assert [record for record in caplog.records if "67108864 bytes prefaulted in" in record.getMessage()]
+
+
+def test_removed_keys_are_gone_and_a_leased_one_needs_force(pool: Pool) -> None:
+    with opened(pool) as (store, staging):
+        keys = fresh(2)
+        put(store, staging, keys)
+        store.batch_exist(keys[:1], timeout=1)  # leases the first
+        assert store.remove(keys, timeout=1) == [Status.BUSY, Status.OK]
+        assert store.remove(keys, timeout=1, force=True) == [Status.OK, Status.MISSING]
+
+
+def test_small_control_objects_round_trip(pool: Pool) -> None:
+    with opened(pool) as (store, _):
+        key = fresh(1)[0]
+        assert store.get_small(key, timeout=1) is None
+        assert store.put_small(key, b"in words", timeout=1) is Status.OK
+        assert store.get_small(key, timeout=1) == b"in words"
+
+
+def test_calls_after_close_answer_closed_and_closing_twice_is_fine(pool: Pool) -> None:
+    with opened(pool) as (store, staging):
+        store.close()
+        store.close()
+        slots = leased(staging, 1)
+        assert store.batch_exist(["k"], timeout=1) == [Status.CLOSED]
+        assert store.start_get(["k"], slots, timeout=1).results() == [GetResult(Status.CLOSED, 0)]
+        assert store.start_put(["k"], slots, [SLOT], timeout=1).results() == [Status.CLOSED]
+        assert store.get_small("k", timeout=1) is None
+        slots[0].release()
+        with pytest.raises(TransferError, match="closed"):
+            store.wait_open(1)
+
+
+def test_a_full_pool_refuses_with_no_space(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(segment="16MiB").start()
+    with opened(pool, slots=3, slot=8 << 20) as (store, staging):
+        statuses = []
+        for keys in (fresh(1) for _ in range(3)):
+            slots = leased(staging, 1)
+            statuses += store.start_put(keys, slots, [8 << 20], timeout=5).results()
+            store.batch_exist(keys, timeout=1)  # a lease keeps it from being evicted
+            slots[0].release()
+        assert Status.NO_SPACE in statuses
+        assert store.available, "a full pool is not a pool that is down"
+
+
+def test_bad_batches_are_refused_before_anything_moves(pool: Pool) -> None:
+    with opened(pool) as (store, staging):
+        slots = leased(staging, 1)
+        for keys, sizes in (([], []), (["a", "b"], [1, 1]), (["a"], [0]), (["a"], [SLOT + 1])):
+            with pytest.raises(ValueError):
+                store.start_put(keys, slots, sizes, timeout=1)
+        slots[0].release()
+
+
+def test_a_store_opens_by_itself_when_the_master_comes(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool()
+    settings = pool.settings(transfer={"breaker": {"probe_interval_ms": 100}}).transfer
+    with MooncakeStore(settings, master=pool.address) as store:
+        with pytest.raises(PoolUnavailableError, match=pool.address):
+            store.wait_open(0.2)
+        assert store.batch_exist(["k"], timeout=1) == [Status.POOL_DOWN]
+        pool.start("master")
+        store.wait_open(20)
+        assert store.batch_exist(["k"], timeout=1) == [Status.MISSING]
+
+
+def test_with_the_master_dead_calls_keep_their_deadline_then_answer_at_once_and_it_is_found_back(
+    make_pool: Callable[..., Pool],
+) -> None:
+    pool = make_pool().start()
+    with opened(pool, breaker={"failures": 2, "probe_interval_ms": 200}) as (store, staging):
+        assert put(store, staging, fresh(1)) == [Status.OK]
+        pool.kill("master")
+        for _ in range(2):
+            start = time.monotonic()
+            assert store.batch_exist(["k"], timeout=0.3)[0] in (Status.TIMEOUT, Status.POOL_DOWN)
+            assert time.monotonic() - start < 2
+        assert not store.available
+        start = time.monotonic()
+        for _ in range(100):
+            assert store.batch_exist(["k"], timeout=5) == [Status.POOL_DOWN]
+        assert time.monotonic() - start < 1
+        pool.start("master")
+        wait_for(lambda: store.available, 20, "the pool being found back")
+        key = fresh(1)
+        wait_for(lambda: put(store, staging, key) == [Status.OK], 20, "the store node being mounted again")
+
+
+def test_a_stopped_peer_costs_the_deadline_and_quarantines_the_slots(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool().start()
+    with opened(pool, timeouts={"get_ms": 1000}, threads=1) as (store, staging):
+        keys = fresh(2)
+        put(store, staging, keys)
+        pool.nodes["store-0"].send(signal.SIGSTOP)
+        slots = leased(staging, 2)
+        start = time.monotonic()
+        results = store.start_get(keys, slots, timeout=1).results()
+        assert time.monotonic() - start < 3
+        assert all(result.status in (Status.TIMEOUT, Status.TRANSFER_FAILED) for result in results)
+        for slot in slots:
+            slot.release()
+        if results[0].status is Status.TIMEOUT:
+            assert staging.in_use == 2, "slots that the stuck call may still write were handed out"
+        pool.nodes["store-0"].send(signal.SIGCONT)
+        wait_for(lambda: staging.in_use == 0, 60, "the stuck call to end")
+
+
+def test_many_threads_share_one_store(pool: Pool) -> None:
+    with opened(pool, slots=16) as (store, staging):
+        failures: list[object] = []
+
+        def work(letter: int) -> None:
+            for _ in range(20):
+                keys = fresh(1)
+                fill = bytes([letter])
+                if put(store, staging, keys, fill) != [Status.OK]:
+                    failures.append("put")
+                slot = leased(staging, 1)
+                result = store.start_get(keys, slot, timeout=5).results()
+                if result != [GetResult(Status.OK, SLOT)] or bytes(slot[0].view) != fill * SLOT:
+                    failures.append(result)
+                slot[0].release()
+
+        threads = [threading.Thread(target=work, args=(65 + index,)) for index in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+
+
+def test_the_missing_system_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import builtins
+
+    from transfer.errors import MissingLibraryError
+
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("mooncake"):
+            raise ImportError("libibverbs.so.1: cannot open shared object file: No such file or directory")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(MissingLibraryError, match="apt-get install libibverbs1"):
+        MooncakeStore(TransferSettings(), master="127.0.0.1:1")
