@@ -94,6 +94,25 @@ def plan_slots(slot_mapping: torch.Tensor, layout: KVLayout, chunk_size: int) ->
     ]
 
 
+def chunk_blocks(chunk: ChunkSlots, payload: torch.Tensor, layout: KVLayout) -> int:
+    """How many blocks the chunk has. ValueError if `payload` is not that many blocks' contiguous bytes on the CPU."""
+    if chunk.blocks is not None:
+        blocks = chunk.blocks.numel()
+    else:
+        assert chunk.slots is not None
+        blocks, rest = divmod(chunk.slots.numel(), layout.block_size)
+        if rest:
+            raise ValueError(f"{chunk.slots.numel()} slots are no whole number of blocks of {layout.block_size}")
+    expected = blocks * layout.block_bytes
+    got = (payload.dtype, payload.device.type, payload.numel())
+    if got != (torch.uint8, "cpu", expected) or not payload.is_contiguous():
+        raise ValueError(
+            f"a chunk of {blocks} blocks needs {expected} contiguous bytes as uint8 on the CPU, got {payload.numel()} of "
+            f"{payload.dtype} on {payload.device} with strides {payload.stride()}"
+        )
+    return blocks
+
+
 def plane_bytes(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> list[torch.Tensor]:
     """Each plane as a uint8 view `[blocks, page_bytes]` of the engine's own memory.
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pd_cache.layout import KVLayout
-from pd_cache.paged.base import DONE, ChunkSlots, Completion, PagedCopier, plane_bytes
+from pd_cache.paged.base import DONE, ChunkSlots, Completion, PagedCopier, chunk_blocks, plane_bytes
 
 _WIDTHS = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
@@ -66,14 +66,7 @@ class CpuPagedCopier(PagedCopier):
 
     def _object(self, chunk: ChunkSlots, payload: torch.Tensor) -> torch.Tensor:
         """The chunk object as `[planes, blocks of the chunk, elements of a page]`."""
-        if chunk.blocks is not None:
-            blocks = chunk.blocks.numel()
-        else:
-            assert chunk.slots is not None
-            blocks = chunk.slots.numel() // self.layout.block_size
-        expected = blocks * self.layout.block_bytes
-        if payload.dtype != torch.uint8 or payload.numel() != expected or not payload.is_contiguous():
-            raise ValueError(f"a chunk of {blocks} blocks needs {expected} contiguous bytes, got {payload.numel()}")
+        blocks = chunk_blocks(chunk, payload, self.layout)
         return payload.view(self.layout.planes, blocks, self.layout.page_bytes).view(self._dtype)
 
     def _by_token(self, pages: torch.Tensor) -> torch.Tensor:

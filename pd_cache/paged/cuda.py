@@ -1,0 +1,286 @@
+"""Gather and scatter on CUDA tensors: one kernel launch moves a chunk's pages of all layers.
+
+The chunk object is assembled in a device buffer, the *bounce buffer*, so that one large copy crosses the bus instead of one
+small copy a page. A gather is kernel, then copy to the host; a scatter is copy to the device, then kernel. Each direction
+has its own stream, so that stores and loads overlap with the model and with each other.
+
+Who waits for whom:
+
+- A gather reads the cache after all that the calling thread's current stream held at the call. A caller on another thread
+  than the model's has to make its current stream wait for the model's first.
+- A scatter writes the cache after all that the calling thread's current stream held at the call, so kernels that still read
+  what the slots held before are not disturbed; and what is put on that stream after the call sees the new data. No host
+  wait is needed for that. Any other stream may touch the slots after `wait()` returned.
+- Nothing makes the model wait for a gather: the caller keeps the slots as they are, and `out` alive and unread, until
+  `wait()` returned. Likewise `source` stays alive and unchanged until the scatter's `wait()` returned.
+- `close()` waits for both streams.
+
+Host memory that is not page-locked is moved all the same, but the call then returns only after the copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pd_cache.errors import PdCacheError
+from pd_cache.layout import KVLayout
+from pd_cache.paged.base import ChunkSlots, Completion, PagedCopier, chunk_blocks, plane_bytes
+
+log = logging.getLogger(__name__)
+
+_ELEMENTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_MOST_LANES = 1024
+_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device that this process uses
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _move(
+    planes: tl.tensor,
+    units: tl.tensor,
+    chunk: tl.tensor,
+    count: tl.tensor,
+    GATHER: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PIECES: tl.constexpr,
+    RUN: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """Copy between the cache and a chunk object; program (plane * count + unit, part) moves a part of one unit in one plane.
+
+    planes: int64 [planes, 2], address of a plane and bytes from a block to the next. units: int64 [count], where each unit
+    of the chunk lies in the cache. chunk: elements [planes, count / BLOCK_SIZE, PIECES, BLOCK_SIZE, RUN].
+    """
+    index = tl.program_id(0).to(tl.int64)
+    plane = index // count
+    unit = tl.load(units + index % count)
+    page = tl.load(planes + 2 * plane) + unit // BLOCK_SIZE * tl.load(planes + 2 * plane + 1)
+    element = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    inside = element < PIECES * RUN
+    within = element // RUN * (BLOCK_SIZE * RUN) + element % RUN
+    in_cache = page.to(chunk.dtype) + (unit % BLOCK_SIZE * RUN + within)
+    # count is a multiple of BLOCK_SIZE, so index counts the units of the object over all planes
+    in_chunk = chunk + (index // BLOCK_SIZE * (PIECES * BLOCK_SIZE * RUN) + index % BLOCK_SIZE * RUN + within)
+    if GATHER:
+        tl.store(in_chunk, tl.load(in_cache, mask=inside), mask=inside)
+    else:
+        tl.store(in_cache, tl.load(in_chunk, mask=inside), mask=inside)
+
+
+class _Unit(NamedTuple):
+    """What one program row of the kernel moves: `pieces` runs of `run` elements, `block_size * run` elements apart."""
+
+    element: torch.dtype
+    block_size: int
+    pieces: int
+    run: int
+
+
+class PageMover:
+    """Launches the kernel between the pages of all planes and a chunk object on the same device.
+
+    A whole block is moved as the single token of a block of one piece, so that one kernel serves blocks and slots.
+    Each unit moves as the widest elements that its size and the place of every plane allow.
+    """
+
+    def __init__(self, planes: Sequence[torch.Tensor], layout: KVLayout) -> None:
+        """`planes` as `plane_bytes` gives them; they are kept, so that the memory outlives the addresses taken here."""
+        self._planes = planes
+        rows = [[plane.data_ptr(), plane.stride(0)] for plane in planes]
+        self._table = torch.tensor(rows, dtype=torch.int64, device=planes[0].device)
+        aligned = math.gcd(8, *(value for row in rows for value in row))
+
+        def unit(block_size: int, pieces: int, run_bytes: int) -> _Unit:
+            width = math.gcd(aligned, run_bytes)
+            return _Unit(_ELEMENTS[width], block_size, pieces, run_bytes // width)
+
+        self._block = unit(1, 1, layout.page_bytes)
+        self._token = unit(layout.block_size, layout.pieces, layout.piece_bytes)
+
+    def gather(self, chunk: ChunkSlots, payload: torch.Tensor) -> None:
+        """Enqueue on the current stream: the chunk's pages into `payload`, a contiguous uint8 device tensor.
+
+        The indices of `chunk` lie on the device too. Nothing is checked: the kernel follows whatever they say.
+        """
+        self._launch(chunk, payload, gather=True)
+
+    def scatter(self, chunk: ChunkSlots, payload: torch.Tensor) -> None:
+        """Enqueue on the current stream: `payload` into the chunk's pages; the converse of `gather`."""
+        self._launch(chunk, payload, gather=False)
+
+    def _launch(self, chunk: ChunkSlots, payload: torch.Tensor, *, gather: bool) -> None:
+        unit, indices = (self._block, chunk.blocks) if chunk.blocks is not None else (self._token, chunk.slots)
+        assert indices is not None
+        count = indices.numel()
+        elements = unit.pieces * unit.run
+        lanes = min(_MOST_LANES, 1 << (elements - 1).bit_length())
+        _move[(len(self._planes) * count, -(-elements // lanes))](
+            self._table,
+            indices,
+            payload.view(unit.element),
+            count,
+            GATHER=gather,
+            BLOCK_SIZE=unit.block_size,
+            PIECES=unit.pieces,
+            RUN=unit.run,
+            LANES=lanes,
+        )
+
+
+class _Direction:
+    """One stream with the device memory that only work on this stream touches.
+
+    The order of the stream is what makes reuse right: a later call's first write to the bounce buffer is queued behind the
+    last read of an earlier call, and memory freed here goes back to this stream's part of torch's allocator. So one bounce
+    buffer, as large as the largest chunk so far, is all the device memory however many calls are in flight.
+    """
+
+    def __init__(self, planes: Sequence[torch.Tensor], layout: KVLayout) -> None:
+        self._lock = threading.Lock()
+        self.stream = torch.cuda.Stream(planes[0].device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self.stream):
+            self.mover = PageMover(planes, layout)
+            self._bounce = torch.empty(0, dtype=torch.uint8, device=planes[0].device)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the stream current for one thread at a time; an error leaves it idle, so no copy goes on unnoticed."""
+        with self._lock, torch.cuda.stream(self.stream):
+            try:
+                yield
+            except BaseException:
+                self.stream.synchronize()
+                raise
+
+    def bounce(self, nbytes: int) -> torch.Tensor:
+        """`nbytes` of the bounce buffer; call while the stream is current."""
+        if self._bounce.numel() < nbytes:
+            self._bounce = self._bounce.new_empty(0)  # let go of the old one before the larger is asked for
+            with torch.inference_mode(False):  # else a thread outside inference mode could not write to it
+                self._bounce = torch.empty(nbytes, dtype=torch.uint8, device=self.stream.device)
+        return self._bounce[:nbytes]
+
+    def upload(self, chunk: ChunkSlots) -> ChunkSlots:
+        """The chunk with its indices on the device; call while the stream is current.
+
+        torch's pinned allocator hands the host copy out again only after the stream has read it.
+        """
+        blocks, slots = (
+            None if indices is None else indices.contiguous().pin_memory().to(self.stream.device, non_blocking=True)
+            for indices in chunk
+        )
+        return ChunkSlots(blocks, slots)
+
+    def close(self) -> None:
+        with self.current():
+            self.stream.synchronize()
+            self._bounce = self._bounce.new_empty(0)
+
+
+class _Recorded:
+    """Ends when the stream has reached this point. An error that a kernel or copy met on the device is raised here."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        # blocking: the waiting thread sleeps, where torch's default spins on a core that the engine needs
+        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaPagedCopier(PagedCopier):
+    """Asynchronous copies over page-locked host memory; the module's docstring says who waits for whom.
+
+    Takes device memory of one chunk a direction, at the first call that needs it; the first call in each form (direction,
+    blocks or slots) also has Triton compile the kernel. Indices have to be as `plan_slots` makes them (int64, in range):
+    they are not checked again.
+    """
+
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> None:
+        """ValueError for tensors that are not on a CUDA device or do not fit `layout`."""
+        super().__init__(layout)
+        planes = plane_bytes(kv_caches, layout)
+        self._device = planes[0].device
+        if self._device.type != "cuda":
+            raise ValueError(f"CudaPagedCopier needs CUDA tensors, got {self._device}")
+        self._out = _Direction(planes, layout)
+        self._in = _Direction(planes, layout)
+
+    def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> Completion:
+        chunk_blocks(chunk, out, self.layout)
+        caller = torch.cuda.current_stream(self._device)
+        with self._out.current():
+            placed = self._out.upload(chunk)
+            bounce = self._out.bounce(out.numel())
+            self._out.stream.wait_stream(caller)
+            self._out.mover.gather(placed, bounce)
+            out.view(-1).copy_(bounce, non_blocking=out.is_pinned())
+            return _Recorded(self._out.stream)
+
+    def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> Completion:
+        chunk_blocks(chunk, source, self.layout)
+        caller = torch.cuda.current_stream(self._device)
+        with self._in.current():
+            placed = self._in.upload(chunk)
+            bounce = self._in.bounce(source.numel())
+            bounce.copy_(source.view(-1), non_blocking=source.is_pinned())
+            self._in.stream.wait_stream(caller)  # only the kernel touches the cache: the copy need not wait
+            self._in.mover.scatter(placed, bounce)
+            done = _Recorded(self._in.stream)
+        caller.wait_event(done.event)
+        return done
+
+    def close(self) -> None:
+        """Wait for what is in flight and give the bounce buffers back. May be called again; a later copy takes them anew."""
+        self._out.close()
+        self._in.close()
+
+
+def pin_host_memory(address: int, nbytes: int) -> Callable[[], None]:
+    """Page-lock `[address, address + nbytes)` for CUDA and return what undoes it: a `transfer.staging.Pin`.
+
+    Done in the context of the current device, for all devices of the process: choose the device first. The memory has to be
+    mapped and not locked yet, and stay mapped until it is undone. No copy may be in flight when it is undone; undoing twice
+    is harmless. ValueError for an empty range, PdCacheError where CUDA is missing or refuses.
+    """
+    if address <= 0 or nbytes <= 0:
+        raise ValueError(f"cannot page-lock {nbytes} bytes at {address:#x}: both must be positive")
+    if not torch.cuda.is_available():
+        raise PdCacheError(f"cannot page-lock {nbytes} bytes: torch {torch.__version__} finds no CUDA device")
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(runtime.cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
+    if status != 0:
+        raise PdCacheError(
+            f"CUDA refused to page-lock {nbytes} bytes at {address:#x}: {_refusal(status)}; the range must be mapped and not "
+            "page-locked already, and the host must have that much memory to lock: lower staging_size if it has not"
+        )
+    lock = threading.Lock()
+    registered = True
+
+    def undo() -> None:
+        nonlocal registered
+        with lock:
+            if not registered:
+                return
+            registered = False
+        status = int(runtime.cudaHostUnregister(address))
+        if status != 0:  # on the way out, where an error would only hide the reason for leaving
+            log.warning("CUDA did not release %d page-locked bytes at %#x: %s", nbytes, address, _refusal(status))
+
+    return undo
+
+
+def _refusal(status: int) -> str:
+    """The error in words; also clears it: CUDA keeps it, and torch raises it from the thread's next kernel, so start one."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+    return str(torch.cuda.CudaError(status))

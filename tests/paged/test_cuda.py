@@ -1,0 +1,481 @@
+"""The CUDA copier against the CPU copier as the oracle.
+
+Without a GPU, Triton's interpreter runs the kernel on CPU tensors, and ptxas compiles it for real ones. Triton reads
+`TRITON_INTERPRET` where the kernel is decorated, and interpreting adds names to the kernel's module. So the fixture
+`interpreted` executes a private copy of the module under that variable: the module that everyone else imports, before or
+after, stays as it is, and unlike in a subprocess tracebacks and fixtures work.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from pd_cache.errors import PdCacheError
+from pd_cache.layout import KVLayout, PageKind
+from pd_cache.paged import ChunkSlots, open_copier
+from pd_cache.paged.base import plane_bytes
+from pd_cache.paged.cpu import CpuPagedCopier
+from transfer.staging import StagingPool
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from pd_cache.paged import cuda  # noqa: E402
+
+# Triton 3.9 announces, at the first compilation, a change in how it fuses floating-point operations; the kernel has none
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+
+BLOCKS = 9
+LAYERS = 3
+CHUNK_BLOCKS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cache, by the last dimensions of its tensors, and how its layers are placed.
+
+    `separate`: an allocation a layer. `together`: one allocation, evenly spaced. `scattered`: one allocation, one element
+    off its start, uneven gaps between layers and a gap of one element after each block.
+    """
+
+    kind: PageKind
+    block_size: int
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    placement: str
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.kind.value}-{self.block_size}x{self.heads}x{self.dim}-{dtype}-{self.placement}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return {
+            PageKind.HEADS_FIRST: (BLOCKS, self.heads, self.block_size, self.dim),
+            PageKind.KV_OUTER: (2, BLOCKS, self.block_size, self.heads, self.dim),
+            PageKind.KV_INNER: (BLOCKS, 2, self.block_size, self.heads, self.dim),
+            PageKind.MLA: (BLOCKS, self.block_size, self.dim),
+        }[self.kind]
+
+
+CASES = [
+    Case(PageKind.HEADS_FIRST, 5, 3, 1, torch.bfloat16, "separate"),  # pieces of 2 bytes
+    Case(PageKind.HEADS_FIRST, 4, 2, 3, torch.bfloat16, "together"),  # pieces of 6 bytes in pages of 48
+    Case(PageKind.HEADS_FIRST, 3, 2, 24, torch.bfloat16, "scattered"),  # pieces of 48 bytes, 2 bytes off
+    Case(PageKind.HEADS_FIRST, 16, 2, 64, torch.float32, "together"),  # more than one part a page
+    Case(PageKind.KV_OUTER, 3, 2, 12, torch.bfloat16, "separate"),
+    Case(PageKind.KV_OUTER, 5, 1, 3, torch.float32, "scattered"),
+    Case(PageKind.KV_OUTER, 16, 2, 4, torch.bfloat16, "together"),
+    Case(PageKind.KV_INNER, 3, 1, 3, torch.bfloat16, "separate"),
+    Case(PageKind.KV_INNER, 4, 2, 6, torch.float32, "together"),
+    Case(PageKind.KV_INNER, 5, 3, 7, torch.uint8, "scattered"),
+    Case(PageKind.MLA, 7, 1, 5, torch.uint8, "separate"),
+    Case(PageKind.MLA, 1, 1, 4, torch.bfloat16, "separate"),  # a page is one element
+    Case(PageKind.MLA, 6, 1, 20, torch.bfloat16, "together"),
+    Case(PageKind.MLA, 3, 1, 257, torch.int64, "scattered"),
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+both_mappings = pytest.mark.parametrize("mapping", ["blocks", "slots"])
+
+
+class Cache:
+    """The tensors of a case, and the allocations that they lie in: comparing those also finds bytes written astray."""
+
+    def __init__(self, case: Case, allocations: list[torch.Tensor]) -> None:
+        self.case = case
+        self.allocations = allocations
+        self.layers = [self._layer(index) for index in range(LAYERS)]
+        self.layout = KVLayout.from_tensors(self.layers, case.kind)
+
+    @classmethod
+    def random(cls, case: Case) -> Cache:
+        generator = torch.Generator().manual_seed(7)
+        count = LAYERS if case.placement == "separate" else 1
+        elements = 64 + (math.prod(case.shape) + 2 * BLOCKS) * LAYERS // count
+        nbytes = elements * case.dtype.itemsize
+        return cls(
+            case, [torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator) for _ in range(count)]
+        )
+
+    def copy(self, device: str = "cpu") -> Cache:
+        return Cache(self.case, [allocation.to(device, copy=True) for allocation in self.allocations])
+
+    def assert_same(self, other: Cache) -> None:
+        for mine, theirs in zip(self.allocations, other.allocations, strict=True):
+            assert torch.equal(mine.cpu(), theirs.cpu())
+
+    def _layer(self, index: int) -> torch.Tensor:
+        shape, scattered = self.case.shape, self.case.placement == "scattered"
+        outer = self.case.kind is PageKind.KV_OUTER
+        strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+        if scattered:
+            strides[outer] += 1
+        if outer:
+            strides[0] = BLOCKS * strides[1]
+        span = strides[0] * shape[0]
+        offset = 1 + index * span + 5 * index * index if scattered else index * span
+        if self.case.placement == "separate":
+            offset = 0
+        allocation = self.allocations[index if self.case.placement == "separate" else 0]
+        return allocation.view(self.case.dtype).as_strided(shape, strides, offset)
+
+
+def chunk_of(layout: KVLayout, mapping: str, *, seed: int = 3) -> ChunkSlots:
+    """`CHUNK_BLOCKS` blocks in no order, or as many slots as they have, drawn from all over the cache."""
+    generator = torch.Generator().manual_seed(seed)
+    if mapping == "blocks":
+        return ChunkSlots(torch.randperm(BLOCKS, generator=generator)[:CHUNK_BLOCKS], None)
+    slots = torch.randperm(BLOCKS * layout.block_size, generator=generator)
+    return ChunkSlots(None, slots[: CHUNK_BLOCKS * layout.block_size])
+
+
+def empty_payload(layout: KVLayout, *, pinned: bool = False) -> torch.Tensor:
+    nbytes = CHUNK_BLOCKS * layout.block_bytes
+    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
+
+
+def random_payload(layout: KVLayout, *, pinned: bool = False) -> torch.Tensor:
+    payload = empty_payload(layout, pinned=pinned)
+    return payload.copy_(torch.randint(0, 256, payload.shape, dtype=torch.uint8))
+
+
+def gathered_on_cpu(cache: Cache, chunk: ChunkSlots) -> torch.Tensor:
+    out = empty_payload(cache.layout)
+    CpuPagedCopier(cache.copy().layers, cache.layout).gather(chunk, out).wait()
+    return out
+
+
+def scattered_on_cpu(cache: Cache, chunk: ChunkSlots, payload: torch.Tensor) -> Cache:
+    result = cache.copy()
+    CpuPagedCopier(result.layers, result.layout).scatter(chunk, payload).wait()
+    return result
+
+
+# --- the kernel, interpreted -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> ModuleType:
+    assert cuda.__spec__ is not None
+    assert cuda.__spec__.origin is not None
+    spec = importlib.util.spec_from_file_location("interpreted_cuda", cuda.__spec__.origin)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        spec.loader.exec_module(module)
+    return module
+
+
+@every_case
+@both_mappings
+def test_interpreted_gather_equals_the_cpu_copier(interpreted: ModuleType, case: Case, mapping: str) -> None:
+    cache = Cache.random(case)
+    chunk = chunk_of(cache.layout, mapping)
+    before, out = cache.copy(), empty_payload(cache.layout)
+
+    interpreted.PageMover(plane_bytes(cache.layers, cache.layout), cache.layout).gather(chunk, out)
+
+    assert torch.equal(out, gathered_on_cpu(before, chunk))
+    cache.assert_same(before)
+
+
+@every_case
+@both_mappings
+def test_interpreted_scatter_equals_the_cpu_copier(interpreted: ModuleType, case: Case, mapping: str) -> None:
+    cache = Cache.random(case)
+    chunk, payload = chunk_of(cache.layout, mapping), random_payload(cache.layout)
+    expected = scattered_on_cpu(cache, chunk, payload)
+
+    interpreted.PageMover(plane_bytes(cache.layers, cache.layout), cache.layout).scatter(chunk, payload)
+
+    cache.assert_same(expected)
+
+
+def test_layers_of_different_block_strides_are_each_followed(interpreted: ModuleType) -> None:
+    roomy = torch.arange(2 * BLOCKS * 12, dtype=torch.int16).view(BLOCKS, 2, 4, 3)[:, 0]
+    layers = [torch.arange(BLOCKS * 12, dtype=torch.int16).view(BLOCKS, 4, 3), roomy]
+    layout = KVLayout.from_tensors(layers)
+    blocks = torch.tensor([8, 0, 5, 1])
+    out = empty_payload(layout)
+
+    interpreted.PageMover(plane_bytes(layers, layout), layout).gather(ChunkSlots(blocks, None), out)
+
+    assert torch.equal(out.view(torch.int16).view(2, CHUNK_BLOCKS, 4, 3), torch.stack([x[blocks] for x in layers]))
+
+
+def test_interpreting_leaves_the_real_kernel_alone(interpreted: ModuleType) -> None:
+    assert type(interpreted._move) is not type(cuda._move)
+    assert isinstance(cuda._move, triton.JITFunction)
+
+
+# --- the kernel, compiled ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize(
+    ("element", "run", "lanes"), [("*i64", 640, 1024), ("*i32", 3, 8), ("*i16", 1, 4), ("*u8", 1, 4)]
+)
+def test_the_kernel_compiles_for_a_gpu_that_is_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: int, gather: bool, element: str, run: int, lanes: int
+) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {"GATHER": gather, "BLOCK_SIZE": 5, "PIECES": 3, "RUN": run, "LANES": lanes}
+    signature = {"planes": "*i64", "units": "*i64", "chunk": element, "count": "i32"}
+    source = ASTSource(cuda._move, signature | dict.fromkeys(constants, "constexpr"), constants)
+
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+
+    assert compiled.asm["cubin"]
+
+
+# --- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_of_another_device_are_refused() -> None:
+    cache = Cache.random(CASES[0])
+    with pytest.raises(ValueError, match="needs CUDA tensors, got cpu"):
+        cuda.CudaPagedCopier(cache.layers, cache.layout)
+
+
+@pytest.mark.parametrize(("address", "nbytes"), [(0, 4096), (4096, 0), (4096, -1)])
+def test_pinning_an_empty_range_is_refused(address: int, nbytes: int) -> None:
+    with pytest.raises(ValueError, match="cannot page-lock"):
+        cuda.pin_host_memory(address, nbytes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_pinning_without_a_device_says_so() -> None:
+    with pytest.raises(PdCacheError, match="finds no CUDA device"):
+        cuda.pin_host_memory(4096, 4096)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        torch.zeros(1, dtype=torch.uint8),
+        torch.zeros(2 * 4 * 48, dtype=torch.uint8)[::2],
+        torch.zeros(4 * 48, dtype=torch.int8),
+        torch.zeros(4 * 48, dtype=torch.uint8, device="meta"),
+    ],
+    ids=["size", "stride", "dtype", "device"],
+)
+def test_a_payload_that_is_not_the_chunks_bytes_is_refused(payload: torch.Tensor) -> None:
+    layers = [torch.zeros(BLOCKS, 4, 6, dtype=torch.bfloat16)]
+    copier = open_copier(layers, KVLayout.from_tensors(layers))
+    chunk = ChunkSlots(torch.arange(4), None)
+    with pytest.raises(ValueError, match="needs 192 contiguous bytes"):
+        copier.gather(chunk, payload)
+    with pytest.raises(ValueError, match="needs 192 contiguous bytes"):
+        copier.scatter(chunk, payload)
+
+
+def test_slots_that_fill_no_whole_blocks_are_refused() -> None:
+    layers = [torch.zeros(BLOCKS, 4, 6, dtype=torch.bfloat16)]
+    copier = open_copier(layers, KVLayout.from_tensors(layers))
+    with pytest.raises(ValueError, match="5 slots are no whole number of blocks of 4"):
+        copier.gather(ChunkSlots(None, torch.arange(5)), torch.zeros(48, dtype=torch.uint8))
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+WIDE = Case(PageKind.HEADS_FIRST, 16, 8, 256, torch.bfloat16, "together")
+AWHILE = 200_000_000
+"""Cycles for `torch.cuda._sleep`: a tenth of a second, so that whoever fails to wait is sure to be early."""
+
+
+@pytest.fixture
+def wide() -> Iterator[tuple[Cache, Cache, cuda.CudaPagedCopier]]:
+    """A cache on the CPU, the same on the GPU, and the copier of the latter."""
+    cache = Cache.random(WIDE)
+    device = cache.copy("cuda")
+    copier = cuda.CudaPagedCopier(device.layers, device.layout)
+    yield cache, device, copier
+    copier.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@every_case
+@both_mappings
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
+def test_gpu_copies_equal_the_cpu_copier(case: Case, mapping: str, pinned: bool) -> None:
+    cache = Cache.random(case)
+    chunk, payload = chunk_of(cache.layout, mapping), random_payload(cache.layout, pinned=pinned)
+    device, out = cache.copy("cuda"), empty_payload(cache.layout, pinned=pinned)
+    copier = open_copier(device.layers, device.layout)
+    assert isinstance(copier, cuda.CudaPagedCopier)
+
+    copier.gather(chunk, out).wait()
+    assert torch.equal(out, gathered_on_cpu(cache, chunk))
+    device.assert_same(cache)
+
+    copier.scatter(chunk, payload).wait()
+    device.assert_same(scattered_on_cpu(cache, chunk, payload))
+    copier.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gpu_staging_pinned_by_us_makes_the_round_trip(wide: tuple[Cache, Cache, cuda.CudaPagedCopier]) -> None:
+    cache, device, copier = wide
+    chunk = chunk_of(cache.layout, "blocks")
+    pool = StagingPool(4 << 20, CHUNK_BLOCKS * cache.layout.block_bytes, pin=cuda.pin_host_memory)
+    slot = pool.try_lease()
+    assert slot is not None
+    staging = torch.frombuffer(slot.view, dtype=torch.uint8)
+    assert staging.is_pinned()
+
+    copier.gather(chunk, staging).wait()
+    assert torch.equal(staging, gathered_on_cpu(cache, chunk))
+
+    staging.bitwise_not_()
+    copier.scatter(chunk, staging).wait()
+    device.assert_same(scattered_on_cpu(cache, chunk, staging))
+
+    slot.release()
+    pool.close()
+    assert not staging.is_pinned()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gpu_undoing_a_pin_twice_is_harmless_and_a_refused_pin_leaves_the_device_usable() -> None:
+    pool = StagingPool(1 << 20, 1 << 20)
+    undo = cuda.pin_host_memory(pool.address, pool.nbytes)
+    with pytest.raises(PdCacheError, match="CUDA refused to page-lock"):
+        cuda.pin_host_memory(pool.address, pool.nbytes)
+    assert torch.ones(1, device="cuda").add(1).item() == 2
+    undo()
+    undo()
+    cuda.pin_host_memory(pool.address, pool.nbytes)()
+    pool.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gpu_gather_sees_what_the_calling_stream_still_has_to_write(
+    wide: tuple[Cache, Cache, cuda.CudaPagedCopier],
+) -> None:
+    cache, device, copier = wide
+    out = empty_payload(cache.layout, pinned=True)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(AWHILE)
+        device.allocations[0].fill_(9)
+        done = copier.gather(chunk_of(cache.layout, "blocks"), out)
+    done.wait()
+    assert bool((out == 9).all())
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gpu_scatter_lets_earlier_readers_finish_and_later_ones_see_it(
+    wide: tuple[Cache, Cache, cuda.CudaPagedCopier],
+) -> None:
+    cache, device, copier = wide
+    chunk, payload = chunk_of(cache.layout, "blocks"), random_payload(cache.layout, pinned=True)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(AWHILE)
+        before = device.allocations[0].clone()
+        done = copier.scatter(chunk, payload)
+        after = device.allocations[0].clone()  # no wait() between
+    stream.synchronize()
+    done.wait()
+    assert torch.equal(before.cpu(), cache.allocations[0])
+    assert torch.equal(after.cpu(), scattered_on_cpu(cache, chunk, payload).allocations[0])
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gpu_calls_return_before_the_copy_has_ended(wide: tuple[Cache, Cache, cuda.CudaPagedCopier]) -> None:
+    cache, _, copier = wide
+    chunk, out = chunk_of(cache.layout, "blocks"), empty_payload(cache.layout, pinned=True)
+    copier.gather(chunk, out).wait()  # the kernel is compiled by now
+    copier.scatter(chunk, out).wait()
+    source = random_payload(cache.layout, pinned=True)
+    # torch keeps these for the indices of the calls below: page-locking anew may wait for the device
+    spare = [torch.zeros(CHUNK_BLOCKS, dtype=torch.int64, pin_memory=True) for _ in range(4)]
+    del spare
+    torch.cuda._sleep(AWHILE)
+    start = time.perf_counter()
+    completions = [copier.gather(chunk, out), copier.scatter(chunk, source)]
+    called = time.perf_counter() - start
+    for completion in completions:
+        completion.wait()
+    assert called < (time.perf_counter() - start) / 2
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gpu_many_gathers_in_flight_share_one_bounce_buffer(wide: tuple[Cache, Cache, cuda.CudaPagedCopier]) -> None:
+    cache, _, copier = wide
+    chunks = [
+        chunk_of(cache.layout, mapping, seed=seed) for seed, mapping in enumerate(["blocks", "slots"] * 8, start=1)
+    ]
+    outs = [empty_payload(cache.layout, pinned=True) for _ in chunks]
+    for completion in [copier.gather(chunk, out) for chunk, out in zip(chunks, outs, strict=True)]:
+        completion.wait()
+    for chunk, out in zip(chunks, outs, strict=True):
+        assert torch.equal(out, gathered_on_cpu(cache, chunk))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gpu_threads_gather_and_scatter_side_by_side(wide: tuple[Cache, Cache, cuda.CudaPagedCopier]) -> None:
+    """One thread a block, some in inference mode: each overwrites its block over and over and reads it back."""
+    cache, _, copier = wide
+    nbytes = cache.layout.block_bytes
+    wrong: list[int] = []
+
+    def work(block: int) -> None:
+        chunk = ChunkSlots(torch.tensor([block]), None)
+        with torch.inference_mode(block % 2 == 0):
+            for turn in range(20):
+                source = torch.full((nbytes,), (block * 20 + turn) % 251, dtype=torch.uint8).pin_memory()
+                out = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+                copier.scatter(chunk, source).wait()
+                copier.gather(chunk, out).wait()
+                if not torch.equal(out, source):
+                    wrong.append(block)
+
+    threads = [threading.Thread(target=work, args=(block,)) for block in range(BLOCKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gpu_a_closed_copier_has_given_its_bounce_buffers_back(
+    wide: tuple[Cache, Cache, cuda.CudaPagedCopier],
+) -> None:
+    cache, _, copier = wide
+    out = empty_payload(cache.layout, pinned=True)
+    held = torch.cuda.memory_allocated()
+    copier.gather(chunk_of(cache.layout, "blocks"), out)
+    copier.close()
+    copier.close()
+    assert torch.cuda.memory_allocated() == held
+    assert torch.equal(out, gathered_on_cpu(cache, chunk_of(cache.layout, "blocks")))
