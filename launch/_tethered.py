@@ -1,0 +1,50 @@
+"""Ties this process to the one that started it, then becomes the program that it was asked to run.
+
+    python -I -S _tethered.py PARENT_PID DEATH_SIGNAL {keep,ignore} FILE ARGV0 [ARG ...]
+
+The third argument says what becomes of SIGINT. This is a program of its own because the alternative, a `preexec_fn`,
+runs Python between fork and exec of a process that has threads, and needs a real fork, which a process with registered
+memory must not do. It imports little: it stands before the start of every child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def set_death_signal(signum: int) -> bool:
+    """Ask the kernel to send this process `signum` when the thread that started it ends. False where it cannot.
+
+    The request survives exec (not of a set-user-id binary) and is not inherited by children.
+    """
+    try:
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+    except (AttributeError, OSError):
+        return False
+    return int(prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)) == 0
+
+
+def main(argv: list[str]) -> int:
+    parent, signum, interrupt, file, *command = argv
+    set_death_signal(int(signum))
+    if os.getppid() != int(parent):
+        return 128 + int(signum)  # the parent died before the kernel knew that we care
+    if interrupt == "ignore":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Python ignores these two for itself; a foreign program expects the defaults
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    try:
+        os.execv(file, command)
+    except OSError as error:
+        print(f"{file}: cannot be started: {error.strerror}", file=sys.stderr, flush=True)
+        return 127
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,281 @@
+"""Child processes that do not outlive whoever started them.
+
+Three layers, so that nothing is left behind whichever of them is killed:
+
+1. The kernel tells a child that its parent died (`die_with_parent`, `spawn_child`; Linux).
+2. Each supervised program leads a session of its own, and with it a process group. A Ctrl-C at the terminal therefore
+   reaches the supervisor alone, which stops everybody in order; and when a leader is gone the rest of its group,
+   its own children, is killed.
+3. A guardian process holds the other end of a pipe and does the same for a supervisor that was killed.
+
+What escapes is a descendant that was started by other means *and* moved into a session of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, Protocol
+
+from launch import _guardian, _tethered
+
+log = logging.getLogger(__name__)
+
+Stream = Literal["stdout", "stderr"]
+OnLine = Callable[[Stream, str], None]
+"""Called on a thread of the child's own with each line, without its end."""
+
+_LONGEST_LINE = 64 << 10
+"""Bytes; what is longer is passed on in pieces."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Something to run. `argv[0]` is a path or is looked up in PATH; `env` is added to this process's environment."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] | None = None
+
+
+class Process(Protocol):
+    """A started program, as the supervisor sees it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """The exit status (negative: the signal's number) once it ended and all of its output was passed on."""
+
+    def terminate(self) -> None:
+        """Ask it to stop. No error if it has ended already."""
+
+    def kill(self) -> None:
+        """End it and its process group. No error if it has ended already."""
+
+
+def die_with_parent(signum: signal.Signals = signal.SIGTERM, *, parent: int | None = None, poll_s: float = 0.5) -> None:
+    """Have this process sent `signum` when its parent ends, however that ends.
+
+    `parent`: the pid that the parent told us, which closes the gap between our start and this call; without it a parent
+    that is dead by now goes unnoticed. Where the kernel does not offer it, a daemon thread looks every `poll_s` seconds.
+    """
+    expected = os.getppid() if parent is None else parent
+    if _tethered.set_death_signal(signum):
+        if os.getppid() != expected:  # it died before the kernel knew
+            os.kill(os.getpid(), signum)
+        return
+
+    def watch() -> None:
+        while os.getppid() == expected:
+            time.sleep(poll_s)
+        os.kill(os.getpid(), signum)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def spawn_child(
+    argv: Sequence[str], *, death_signal: signal.Signals = signal.SIGKILL, **popen: Any
+) -> subprocess.Popen[bytes]:
+    """Start a foreign binary that cannot be taught `die_with_parent`; it is sent `death_signal` when we end.
+
+    It stays in our process group, so that whoever ends the group ends it, and starts with SIGINT ignored: a Ctrl-C is
+    ours to handle. `popen` goes to `subprocess.Popen`; stdin is /dev/null unless given. FileNotFoundError if there is no
+    such program. Call this on a thread that lives as long as the process (the main thread): the kernel takes the end of
+    the *thread* that started a child for the end of its parent.
+    """
+    popen.setdefault("stdin", subprocess.DEVNULL)
+    return subprocess.Popen(_tether(argv, death_signal, "ignore", popen.get("env")), **popen)
+
+
+def _tether(
+    argv: Sequence[str], death_signal: signal.Signals, interrupt: str, env: Mapping[str, str] | None
+) -> list[str]:
+    file = shutil.which(argv[0], path=(os.environ if env is None else env).get("PATH"))
+    if file is None:
+        raise FileNotFoundError(f"{argv[0]}: no such program, or not executable")
+    script = str(Path(_tethered.__file__).resolve())
+    tether = [sys.executable, "-I", "-S", script, str(os.getpid()), str(int(death_signal)), interrupt]
+    return [*tether, file, *argv]
+
+
+class LocalProcesses:
+    """Starts programs on this host, guarded. `spawn` as of `spawn_child`: on a thread that lives long enough."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._guardian: _Guardian | None = None
+
+    def spawn(self, program: Program, on_line: OnLine) -> Process:
+        """Start `program`, in a session of its own. OSError if it cannot be started."""
+        if self._guardian is None:
+            self._guardian = _Guardian(self._grace_s)
+        child = _Child(program, on_line, self._guardian.forget)
+        # killed between these two lines, we leave it to the kernel's signal
+        self._guardian.watch(child.pid)
+        return child
+
+    def close(self) -> None:
+        """Let the guardian go. Processes that still run are ended by it."""
+        guardian, self._guardian = self._guardian, None
+        if guardian is not None:
+            guardian.close()
+
+
+class _Guardian:
+    def __init__(self, grace_s: float) -> None:
+        script = str(Path(_guardian.__file__).resolve())
+        self._grace_s = grace_s
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", script, str(grace_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
+
+    def watch(self, pid: int) -> None:
+        self._tell(f"+{pid}\n")
+
+    def forget(self, pid: int) -> None:
+        self._tell(f"-{pid}\n")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode())
+        except OSError as error:
+            log.warning("the guardian process is gone (%s): children end with us only by the kernel's signal", error)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=self._grace_s + 5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class _Child:
+    def __init__(self, program: Program, on_line: OnLine, on_reaped: Callable[[int], None]) -> None:
+        # unbuffered: lines come as they are printed, and a traceback stays the last of them
+        env = {"PYTHONUNBUFFERED": "1", **os.environ, **(program.env or {})}
+        self._popen = subprocess.Popen(
+            _tether(program.argv, signal.SIGTERM, "keep", env),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._on_reaped = on_reaped
+        assert self._popen.stdout is not None
+        assert self._popen.stderr is not None
+        self._output = _Output(program.name, {"stdout": self._popen.stdout, "stderr": self._popen.stderr}, on_line)
+        self._output.start()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def poll(self) -> int | None:
+        # Popen.poll and Popen.terminate reap, so they are not used: only an unreaped leader holds the group's number
+        if self._popen.returncode is None:
+            try:
+                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    return None
+            except ChildProcessError:
+                pass  # somebody else reaped it
+            else:
+                self._send(os.killpg, signal.SIGKILL)
+            self._popen.wait()
+            self._output.finish()
+            self._on_reaped(self.pid)
+        return self._popen.returncode
+
+    def terminate(self) -> None:
+        if self._popen.returncode is None:
+            self._send(os.kill, signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self._popen.returncode is None:
+            self._send(os.killpg, signal.SIGKILL)
+
+    def _send(self, send: Callable[[int, int], None], signum: int) -> None:
+        try:
+            send(self.pid, signum)
+        except ProcessLookupError:
+            pass
+
+
+class _Output(threading.Thread):
+    """Reads a child's pipes as lines until they end, or until `finish`: a descendant may hold them open for ever."""
+
+    def __init__(self, name: str, pipes: Mapping[Stream, IO[bytes]], on_line: OnLine) -> None:
+        super().__init__(name=f"output-{name}", daemon=True)
+        self._pipes = pipes
+        self._on_line = on_line
+        self._partial: dict[Stream, bytes] = dict.fromkeys(pipes, b"")
+        self._finish_read, self._finish_write = os.pipe()
+
+    def finish(self) -> None:
+        """Pass on what is there already, then end. The writers must be gone."""
+        os.write(self._finish_write, b"!")
+        self.join()
+        os.close(self._finish_write)
+        os.close(self._finish_read)
+        for pipe in self._pipes.values():
+            pipe.close()
+
+    def run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._finish_read, selectors.EVENT_READ, None)
+            for stream, pipe in self._pipes.items():
+                os.set_blocking(pipe.fileno(), False)
+                selector.register(pipe, selectors.EVENT_READ, stream)
+            finishing = False
+            while not finishing and len(selector.get_map()) > 1:
+                for key, _ in selector.select():
+                    if key.data is None:
+                        finishing = True
+                    elif not self._read(key.data):
+                        selector.unregister(key.fileobj)
+        for stream in self._pipes:
+            # bounded: an escaped descendant may write faster than we read
+            for _ in range(64):
+                if not self._read(stream):
+                    break
+            if rest := self._partial[stream]:
+                self._pass_on(stream, rest)
+
+    def _read(self, stream: Stream) -> bool:
+        try:
+            data = os.read(self._pipes[stream].fileno(), _LONGEST_LINE)
+        except BlockingIOError:
+            return False
+        *lines, rest = (self._partial[stream] + data).split(b"\n")
+        for line in lines:
+            self._pass_on(stream, line)
+        if len(rest) >= _LONGEST_LINE:
+            self._pass_on(stream, rest)
+            rest = b""
+        self._partial[stream] = rest
+        return bool(data)
+
+    def _pass_on(self, stream: Stream, line: bytes) -> None:
+        try:
+            self._on_line(stream, line.decode("utf-8", "replace").rstrip("\r"))
+        except Exception:  # a sink that fails must not leave the child blocked on a full pipe
+            log.debug("a line of output was lost", exc_info=True)

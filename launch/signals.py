@@ -1,0 +1,69 @@
+"""One orderly stop for every way of being told to: SIGTERM, Ctrl-C, a closed terminal."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class StopFlag:
+    """An event that a signal handler may set.
+
+    A handler runs on the main thread, between any two instructions: `threading.Event.set` there waits for a lock that the
+    interrupted `wait` may hold. This one takes no lock. Close it after use; not to be used after that.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+
+    def set(self) -> None:
+        """Wake every waiter, now and from now on."""
+        self._set = True
+        try:
+            os.write(self._write, b"!")
+        except BlockingIOError:
+            pass  # full of wake-ups already
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait up to `timeout` seconds, for ever by default. True if it is set."""
+        if not self._set:
+            select.select([self._read], [], [], timeout)
+        return self._set
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopFlag]:
+    """A flag that SIGTERM, SIGINT and SIGHUP set while the block runs. Main thread only (ValueError elsewhere).
+
+    SIGHUP stays ignored where it was ignored before: that is how `nohup` works.
+    """
+    flag = StopFlag()
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        flag.set()
+
+    try:
+        signums = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signums.append(signal.SIGHUP)
+        before = {signum: signal.signal(signum, handler) for signum in signums}
+        try:
+            yield flag
+        finally:
+            for signum, old in before.items():
+                signal.signal(signum, old)
+    finally:
+        flag.close()

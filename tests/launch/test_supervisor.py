@@ -1,0 +1,643 @@
+"""The supervisor: replayed histories on a fake clock first, then real processes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch import process as process_module
+from launch.process import LocalProcesses, OnLine, Program, spawn_child
+from launch.supervisor import StopFlag, Supervisor, SupervisorError, backoff_s, stop_on_signals
+from pd_cache.config import SupervisorConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No thread, child process or file descriptor outlives a test."""
+    threads = set(threading.enumerate())
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    files = psutil.Process().num_fds()
+    yield
+    until(lambda: set(threading.enumerate()) <= threads, "threads gone")
+    until(lambda: {c.pid for c in psutil.Process().children(recursive=True)} <= children, "children gone")
+    until(lambda: psutil.Process().num_fds() <= files, "file descriptors closed")
+
+
+# --- replayed histories ----------------------------------------------------------------------------------------------
+
+
+class FakeProcess:
+    """`events` are (seconds after the start, what happens): a line of output, or an exit status."""
+
+    def __init__(
+        self, world: World, pid: int, name: str, on_line: OnLine, events: list[tuple[float, str | int]]
+    ) -> None:
+        self.world, self.pid, self.name, self.on_line = world, pid, name, on_line
+        self.events = [(world.now + delay, what) for delay, what in events]
+        self.status: int | None = None
+        self.stubborn = False
+
+    def run(self) -> None:
+        while self.status is None and self.events and self.events[0][0] <= self.world.now:
+            _, what = self.events.pop(0)
+            if isinstance(what, int):
+                self.status = what
+            else:
+                self.on_line("stdout", what)
+
+    def poll(self) -> int | None:
+        return self.status
+
+    def terminate(self) -> None:
+        self.world.log.append(f"TERM {self.name}")
+        if not self.stubborn:
+            self.status = -signal.SIGTERM
+
+    def kill(self) -> None:
+        self.world.log.append(f"KILL {self.name}")
+        self.status = -signal.SIGKILL
+
+
+class World:
+    """Time, and the processes that live in it."""
+
+    def __init__(self, **histories: list[list[tuple[float, str | int]]]) -> None:
+        self.now = 100.0
+        self.histories = histories
+        self.log: list[str] = []
+        self.starts: list[tuple[str, float]] = []
+        self.processes: dict[str, FakeProcess] = {}
+        self.stubborn: set[str] = set()
+        self.printed: list[str] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for process in list(self.processes.values()):
+            process.run()
+
+    def spawn(self, program: Program, on_line: OnLine) -> FakeProcess:
+        self.starts.append((program.name, round(self.now - 100, 1)))
+        self.log.append(f"start {program.name}")
+        history = self.histories[program.name]
+        events = history.pop(0) if len(history) > 1 else history[0]
+        process = FakeProcess(self, 1000 + len(self.starts), program.name, on_line, events)
+        process.stubborn = program.name in self.stubborn
+        self.processes[program.name] = process
+        return process
+
+    def supervisor(self, ready_timeout_s: float = 10.0, stop_grace_s: float = 3.0) -> Supervisor:
+        settings = SupervisorConfig(ready_timeout_s=ready_timeout_s, stop_grace_s=stop_grace_s)
+        return Supervisor(
+            settings, sink=self.printed.append, clock=lambda: self.now, sleep=self.sleep, spawn=self.spawn
+        )
+
+    def stop_after(self, seconds: float) -> FakeStop:
+        return FakeStop(self, self.now + seconds)
+
+
+class FakeStop:
+    def __init__(self, world: World, at: float) -> None:
+        self.world, self.at = world, at
+
+    def is_set(self) -> bool:
+        return self.world.now >= self.at
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.world.sleep(timeout)
+        return self.is_set()
+
+
+def fake(name: str) -> Program:
+    return Program(name, ("unused",))
+
+
+def test_a_program_is_started_when_the_one_before_is_ready() -> None:
+    world = World(a=[[(2, "ready a http://a:1")]], b=[[(1, "ready b")]])
+    with world.supervisor() as supervisor:
+        assert supervisor.start([fake("a"), fake("b")])
+        assert [name for name, _ in world.starts] == ["a", "b"]
+        assert 2 <= world.starts[1][1] < 2.2
+        assert supervisor.ready_urls == {"a": "http://a:1", "b": ""}
+        assert supervisor.pids == {"a": 1001, "b": 1002}
+
+
+def test_a_group_starts_together_and_the_next_waits_for_its_slowest() -> None:
+    world = World(a=[[(1, "ready a")]], b=[[(5, "ready b")]], c=[[(2, "ready c")]], d=[[(0, "ready d")]])
+    with world.supervisor() as supervisor:
+        supervisor.start([[fake("a")], [fake("b"), fake("c")], [fake("d")]])
+        starts = dict(world.starts)
+        assert starts["b"] == starts["c"]
+        assert starts["d"] - starts["b"] >= 5
+
+
+def test_stop_runs_through_the_groups_in_reverse_and_only_once() -> None:
+    world = World(**{name: [[(0, f"ready {name}")]] for name in "abcd"})
+    supervisor = world.supervisor()
+    supervisor.start([[fake("a")], [fake("b"), fake("c")], [fake("d")]])
+    world.log.clear()
+    supervisor.stop()
+    supervisor.stop()
+    assert world.log == ["TERM d", "TERM b", "TERM c", "TERM a"]
+    assert supervisor.pids == {}
+
+
+def test_a_program_that_ignores_sigterm_is_killed_after_the_grace() -> None:
+    world = World(a=[[(0, "ready a")]], b=[[(0, "ready b")]])
+    world.stubborn = {"b"}
+    supervisor = world.supervisor(stop_grace_s=3.0)
+    supervisor.start([fake("a"), fake("b")])
+    world.log.clear()
+    before = world.now
+    supervisor.stop()
+    assert world.log == ["TERM b", "KILL b", "TERM a"]
+    assert 3 <= world.now - before < 3.3
+
+
+def test_a_program_that_is_not_ready_in_time_stops_what_was_started() -> None:
+    world = World(a=[[(0, "ready a")]], b=[[(1, "still loading")]])
+    supervisor = world.supervisor(ready_timeout_s=10)
+    with pytest.raises(
+        SupervisorError, match=r"b: was not ready within 10 s; its last output:\n  b \| still"
+    ) as caught:
+        supervisor.start([fake("a"), fake("b"), fake("c")])
+    assert (caught.value.name, caught.value.status, caught.value.tail) == ("b", None, ("still loading",))
+    assert world.log == ["start a", "start b", "TERM b", "TERM a"]
+
+
+def test_a_program_that_ends_before_it_is_ready_is_reported_with_its_last_20_lines() -> None:
+    lines: list[tuple[float, str | int]] = [(1, f"line {n}") for n in range(30)]
+    world = World(a=[[*lines, (2, 3)]])
+    with pytest.raises(SupervisorError, match="a: ended before it was ready: exit status 3") as caught:
+        world.supervisor().start([fake("a")])
+    assert caught.value.status == 3
+    assert caught.value.tail == tuple(f"line {n}" for n in range(10, 30))
+
+
+def test_a_death_in_an_earlier_group_ends_the_start() -> None:
+    world = World(a=[[(0, "ready a"), (2, -9)]], b=[[(5, "ready b")]])
+    with pytest.raises(SupervisorError, match="a: ended: killed by SIGKILL; it printed nothing"):
+        world.supervisor().start([fake("a"), fake("b")])
+    assert world.log[-1] == "TERM b"
+
+
+def test_start_gives_up_when_told_to_stop() -> None:
+    world = World(a=[[(60, "ready a")]])
+    with world.supervisor(ready_timeout_s=100) as supervisor:
+        assert not supervisor.start([fake("a"), fake("b")], world.stop_after(1))
+        assert world.log == ["start a"]
+    assert world.log == ["start a", "TERM a"]
+
+
+def test_without_restart_a_death_stops_the_others_and_is_raised() -> None:
+    world = World(a=[[(0, "ready a")]], b=[[(0, "ready b"), (7, "oh no"), (7, 1)]])
+    supervisor = world.supervisor()
+    supervisor.start([fake("a"), fake("b")])
+    with pytest.raises(SupervisorError, match="b: ended: exit status 1") as caught:
+        supervisor.wait(world.stop_after(100))
+    assert caught.value.tail == ("oh no",)
+    assert world.log[-1] == "TERM a"
+
+
+def test_with_restart_a_program_comes_back_with_its_new_url_and_the_others_run_on() -> None:
+    world = World(a=[[(0, "ready a")]], b=[[(0, "ready b http://b:1"), (5, 1)], [(1, "ready b http://b:2")]])
+    with world.supervisor() as supervisor:
+        supervisor.start([fake("a"), fake("b")])
+        supervisor.wait(world.stop_after(5.5), restart=True)
+        assert supervisor.ready_urls == {"a": ""}
+        assert set(supervisor.pids) == {"a"}
+        supervisor.wait(world.stop_after(3), restart=True)
+        assert supervisor.ready_urls == {"a": "", "b": "http://b:2"}
+    assert [name for name, _ in world.starts] == ["a", "b", "b"]
+
+
+def test_restarts_back_off_up_to_30_s_and_begin_anew_after_a_steady_minute() -> None:
+    crash: list[tuple[float, str | int]] = [(0, "ready a"), (0.1, 1)]
+    world = World(a=[*[crash] * 7, [(0, "ready a"), (61, 1)], [(0, "ready a")]])
+    with world.supervisor() as supervisor:
+        supervisor.start([fake("a")])
+        supervisor.wait(world.stop_after(300), restart=True)
+    starts = [at for _, at in world.starts]
+    waits = [round(after - before) for before, after in itertools.pairwise(starts)]
+    assert waits == [1, 2, 4, 8, 16, 30, 30, 62]
+
+
+def test_a_restart_that_is_not_ready_in_time_is_killed_and_tried_again() -> None:
+    world = World(a=[[(0, "ready a"), (1, 1)], [], [(0, "ready a")]])
+    world.stubborn = {"a"}
+    with world.supervisor(ready_timeout_s=10) as supervisor:
+        supervisor.start([fake("a")])
+        supervisor.wait(world.stop_after(20), restart=True)
+        assert supervisor.ready_urls == {"a": ""}
+    assert world.log == ["start a", "start a", "KILL a", "start a", "TERM a", "KILL a"]
+
+
+@pytest.mark.parametrize(
+    "line", ["ready b http://x", "ready", "ready a http://x extra", "not ready a", "readya", "READY a"]
+)
+def test_lines_that_only_resemble_a_ready_line_are_output(line: str) -> None:
+    world = World(a=[[(1, line), (2, "ready a"), (3, "ready a http://second")]])
+    with world.supervisor() as supervisor:
+        supervisor.start([fake("a")])
+        assert world.printed == [f"a | {line}"]
+        world.sleep(2)
+        assert supervisor.ready_urls == {"a": ""}
+        assert world.printed == [f"a | {line}", "a | ready a http://second"]
+
+
+def test_names_must_differ_and_a_stopped_supervisor_stays_stopped() -> None:
+    supervisor = World().supervisor()
+    with pytest.raises(ValueError, match="same name: a"):
+        supervisor.start([[fake("a"), fake("a")]])
+    supervisor.stop()
+    with pytest.raises(ValueError, match="was stopped"):
+        supervisor.start([fake("a")])
+
+
+@pytest.mark.parametrize(("failures", "seconds"), [(1, 1), (2, 2), (3, 4), (5, 16), (6, 30), (5000, 30)])
+def test_backoff_doubles_and_is_bounded(failures: int, seconds: float) -> None:
+    assert backoff_s(failures) == seconds
+
+
+# --- real processes --------------------------------------------------------------------------------------------------
+
+NORMAL = "import signal, sys\nprint('ready {name} http://127.0.0.1:1', flush=True)\nsignal.pause()"
+STUBBORN = (
+    "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready {name}', flush=True)\nsignal.pause()"
+)
+
+
+def program(name: str, code: str, **env: str) -> Program:
+    return Program(name, (sys.executable, "-I", "-S", "-c", code.replace("{name}", name)), env or None)
+
+
+def settings(ready_timeout_s: float = 20.0, stop_grace_s: float = 5.0) -> SupervisorConfig:
+    return SupervisorConfig(ready_timeout_s=ready_timeout_s, stop_grace_s=stop_grace_s)
+
+
+def test_real_programs_are_started_and_stopped() -> None:
+    lines: list[str] = []
+    with Supervisor(settings(), sink=lines.append) as supervisor:
+        supervisor.start([[program("a", NORMAL)], [program("b", NORMAL), program("c", NORMAL)]])
+        pids = supervisor.pids
+        assert set(supervisor.ready_urls) == {"a", "b", "c"}
+        assert all(alive(pid) for pid in pids.values())
+        assert all(os.getsid(pid) == pid for pid in pids.values())
+    assert not any(alive(pid) for pid in pids.values())
+
+
+def test_stdout_and_stderr_are_passed_on_line_by_line_with_the_name() -> None:
+    code = (
+        "import os, sys\n"
+        "print('to out'); print('to err', file=sys.stderr); sys.stdout.buffer.write(b'not utf-8 \\xff\\r\\n')\n"
+        "print('ready a', file=sys.stderr)\n"
+        "print('x' * 70000)\n"
+        "print(os.environ['PDC_TEST'], os.environ.get('PATH') is not None)\n"
+        "print('ready a', flush=True); sys.stdin.read(); print('no end of line', end='', flush=True); import signal; signal.pause()"
+    )
+    lines: list[str] = []
+    with Supervisor(settings(), sink=lines.append) as supervisor:
+        supervisor.start([program("a", code, PDC_TEST="from env")])
+        until(lambda: "a | from env True" in lines, "output")
+    assert "a | to out" in lines
+    assert "a | to err" in lines
+    assert "a | not utf-8 \N{REPLACEMENT CHARACTER}" in lines
+    assert "a | ready a" in lines  # on stderr it is just a line
+    assert sum(line.count("x") for line in lines if set(line[4:]) == {"x"}) == 70000
+    assert lines[-1] == "a | no end of line"
+
+
+def test_a_real_crash_is_reported_with_what_it_printed_last() -> None:
+    code = "import sys\nfor n in range(50): print('line', n)\nsys.exit('giving up')"
+    crashing = Program("b", (sys.executable, "-S", "-c", code))
+    with pytest.raises(SupervisorError) as caught:
+        Supervisor(settings(), sink=lambda line: None).start([program("a", NORMAL), crashing])
+    assert caught.value.name == "b"
+    assert caught.value.status == 1
+    assert {"giving up", "line 49"} <= set(caught.value.tail[-2:])
+    assert len(caught.value.tail) == 20
+
+
+@pytest.mark.parametrize("argv", [("/no/such/program",), ("no-such-program-in-path",), (str(ROOT / "pyproject.toml"),)])
+def test_a_program_that_does_not_exist_stops_the_others(argv: tuple[str, ...]) -> None:
+    with pytest.raises(SupervisorError, match="b: cannot be started"):
+        Supervisor(settings(), sink=lambda line: None).start([program("a", NORMAL), Program("b", argv)])
+
+
+def test_a_program_that_ignores_sigterm_is_killed_for_real() -> None:
+    with Supervisor(settings(stop_grace_s=0.3), sink=lambda line: None) as supervisor:
+        supervisor.start([program("a", STUBBORN)])
+        pid = supervisor.pids["a"]
+    assert not alive(pid)
+
+
+def test_a_killed_program_is_noticed_and_started_again() -> None:
+    lines: list[str] = []
+    with Supervisor(settings(), sink=lines.append) as supervisor, StopFlagClosing() as stop:
+        supervisor.start([program("a", NORMAL)])
+        first = supervisor.pids["a"]
+        os.kill(first, signal.SIGKILL)
+        again = threading.Thread(
+            target=lambda: (until(lambda: supervisor.pids.get("a", first) != first, "new"), stop.set())
+        )
+        again.start()
+        supervisor.wait(stop, restart=True)
+        again.join()
+        assert supervisor.pids["a"] != first
+        until(lambda: "a" in supervisor.ready_urls, "ready again")
+
+
+class StopFlagClosing(StopFlag):
+    def __enter__(self) -> StopFlagClosing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def test_a_sink_that_fails_does_not_block_the_program() -> None:
+    def sink(line: str) -> None:
+        raise BrokenPipeError
+
+    code = "import signal\nfor n in range(20000): print('a long line of output', n)\nprint('ready a', flush=True)\nsignal.pause()"
+    with Supervisor(settings(), sink=sink) as supervisor:
+        assert supervisor.start([program("a", code)])
+
+
+GRANDCHILD = "import subprocess, sys, time\np = subprocess.Popen(['sleep', '600'])\nprint('pid', p.pid)\n"
+
+
+def test_what_a_dead_program_leaves_behind_in_its_group_is_killed() -> None:
+    lines: list[str] = []
+    code = GRANDCHILD + "print('ready a', flush=True)\nsys.stdin.read(); time.sleep(0.2); sys.exit(5)"
+    with Supervisor(settings(), sink=lines.append) as supervisor:
+        try:
+            supervisor.start([program("a", code)])
+            with StopFlagClosing() as stop:
+                supervisor.wait(stop)
+        except SupervisorError as error:
+            assert error.status == 5  # noqa: PT017 - it may die in either
+        else:
+            pytest.fail("the death was not noticed")
+    until(lambda: not alive(int(lines[0].split()[-1])), "grandchild gone")
+
+
+def test_a_descendant_that_escaped_with_the_pipes_does_not_hang_the_stop() -> None:
+    lines: list[str] = []
+    code = "import subprocess, signal\np = subprocess.Popen(['sleep', '600'], start_new_session=True)\nprint('pid', p.pid)\n"
+    with Supervisor(settings(), sink=lines.append) as supervisor:
+        supervisor.start([program("a", code + "print('ready a', flush=True); signal.pause()")])
+        started = time.monotonic()
+    assert time.monotonic() - started < 4
+    escaped = psutil.Process(int(lines[0].split()[-1]))
+    escaped.kill()
+    until(lambda: not alive(escaped.pid), "escaped process gone")
+
+
+# --- a supervisor in a process of its own ----------------------------------------------------------------------------
+
+UP = """
+import sys
+from launch.supervisor import Program, Supervisor, stop_on_signals
+from pd_cache.config import SupervisorConfig
+
+programs = [Program(name, (sys.executable, "-c", code)) for name, code in zip(sys.argv[2::2], sys.argv[3::2])]
+with stop_on_signals() as stop, Supervisor(SupervisorConfig(stop_grace_s=float(sys.argv[1]))) as supervisor:
+    supervisor.start(programs, stop)
+    print("up", *supervisor.pids.values(), flush=True)
+    supervisor.wait(stop)
+print("down", flush=True)
+"""
+
+ORDERLY = """
+import os, signal, sys
+from launch.process import die_with_parent, spawn_child
+from launch.signals import stop_on_signals
+die_with_parent()
+with stop_on_signals() as stop:
+    child = spawn_child(["sleep", "600"])
+    print("pid", child.pid, flush=True)
+    print("ready {name}", flush=True)
+    stop.wait()
+    child.terminate(); child.wait()
+    print("orderly", flush=True)
+"""
+
+
+class Up:
+    """`UP` as a process, with everything that it prints."""
+
+    def __init__(self, programs: dict[str, str], grace_s: float = 10.0, **popen: object) -> None:
+        argv = [part for name, code in programs.items() for part in (name, code.replace("{name}", name))]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", UP, str(grace_s), *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            **popen,  # type: ignore[call-overload]
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    def __enter__(self) -> Up:
+        until(lambda: any(line.startswith("up ") for line in self.lines) or self.process.poll() is not None, "up", 20)
+        assert self.process.poll() is None, self.lines
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pid in self.pids():
+            until(lambda pid=pid: not alive(pid), f"{pid} gone")
+        self._reader.join(5)
+        assert not self._reader.is_alive()
+        self.process.stdout.close()
+
+    def pids(self) -> list[int]:
+        """Children and grandchildren."""
+        told = [line.split("| pid ")[1] for line in self.lines if "| pid " in line]
+        up = [line.split()[1:] for line in self.lines if line.startswith("up ")]
+        return [int(pid) for pid in [*told, *(pid for pids in up for pid in pids)]]
+
+
+def group_of(supervisor: int) -> list[psutil.Process]:
+    return psutil.Process(supervisor).children(recursive=True)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_stops_everything_in_reverse_order(signum: signal.Signals) -> None:
+    with Up({"a": ORDERLY, "b": ORDERLY}) as up:
+        everyone = group_of(up.process.pid)
+        assert len(everyone) == 5  # two programs, their children, the guardian
+        up.process.send_signal(signum)
+        assert up.process.wait(10) == 0
+        assert [line for line in up.lines if "orderly" in line] == ["b | orderly", "a | orderly"]
+        until(lambda: not any(alive(p.pid) for p in everyone), "everyone gone")
+
+
+def test_ctrl_c_at_the_terminal_reaches_the_supervisor_alone() -> None:
+    with Up({"a": ORDERLY}, start_new_session=True) as up:
+        os.killpg(up.process.pid, signal.SIGINT)
+        assert up.process.wait(10) == 0
+        until(lambda: "down" in up.lines, "down")
+        assert "a | orderly" in up.lines
+        assert not any("KeyboardInterrupt" in line for line in up.lines)
+
+
+def test_a_killed_supervisor_leaves_neither_child_nor_grandchild() -> None:
+    with Up({"a": ORDERLY, "b": GRANDCHILD + "print('ready b', flush=True)\ntime.sleep(600)"}) as up:
+        everyone = group_of(up.process.pid)
+        assert len(everyone) == 5
+        up.process.kill()
+        until(lambda: not any(alive(p.pid) for p in everyone), "everyone gone", 5)
+
+
+def test_a_killed_supervisor_leaves_no_program_that_ignores_sigterm() -> None:
+    with Up({"a": STUBBORN}, grace_s=0.5) as up:
+        everyone = group_of(up.process.pid)
+        up.process.kill()
+        until(lambda: not any(alive(p.pid) for p in everyone), "everyone gone", 5)
+
+
+def test_without_the_guardian_the_kernel_tells_the_children() -> None:
+    with Up({"a": ORDERLY}) as up:
+        guardian = next(p for p in group_of(up.process.pid) if "_guardian" in " ".join(p.cmdline()))
+        guardian.kill()
+        up.process.kill()
+        for pid in up.pids():
+            until(lambda pid=pid: not alive(pid), "gone", 5)
+
+
+def test_a_signal_during_the_start_stops_it() -> None:
+    up = Up({"a": ORDERLY, "b": "import time; time.sleep(600)"})
+    try:
+        until(lambda: any("ready" in line or "pid" in line for line in up.lines), "a started", 20)
+        up.process.send_signal(signal.SIGTERM)
+        assert up.process.wait(10) == 0
+        assert "a | orderly" in up.lines
+    finally:
+        up.__exit__()
+
+
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def test_spawn_child_dies_with_its_parent_and_ignores_ctrl_c() -> None:
+    code = "from launch.process import spawn_child\nimport time\nprint(spawn_child(['sleep', '600']).pid, flush=True)\ntime.sleep(600)"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    assert parent.stdout is not None
+    with parent.stdout:
+        pid = int(parent.stdout.readline())
+    until(lambda: psutil.Process(pid).name() == "sleep", "tethered")
+    os.kill(pid, signal.SIGINT)
+    assert alive(pid)
+    parent.kill()
+    parent.wait()
+    until(lambda: not alive(pid), "child gone")
+
+
+def test_spawn_child_of_nothing_is_an_error_at_once() -> None:
+    with pytest.raises(FileNotFoundError, match="no-such-binary: no such program"):
+        spawn_child(["no-such-binary"])
+
+
+def test_a_parent_that_died_before_the_tether_held_means_no_start(tmp_path: Path) -> None:
+    script = ROOT / "launch" / "_tethered.py"
+    stranger = "1" if os.getpid() != 1 else "2"
+    argv = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(script),
+        stranger,
+        "15",
+        "keep",
+        "/bin/touch",
+        "touch",
+        str(tmp_path / "ran"),
+    ]
+    assert subprocess.run(argv, timeout=10).returncode == 128 + 15
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("by", ["kernel", "polling"])
+def test_die_with_parent(by: str) -> None:
+    child = (
+        "import launch.process as p, signal\n"
+        + ("p._tethered.set_death_signal = lambda signum: False\n" if by == "polling" else "")
+        + "p.die_with_parent(poll_s=0.05)\nprint('ready', flush=True)\nsignal.pause()"
+    )
+    parent = f"import subprocess, sys, time\np = subprocess.Popen([sys.executable, '-c', {child!r}])\nprint(p.pid, flush=True)\ntime.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout is not None
+    with process.stdout:
+        pid = int(process.stdout.readline())
+        assert process.stdout.readline() == b"ready\n"
+        assert alive(pid)
+        process.kill()
+        process.wait()
+        until(lambda: not alive(pid), "child gone")
+
+
+def test_die_with_parent_notices_a_parent_that_is_dead_already() -> None:
+    code = "import launch.process as p, time\np.die_with_parent(parent=2**22 + 1)\ntime.sleep(600)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=20).returncode == -signal.SIGTERM
+
+
+def test_a_guardian_that_was_killed_does_not_hinder_the_supervisor() -> None:
+    local = LocalProcesses(1.0)
+    with Supervisor(settings(), sink=lambda line: None, spawn=local.spawn) as supervisor:
+        supervisor.start([program("a", NORMAL)])
+        guardian = local._guardian
+        assert guardian is not None
+        guardian._process.kill()
+        guardian._process.wait()
+        supervisor.start([program("b", NORMAL)])
+        assert set(supervisor.pids) == {"a", "b"}
+    local.close()
+    assert process_module.LocalProcesses(1.0).close() is None  # one that started nothing
+
+
+def test_stop_on_signals_gives_the_handlers_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on_signals() as stop:
+        assert not stop.wait(0.01)
+        for _ in range(100_000):  # more than the pipe holds
+            stop.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wait(5)
+        assert stop.is_set()
+    assert signal.getsignal(signal.SIGTERM) is before
