@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import logging
 import runpy
-import signal
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,10 +57,8 @@ def main(verbose: bool) -> None:
 def launch(role: str, file: Path, name: str | None) -> None:
     """Run one node in the foreground until SIGTERM; prints `ready NODE ADDRESS` once it can be used."""
     from launch.roles import run_role
-    from launch.supervisor import die_with_parent
     from launch.topology import check_machine, choose_ports, pick_node, unresolved_port
 
-    die_with_parent()
     config, source = read_config(file)
     node = pick_node(config, role, name)
     if problem := unresolved_port(config, node):
@@ -78,16 +74,14 @@ def launch(role: str, file: Path, name: str | None) -> None:
 @click.option("-c", "--config", "file", type=_FILE, required=True, help="The cluster's YAML file.")
 def up(file: Path) -> None:
     """Run every node of the file that belongs on this machine, supervised, until SIGTERM or Ctrl-C."""
+    from launch.signals import stop_on_signals
     from launch.up import running
 
     config, source = read_config(file)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    with running(config, source, stop=stop) as cluster:
+    with stop_on_signals() as stop, running(config, source, stop=stop) as cluster:
         for name, url in cluster.urls.items():
             click.echo(f"ready {name} {url}")
-        cluster.supervisor.wait(stop)
+        cluster.supervisor.wait(stop, restart=True)
 
 
 @main.command()

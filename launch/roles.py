@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-from launch.processes import spawn_child
+from launch.process import spawn_child
+from launch.signals import stop_on_signals
 from pd_cache.config import (
     ClusterConfig,
     DecodeNode,
@@ -28,8 +25,6 @@ from pd_cache.config import (
     StoreNode,
 )
 from pd_cache.errors import PdCacheError
-
-log = logging.getLogger(__name__)
 
 Ready = Callable[[str], None]
 """Called once, with the node's URL (or an empty string), as soon as it can be used."""
@@ -74,7 +69,7 @@ def master_command(node: MasterNode) -> list[str]:
 
 def run_master(config: ClusterConfig, node: MasterNode, ready: Ready) -> None:
     """Run Mooncake's master as a child that dies with this process."""
-    with stop_signal() as stop:
+    with stop_on_signals() as stop:
         child = spawn_child(master_command(node), stdout=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + config.supervisor.ready_timeout_s
@@ -102,7 +97,7 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Ready) -> None:
 
     settings = NodeSettings.of(config, node)
     with (
-        stop_signal() as stop,
+        stop_on_signals() as stop,
         MooncakeStore(
             settings.transfer, master=settings.master, host=settings.host, segment_size=settings.segment_size
         ) as store,
@@ -143,18 +138,6 @@ def run_proxy_node(config: ClusterConfig, node: ProxyNode, ready: Ready) -> None
         return [f"http://{other.host}:{getattr(other, 'port', 0)}" for other in config.by_role(role)]
 
     run_proxy(config.proxy, urls("prefill"), urls("decode"), node.host, node.port, ready)
-
-
-@contextmanager
-def stop_signal() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set, instead of what they did before. For the main thread."""
-    stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _serving(node: MasterNode) -> bool:

@@ -84,7 +84,9 @@ def machine_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
         if size > memory:
             yield Problem(path, f"is more than this machine's memory of {_gib(memory)}")
         elif total > memory:
-            yield Problem(path, f"with the other segments here makes {_gib(total)}, more than the memory of {_gib(memory)}")
+            yield Problem(
+                path, f"with the other segments here makes {_gib(total)}, more than the memory of {_gib(memory)}"
+            )
     if config.transfer.staging_size > memory:
         yield Problem(("transfer", "staging_size"), f"is more than this machine's memory of {_gib(memory)}")
     for index, node in enumerate(config.nodes):
@@ -146,4 +148,3 @@ def _gib(size: int) -> str:
 
 def _roles(nodes: Iterable[Node]) -> list[str]:
     return sorted({node.role for node in nodes})
-

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.supervisor import Program, Supervisor
+from launch.supervisor import Program, StopEvent, Supervisor
 from launch.topology import check_machine, choose_ports, local_nodes
 from pd_cache.config import ROLES, ClusterConfig, Node, Source, dump_config
 from pd_cache.errors import ConfigError
@@ -34,7 +33,7 @@ class Cluster:
 
 
 @contextmanager
-def running(config: ClusterConfig, source: Source, *, stop: threading.Event | None = None) -> Iterator[Cluster]:
+def running(config: ClusterConfig, source: Source, *, stop: StopEvent | None = None) -> Iterator[Cluster]:
     """Start this machine's nodes, each when those it needs are ready; stop them in reverse order at the end.
 
     Every process runs `pd-cache launch ROLE` on a copy of the file in which each port is chosen. ConfigError or
@@ -51,7 +50,7 @@ def running(config: ClusterConfig, source: Source, *, stop: threading.Event | No
         file.write_text(dump_config(resolved), encoding="utf-8")
         with Supervisor(resolved.supervisor) as supervisor:
             supervisor.start(
-                [[_program(node, file) for node in mine if node.role in roles] for roles in _STARTED_TOGETHER], stop=stop
+                [[_program(node, file) for node in mine if node.role in roles] for roles in _STARTED_TOGETHER], stop
             )
             yield Cluster(resolved, supervisor)
 

@@ -7,6 +7,7 @@ what the caller got wrong is a ValueError before anything moved.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import OrderedDict
@@ -15,12 +16,12 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from pd_cache.backends import Fetched, PutOutcome, Staged, StorageBackend, open_backend
+from pd_cache.backends import PutOutcome, Staged, StorageBackend, open_backend
 from pd_cache.config import NodeSettings
 from pd_cache.layout import KVLayout, layer_tensors
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
-from pd_cache.paged import DONE, ChunkSlots, Completion, PagedCopier, host_pin, open_copier, plan_slots
+from pd_cache.paged import ChunkSlots, Completion, PagedCopier, host_pin, open_copier, plan_slots
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens
 from transfer.errors import Status
 
@@ -31,8 +32,6 @@ Mask = torch.Tensor | Sequence[bool]
 
 _COPIERS = 4
 """Sets of KV tensors remembered per engine; an engine has one, tests and re-registrations a few."""
-_SCATTERING = 2
-"""Chunks whose scatter may still run on a device while the next is begun."""
 
 
 class _Request(NamedTuple):
@@ -185,17 +184,17 @@ class CacheEngine:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _put(self, request: _Request, missing: list[int], timeout: float | None) -> int:
-        batch = max(1, self.backend.batch_size)
         outcomes: list[PutOutcome] = []
-        for start in range(0, len(missing), batch):
-            indices = missing[start : start + batch]
+        done = 0
+        while done < len(missing):
+            indices = missing[done : done + self.backend.batch_size]
             staged = self._gather(request, indices, timeout)
-            if staged:
-                keys = [request.keys[index] for index in indices[: len(staged)]]
-                outcomes.append(self.backend.batched_put(keys, staged, timeout=timeout))
-            if len(staged) < len(indices):
-                self.metrics.trouble("store", "no_staging", len(missing) - start - len(staged))
+            if not staged:
+                self.metrics.trouble("store", "no_staging", len(missing) - done)
                 break
+            keys = [request.keys[index] for index in indices[: len(staged)]]
+            outcomes.append(self.backend.batched_put(keys, staged, timeout=timeout))
+            done += len(staged)
         stored = 0
         for outcome in outcomes:
             statuses = outcome.results()
@@ -204,12 +203,15 @@ class CacheEngine:
         return stored
 
     def _gather(self, request: _Request, indices: list[int], timeout: float | None) -> list[Staged]:
-        """Stage the chunks of `indices`; fewer where no memory came free in time."""
+        """Stage chunks of `indices`, from the first, as far as there is memory; none only if none came free in time.
+
+        Only the first waits for memory: two stores that hold some can never wait for each other.
+        """
         staged: list[Staged] = []
         copies: list[Completion] = []
         try:
             for index in indices:
-                memory = self.backend.stage(timeout=timeout)
+                memory = self.backend.stage(timeout=0.0 if staged else timeout)
                 if memory is None:
                     break
                 staged.append(memory)
@@ -225,25 +227,19 @@ class CacheEngine:
 
     def _get(self, request: _Request, timeout: float | None) -> int:
         """Scatter chunks in order until the first that is missing; how many were loaded."""
-        scattering: list[tuple[Completion, Fetched]] = []
         loaded = 0
-        fetches = self.backend.batched_get(request.keys, timeout=timeout)
-        try:
+        with contextlib.closing(self.backend.batched_get(request.keys, timeout=timeout)) as fetches:
             for chunk, fetched in zip(request.chunks, fetches, strict=True):
-                if fetched.payload is None:
-                    self.metrics.trouble("retrieve", fetched.reason)
+                try:
+                    if fetched.payload is None:
+                        self.metrics.trouble("retrieve", fetched.reason)
+                        break
+                    # waited for at once: the transfers behind this chunk run ahead meanwhile, and a reader that holds
+                    # no memory while it waits for the next chunk can never keep another from going on
+                    request.copier.scatter(chunk, torch.frombuffer(fetched.payload, dtype=torch.uint8)).wait()
+                    loaded += 1
+                finally:
                     fetched.release()
-                    break
-                scattering.append((DONE, fetched))
-                source = torch.frombuffer(fetched.payload, dtype=torch.uint8)
-                scattering[-1] = (request.copier.scatter(chunk, source), fetched)
-                if len(scattering) > _SCATTERING:
-                    _finish(scattering.pop(0))
-                loaded += 1
-        finally:
-            fetches.close()
-            for one in scattering:
-                _finish(one)
         return loaded
 
     def _check(
@@ -255,13 +251,13 @@ class CacheEngine:
         slot_mapping: torch.Tensor,
         extra_keys: Iterable[ExtraKey],
     ) -> _Request:
+        names = self.database.name_chunks(tokens, hashes, extra_keys)
         length = len(tokens) if tokens is not None else len(hashes or ()) * self.layout.block_size
         first = self._unwanted(mask, length)
         if not isinstance(slot_mapping, torch.Tensor) or tuple(slot_mapping.shape) != (length,):
             shape = tuple(slot_mapping.shape) if isinstance(slot_mapping, torch.Tensor) else type(slot_mapping).__name__
             raise ValueError(f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {shape}")
         copier = self._copier(kv_caches)
-        names = self.database.name_chunks(tokens, hashes, extra_keys)
         end = len(names) * self.chunk_size
         chunks = plan_slots(slot_mapping[min(first, end) : end], self.layout, self.chunk_size)
         keys = self.database.keys(names[first // self.chunk_size :], self.metadata.rank)
@@ -308,14 +304,6 @@ class CacheEngine:
             self._annotated = status is Status.OK
 
 
-def _finish(one: tuple[Completion, Fetched]) -> None:
-    completion, fetched = one
-    try:
-        completion.wait()
-    finally:
-        fetched.release()
-
-
 class CacheEngineBuilder:
     """The engines of this process, by instance id."""
 
@@ -342,7 +330,11 @@ class CacheEngineBuilder:
             if engine is None:
                 payload = layout.chunk_bytes(config.cache.chunk_size)
                 opened = backend(config, payload) if backend else open_backend(config, payload, pin=host_pin())
-                engine = cls._engines[instance_id] = CacheEngine(opened, config, metadata, layout, metrics)
+                try:
+                    engine = cls._engines[instance_id] = CacheEngine(opened, config, metadata, layout, metrics)
+                except BaseException:
+                    opened.close()
+                    raise
             elif (engine.settings, engine.metadata, engine.layout) != (config, metadata, layout):
                 raise ValueError(f"cache engine {instance_id!r} exists already, with other settings")
             return engine

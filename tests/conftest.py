@@ -58,24 +58,16 @@ def raw_client(pool: Pool) -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every thread and child process that a test started is gone after it; session fixtures start before."""
-    for name in ("pool",):
-        if name in request.fixturenames:
-            request.getfixturevalue(name)
+def nothing_left_behind() -> Iterator[None]:
+    """Every thread and child process that a test started is gone after it; fixtures of wider scope start before."""
     threads = set(threading.enumerate())
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     end = time.monotonic() + 10
     while True:
-        new_threads = [thread for thread in threading.enumerate() if thread not in threads and not _kept(thread)]
+        new_threads = [thread for thread in threading.enumerate() if thread not in threads]
         new_children = [child for child in psutil.Process().children(recursive=True) if child.pid not in children]
         if not new_threads and not new_children:
             return
         assert time.monotonic() < end, f"left behind: threads {new_threads}, processes {new_children}"
         time.sleep(0.02)
-
-
-def _kept(thread: threading.Thread) -> bool:
-    # session fixtures may be made while a test is set up: their output readers stay
-    return thread.name.startswith("asyncio_") or "_read_" in thread.name

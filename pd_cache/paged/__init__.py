@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pd_cache.layout import KVLayout, layer_tensors
-from pd_cache.paged.base import DONE, ChunkSlots, Completion, PagedCopier, plan_slots
+from pd_cache.paged.base import ChunkSlots, Completion, PagedCopier, plan_slots
 from transfer.staging import Pin
 
-__all__ = ["DONE", "ChunkSlots", "Completion", "PagedCopier", "host_pin", "open_copier", "plan_slots"]
+__all__ = ["ChunkSlots", "Completion", "PagedCopier", "host_pin", "open_copier", "plan_slots"]
 
 
 def open_copier(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> PagedCopier:
@@ -32,6 +32,6 @@ def host_pin() -> Pin | None:
     """What page-locks staging memory for the GPU of this process; None where there is none."""
     if torch.version.cuda is None:
         return None
-    from pd_cache.paged.cuda import pin_host_memory
+    from pd_cache.paged import cuda
 
-    return pin_host_memory
+    return cuda.pin_host_memory if cuda.is_available() else None

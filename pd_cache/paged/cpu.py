@@ -30,9 +30,8 @@ class CpuPagedCopier(PagedCopier):
         planes = plane_bytes(kv_caches, layout)
         if any(plane.device.type != "cpu" for plane in planes):
             raise ValueError(f"CpuPagedCopier needs CPU tensors, got {planes[0].device}")
-        stride = int(planes[0].stride(0))
-        offsets = [int(plane.storage_offset()) for plane in planes]
-        self._dtype = _widest([layout.piece_bytes, layout.page_bytes, stride, *offsets])
+        places = [int(value) for plane in planes for value in (plane.storage_offset(), plane.stride(0))]
+        self._dtype = _widest([layout.piece_bytes, layout.page_bytes, *places])
         self._groups = [group.view(self._dtype) for group in _stack(planes)]
 
     def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> Completion:
@@ -83,7 +82,8 @@ def _stack(planes: list[torch.Tensor]) -> list[torch.Tensor]:
     first = planes[0]
     starts = [plane.storage_offset() for plane in planes]
     steps = {after - before for before, after in itertools.pairwise(starts)}
-    same = all(plane.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for plane in planes)
+    place = (first.untyped_storage().data_ptr(), first.stride())
+    same = all((plane.untyped_storage().data_ptr(), plane.stride()) == place for plane in planes)
     if len(planes) > 1 and (not same or len(steps) != 1 or min(steps) <= 0):
         return [plane.unsqueeze(0) for plane in planes]
     step = steps.pop() if steps else first.numel()

@@ -245,6 +245,11 @@ class CudaPagedCopier(PagedCopier):
         self._in.close()
 
 
+def is_available() -> bool:
+    """Whether this process can use a CUDA device."""
+    return bool(torch.cuda.is_available())
+
+
 def pin_host_memory(address: int, nbytes: int) -> Callable[[], None]:
     """Page-lock `[address, address + nbytes)` for CUDA and return what undoes it: a `transfer.staging.Pin`.
 
@@ -254,7 +259,7 @@ def pin_host_memory(address: int, nbytes: int) -> Callable[[], None]:
     """
     if address <= 0 or nbytes <= 0:
         raise ValueError(f"cannot page-lock {nbytes} bytes at {address:#x}: both must be positive")
-    if not torch.cuda.is_available():
+    if not is_available():
         raise PdCacheError(f"cannot page-lock {nbytes} bytes: torch {torch.__version__} finds no CUDA device")
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(runtime.cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))

@@ -34,14 +34,20 @@ def client_of(kind: str, node: Host, pool: Pool) -> Iterator[LookupClient]:
         client.close()
 
 
+@pytest.fixture(scope="module")
+def node(pool: Pool) -> Iterator[Host]:
+    with host(pool) as one:
+        yield one
+
+
 @pytest.fixture(params=CLIENTS)
 def clients(request: pytest.FixtureRequest, pool: Pool) -> Callable[[Host], Any]:
     return lambda node: client_of(request.param, node, pool)
 
 
-def test_it_agrees_with_the_engine_on_random_prompts_with_holes(clients: Any, pool: Pool) -> None:
+def test_it_agrees_with_the_engine_on_random_prompts_with_holes(clients: Any, node: Host) -> None:
     rng = random.Random(5)
-    with host(pool) as node, clients(node) as client:
+    with clients(node) as client:
         for _ in range(30):
             tokens = [rng.randrange(2) for _ in range(rng.randrange(60))]
             if rng.random() < 0.6:
@@ -54,9 +60,9 @@ def test_it_agrees_with_the_engine_on_random_prompts_with_holes(clients: Any, po
                 assert client.lookup(tokens, uuid.uuid4().hex, held=held) == expected
 
 
-def test_extra_keys_reach_the_hash(clients: Any, pool: Pool) -> None:
-    tokens = list(range(20))
-    with host(pool) as node, clients(node) as client:
+def test_extra_keys_reach_the_hash(clients: Any, node: Host) -> None:
+    tokens = list(range(100, 120))
+    with clients(node) as client:
         node.store(tokens, list(range(20)), extra_keys=("salt", "x"))
         assert client.lookup(tokens) == 0
         assert client.lookup(tokens, request_configs={"extra_keys": ("salt", "x")}) == 16
@@ -85,8 +91,8 @@ def test_block_hashes_are_taken_in_hash_mode(clients: Any, pool: Pool) -> None:
         {"token_ids": [1] * 8, "request_configs": {"extra_keys": 5}},
     ],
 )
-def test_errors_give_zero_and_are_counted(clients: Any, pool: Pool, arguments: dict[str, Any]) -> None:
-    with host(pool) as node, clients(node) as client:
+def test_errors_give_zero_and_are_counted(clients: Any, node: Host, arguments: dict[str, Any]) -> None:
+    with clients(node) as client:
         assert client.lookup(**arguments) == 0
         counted = [
             sample.value
@@ -97,10 +103,10 @@ def test_errors_give_zero_and_are_counted(clients: Any, pool: Pool, arguments: d
         assert sum(counted) == 1
 
 
-def test_it_supports_producer_reuse_and_answers_zero_after_close(clients: Any, pool: Pool) -> None:
-    tokens = list(range(16))
-    with host(pool) as node, clients(node) as client:
-        node.store(tokens, tokens)
+def test_it_supports_producer_reuse_and_answers_zero_after_close(clients: Any, node: Host) -> None:
+    tokens = list(range(200, 216))
+    with clients(node) as client:
+        node.store(tokens, list(range(16)))
         assert client.supports_producer_reuse()
         client.close()
         assert client.lookup(tokens) == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import struct
 import uuid
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,12 +16,36 @@ from pd_cache.backends.objects import TRAILER_BYTES, seal
 from pd_cache.config import CacheConfig
 from pd_cache.engine import CacheEngineBuilder
 from pd_cache.layout import KVLayout, PageKind
+from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import CacheMetadata
 from tests.support.engines import BLOCK, CHUNK, Host, host, random_slots
 from tests.support.kv import holds_token, make_cache
 from tests.support.pool import Pool
 
-TOKENS = list(range(100, 129))  # three chunks and a tail of five
+LONG = 29
+"""Tokens of the prompts here: three chunks and a tail of five."""
+
+_prompts = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def shared_node(pool: Pool) -> Iterator[Host]:
+    with host(pool) as node:
+        yield node
+
+
+@pytest.fixture
+def node(shared_node: Host) -> Host:
+    """A host with nothing counted yet. Its pool is shared: prompts keep tests apart."""
+    shared_node.engine.metrics = CacheMetrics()
+    return shared_node
+
+
+@pytest.fixture
+def tokens() -> list[int]:
+    """A prompt that no other test uses."""
+    first = 1000 * next(_prompts)
+    return list(range(first, first + LONG))
 
 
 def loaded(node: Host, tokens: list[int], slots: list[int], mask: list[bool]) -> bool:
@@ -31,59 +57,56 @@ def loaded(node: Host, tokens: list[int], slots: list[int], mask: list[bool]) ->
 
 
 @pytest.mark.parametrize("kind", PageKind)
-def test_what_one_node_stores_another_retrieves_into_other_slots(pool: Pool, kind: PageKind) -> None:
+def test_what_one_node_stores_another_retrieves_into_other_slots(pool: Pool, tokens: list[int], kind: PageKind) -> None:
     rng, model = random.Random(1), uuid.uuid4().hex
     with host(pool, model=model, kind=kind) as prefill, host(pool, model=model, kind=kind) as decode:
-        slots = random_slots(rng, len(TOKENS), True)
-        prefill.compute(TOKENS, slots)
-        assert prefill.store(TOKENS, slots) == 24
-        assert prefill.store(TOKENS, slots) == 0, "nothing is stored twice"
-        assert decode.engine.lookup(TOKENS) == 24
-        other = random_slots(rng, len(TOKENS), False)
-        mask = decode.retrieve(TOKENS, other)
+        slots = random_slots(rng, len(tokens), True)
+        prefill.compute(tokens, slots)
+        assert prefill.store(tokens, slots) == 24
+        assert prefill.store(tokens, slots) == 0, "nothing is stored twice"
+        assert decode.engine.lookup(tokens) == 24
+        other = random_slots(rng, len(tokens), False)
+        mask = decode.retrieve(tokens, other)
         assert mask == [True] * 24 + [False] * 5
-        assert loaded(decode, TOKENS, other, mask)
+        assert loaded(decode, tokens, other, mask)
 
 
-def test_a_masked_prefix_is_neither_stored_nor_loaded(pool: Pool) -> None:
-    with host(pool) as node:
-        slots = list(range(len(TOKENS)))
-        node.compute(TOKENS, slots)
-        mask = [False] * 8 + [True] * 21
-        assert node.store(TOKENS, slots, mask=torch.tensor(mask)) == 16
-        assert node.engine.lookup(TOKENS) == 0, "the first chunk is a hole"
-        assert node.engine.lookup(TOKENS, held=8) == 24, "unless the engine has it already"
-        before = [tensor.clone() for tensor in node.cache]
-        assert node.retrieve(TOKENS, slots, mask=mask) == [False] * 8 + [True] * 16 + [False] * 5
-        assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(before, node.cache, strict=True))
+def test_a_masked_prefix_is_neither_stored_nor_loaded(node: Host, tokens: list[int]) -> None:
+    slots = list(range(len(tokens)))
+    node.compute(tokens, slots)
+    mask = [False] * 8 + [True] * 21
+    assert node.store(tokens, slots, mask=torch.tensor(mask)) == 16
+    assert node.engine.lookup(tokens) == 0, "the first chunk is a hole"
+    assert node.engine.lookup(tokens, held=8) == 24, "unless the engine has it already"
+    before = [tensor.clone() for tensor in node.cache]
+    assert node.retrieve(tokens, slots, mask=mask) == [False] * 8 + [True] * 16 + [False] * 5
+    assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(before, node.cache, strict=True))
 
 
-def test_a_hole_ends_the_run_even_where_later_chunks_exist(pool: Pool) -> None:
-    with host(pool) as node:
-        slots = list(range(len(TOKENS)))
-        node.compute(TOKENS, slots)
-        node.store(TOKENS, slots)
-        node.engine.backend.batched_remove(node.keys(TOKENS)[1:2])
-        assert node.engine.lookup(TOKENS) == 8
-        assert node.retrieve(TOKENS, slots) == [True] * 8 + [False] * 21
+def test_a_hole_ends_the_run_even_where_later_chunks_exist(node: Host, tokens: list[int]) -> None:
+    slots = list(range(len(tokens)))
+    node.compute(tokens, slots)
+    node.store(tokens, slots)
+    node.engine.backend.batched_remove(node.keys(tokens)[1:2])
+    assert node.engine.lookup(tokens) == 8
+    assert node.retrieve(tokens, slots) == [True] * 8 + [False] * 21
 
 
-def test_extra_keys_keep_tenants_apart(pool: Pool) -> None:
-    with host(pool) as node:
-        slots = list(range(len(TOKENS)))
-        node.compute(TOKENS, slots)
-        node.store(TOKENS, slots, extra_keys=("salt", "a"))
-        assert node.engine.lookup(TOKENS, extra_keys=("salt", "a")) == 24
-        assert node.engine.lookup(TOKENS, extra_keys=("salt", "b")) == 0
-        assert node.engine.lookup(TOKENS) == 0
-        assert not any(node.retrieve(TOKENS, slots))
+def test_extra_keys_keep_tenants_apart(node: Host, tokens: list[int]) -> None:
+    slots = list(range(len(tokens)))
+    node.compute(tokens, slots)
+    node.store(tokens, slots, extra_keys=("salt", "a"))
+    assert node.engine.lookup(tokens, extra_keys=("salt", "a")) == 24
+    assert node.engine.lookup(tokens, extra_keys=("salt", "b")) == 0
+    assert node.engine.lookup(tokens) == 0
+    assert not any(node.retrieve(tokens, slots))
 
 
-def test_hash_mode_works_from_block_hashes_alone(pool: Pool) -> None:
+def test_hash_mode_works_from_block_hashes_alone(pool: Pool, tokens: list[int]) -> None:
     with host(pool, cache=CacheConfig(chunk_size=CHUNK, hash_mode="blocks")) as node:
         hashes = [bytes([index]) * 16 for index in range(5)]  # five blocks: two chunks and half a chunk
         slots = torch.arange(20)
-        node.compute(TOKENS[:20], slots.tolist())
+        node.compute(tokens[:20], slots.tolist())
         options: dict[str, Any] = {"hashes": hashes, "kv_caches": node.cache, "slot_mapping": slots}
         assert node.engine.store(**options) == 16
         assert node.engine.lookup(hashes=hashes) == 16
@@ -103,28 +126,24 @@ def test_prompts_longer_than_the_staging_memory_pass_through_it(pool: Pool) -> N
         assert loaded(node, tokens, other, mask)
 
 
-def test_the_manifest_lies_beside_the_chunks(pool: Pool, raw_client: Any) -> None:
-    with host(pool) as node:
-        node.store(TOKENS, list(range(len(TOKENS))))
-        assert raw_client.get(node.engine.database.manifest_key) == node.engine.database.namespace.manifest()
+def test_the_manifest_lies_beside_the_chunks(node: Host, tokens: list[int], raw_client: Any) -> None:
+    node.store(tokens, list(range(len(tokens))))
+    assert raw_client.get(node.engine.database.manifest_key) == node.engine.database.namespace.manifest()
 
 
-def test_bytes_and_tokens_are_counted(pool: Pool) -> None:
-    with host(pool) as node:
-        slots = list(range(len(TOKENS)))
-        node.store(TOKENS, slots)
-        node.engine.lookup(TOKENS)
-        node.retrieve(TOKENS, slots)
-        value = node.engine.metrics.registry.get_sample_value
-        assert value("pd_cache_tokens_total", {"op": "store", "outcome": "stored"}) == 24
-        assert value("pd_cache_tokens_total", {"op": "lookup", "outcome": "hit"}) == 24
-        assert value("pd_cache_tokens_total", {"op": "retrieve", "outcome": "loaded"}) == 24
-        assert value("pd_cache_bytes_total", {"op": "retrieve"}) == 3 * node.layout.chunk_bytes(CHUNK)
+def test_bytes_and_tokens_are_counted(node: Host, tokens: list[int]) -> None:
+    slots = list(range(len(tokens)))
+    node.store(tokens, slots)
+    node.engine.lookup(tokens)
+    node.retrieve(tokens, slots)
+    value = node.engine.metrics.registry.get_sample_value
+    assert value("pd_cache_tokens_total", {"op": "store", "outcome": "stored"}) == 24
+    assert value("pd_cache_tokens_total", {"op": "lookup", "outcome": "hit"}) == 24
+    assert value("pd_cache_tokens_total", {"op": "retrieve", "outcome": "loaded"}) == 24
+    assert value("pd_cache_bytes_total", {"op": "retrieve"}) == 3 * node.layout.chunk_bytes(CHUNK)
 
 
 # --- callers' mistakes -----------------------------------------------------------------------------------------------
-
-LONG = len(TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -152,24 +171,22 @@ LONG = len(TOKENS)
 )
 @pytest.mark.parametrize("operation", ["store", "retrieve"])
 def test_callers_mistakes_are_value_errors_before_anything_moves(
-    pool: Pool, operation: str, change: dict[str, Any], message: str
+    node: Host, tokens: list[int], operation: str, change: dict[str, Any], message: str
 ) -> None:
-    with host(pool) as node:
-        arguments = {"tokens": TOKENS, "kv_caches": node.cache, "slot_mapping": torch.arange(LONG), **change}
-        before = [tensor.clone() for tensor in node.cache]
-        with pytest.raises(ValueError, match=message):
-            getattr(node.engine, operation)(**arguments)
-        assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(before, node.cache, strict=True))
-        assert node.engine.lookup(TOKENS) == 0
+    arguments = {"tokens": tokens, "kv_caches": node.cache, "slot_mapping": torch.arange(LONG), **change}
+    before = [tensor.clone() for tensor in node.cache]
+    with pytest.raises(ValueError, match=message):
+        getattr(node.engine, operation)(**arguments)
+    assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(before, node.cache, strict=True))
+    assert node.engine.lookup(tokens) == 0
 
 
-def test_prompts_shorter_than_a_chunk_are_nothing_to_do(pool: Pool) -> None:
-    with host(pool) as node:
-        for tokens in ([], [1, 2, 3]):
-            slots = list(range(len(tokens)))
-            assert node.store(tokens, slots) == 0
-            assert node.retrieve(tokens, slots) == [False] * len(tokens)
-            assert node.engine.lookup(tokens) == 0
+def test_prompts_shorter_than_a_chunk_are_nothing_to_do(node: Host) -> None:
+    for tokens in ([], [1, 2, 3]):
+        slots = list(range(len(tokens)))
+        assert node.store(tokens, slots) == 0
+        assert node.retrieve(tokens, slots) == [False] * len(tokens)
+        assert node.engine.lookup(tokens) == 0
 
 
 def test_an_engine_that_does_not_fit_its_metadata_is_refused(pool: Pool) -> None:
@@ -184,7 +201,7 @@ def test_an_engine_that_does_not_fit_its_metadata_is_refused(pool: Pool) -> None
     assert CacheEngineBuilder.get("odd") is None
 
 
-def test_the_builder_keeps_one_engine_per_instance(pool: Pool) -> None:
+def test_the_builder_keeps_one_engine_per_instance(pool: Pool, tokens: list[int]) -> None:
     layout = KVLayout.from_tensors(make_cache())
     settings, metadata = pool.settings(CacheConfig(chunk_size=CHUNK)), CacheMetadata.of("m", layout)
     try:
@@ -197,11 +214,11 @@ def test_the_builder_keeps_one_engine_per_instance(pool: Pool) -> None:
         CacheEngineBuilder.destroy("one")
     CacheEngineBuilder.destroy("one")
     assert CacheEngineBuilder.get("one") is None
-    assert engine.lookup(TOKENS) == 0, "after close an engine holds nothing"
-    slots = torch.arange(len(TOKENS))
+    assert engine.lookup(tokens) == 0, "after close an engine holds nothing"
+    slots = torch.arange(len(tokens))
     cache = make_cache()
-    assert engine.store(TOKENS, kv_caches=cache, slot_mapping=slots) == 0
-    assert not engine.retrieve(TOKENS, kv_caches=cache, slot_mapping=slots).any()
+    assert engine.store(tokens, kv_caches=cache, slot_mapping=slots) == 0
+    assert not engine.retrieve(tokens, kv_caches=cache, slot_mapping=slots).any()
 
 
 # --- objects that are not what they should be ------------------------------------------------------------------------
@@ -256,32 +273,31 @@ def zeros(raw: bytes) -> bytes:
         (zeros, "foreign"),
     ],
 )
-def test_a_planted_object_is_never_used_and_counted(pool: Pool, raw_client: Any, damage: Any, reason: str) -> None:
+def test_a_planted_object_is_never_used_and_counted(
+    node: Host, tokens: list[int], raw_client: Any, damage: Any, reason: str
+) -> None:
+    slots = list(range(len(tokens)))
+    node.compute(tokens, slots)
+    node.store(tokens, slots)
+    victim = node.keys(tokens)[1]
+    good = raw_client.get(victim)
+    assert raw_client.upsert(victim, damage(good)) == 0
+    before = [tensor.clone() for tensor in node.cache]
+    other = list(range(64, 64 + len(tokens)))
+    mask = node.retrieve(tokens, other)
+    assert mask == [True] * 8 + [False] * 21
+    assert loaded(node, tokens, other, mask)
+    assert node.troubles("retrieve") == {reason: 1}
+    for tensor, old in zip(node.cache, before, strict=True):  # the damaged chunk touched no slot
+        blocks = slice((64 + 8) // BLOCK, None)
+        assert torch.equal(tensor[blocks].view(torch.int16), old[blocks].view(torch.int16))
+
+
+def test_a_pool_without_room_takes_what_it_can_and_counts_the_rest(
+    make_pool: Callable[..., Pool], tokens: list[int]
+) -> None:
+    pool = make_pool().start("master")  # nobody gives memory
     with host(pool) as node:
-        slots = list(range(len(TOKENS)))
-        node.compute(TOKENS, slots)
-        node.store(TOKENS, slots)
-        victim = node.keys(TOKENS)[1]
-        good = raw_client.get(victim)
-        assert raw_client.upsert(victim, damage(good)) == 0
-        before = [tensor.clone() for tensor in node.cache]
-        other = list(range(64, 64 + len(TOKENS)))
-        mask = node.retrieve(TOKENS, other)
-        assert mask == [True] * 8 + [False] * 21
-        assert loaded(node, TOKENS, other, mask)
-        assert node.troubles("retrieve") == {reason: 1}
-        for tensor, old in zip(node.cache, before, strict=True):  # the damaged chunk touched no slot
-            blocks = slice((64 + 8) // BLOCK, None)
-            assert torch.equal(tensor[blocks].view(torch.int16), old[blocks].view(torch.int16))
-
-
-def test_a_pool_without_room_takes_what_it_can_and_counts_the_rest(tmp_path_factory: pytest.TempPathFactory) -> None:
-    pool = Pool(tmp_path_factory.mktemp("small"), segment="16MiB")
-    try:
-        pool.start("master")  # nobody gives memory
-        with host(pool) as node:
-            assert node.store(TOKENS, list(range(len(TOKENS)))) == 0
-            assert node.troubles("store") == {"no_space": 3}
-            assert node.engine.available
-    finally:
-        pool.stop()
+        assert node.store(tokens, list(range(LONG))) == 0
+        assert node.troubles("store") == {"no_space": 3}
+        assert node.engine.available

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import uuid
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.support.engines import BLOCK, BLOCKS, CHUNK, Host, host, random_slots
 from tests.support.kv import holds_token
@@ -27,22 +32,14 @@ salts = st.sampled_from([(), ("salt", "a")])
 class SharedCache(RuleBasedStateMachine):
     """Two nodes, one pool; `stored` is what the pool must hold: (salt, prefix up to a chunk's end)."""
 
-    pool: Pool
+    hosts: list[Host]
 
     @initialize(seed=st.integers(0, 2**32))
     def start(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.open = contextlib.ExitStack()
-        model = uuid.uuid4().hex
-        self.hosts: list[Host] = [
-            self.open.enter_context(host(self.pool, model=model, segment_size=size, staging_size="64KiB"))
-            for size in (0, 0)
-        ]
+        self.run = uuid.uuid4().hex
+        """Part of every salt: the pool outlives a run, its keys do not meet the next one's."""
         self.stored: set[tuple[Any, tuple[int, ...]]] = set()
-
-    def teardown(self) -> None:
-        if hasattr(self, "open"):
-            self.open.close()
 
     def chunks(self, salt: Any, tokens: list[int]) -> list[tuple[Any, tuple[int, ...]]]:
         return [(salt, tuple(tokens[:end])) for end in range(CHUNK, len(tokens) + 1, CHUNK)]
@@ -63,14 +60,14 @@ class SharedCache(RuleBasedStateMachine):
         self.hosts[node].compute(tokens, slots)
         mask = [False] * (skip * CHUNK) + [True] * (len(tokens) - skip * CHUNK)
         fresh = set(self.chunks(salt, tokens)[skip:]) - self.stored
-        stored = self.hosts[node].store(tokens, slots, mask=mask, extra_keys=salt)
+        stored = self.hosts[node].store(tokens, slots, mask=mask, extra_keys=(self.run, *salt))
         assert stored == len(fresh) * CHUNK
         self.stored |= fresh
 
     @rule(node=nodes, tokens=prompts, salt=salts, held=st.integers(0, 20))
     def lookup(self, node: int, tokens: list[int], salt: Any, held: int) -> None:
         start = min(held // CHUNK, len(tokens) // CHUNK)
-        found = self.hosts[node].engine.lookup(tokens, extra_keys=salt, held=held)
+        found = self.hosts[node].engine.lookup(tokens, extra_keys=(self.run, *salt), held=held)
         assert found == self.prefix(salt, tokens, start)
 
     @rule(node=nodes, tokens=prompts, salt=salts, skip=st.integers(0, 2), whole=st.booleans())
@@ -80,7 +77,7 @@ class SharedCache(RuleBasedStateMachine):
         slots = random_slots(self.rng, len(tokens), whole)
         before = [tensor.clone().view(torch.int16) for tensor in at.cache]
         mask = [False] * (skip * CHUNK) + [True] * (len(tokens) - skip * CHUNK)
-        result = at.retrieve(tokens, slots, mask=mask, extra_keys=salt)
+        result = at.retrieve(tokens, slots, mask=mask, extra_keys=(self.run, *salt))
 
         end = self.prefix(salt, tokens, skip)
         assert result == [skip * CHUNK <= index < end for index in range(len(tokens))]
@@ -97,23 +94,24 @@ class SharedCache(RuleBasedStateMachine):
     def lose_a_chunk(self, data: st.DataObject) -> None:
         salt, prefix = data.draw(st.sampled_from(sorted(self.stored, key=repr)))
         database = self.hosts[0].engine.database
-        key = database.keys(database.hash_tokens(prefix, salt)[-1:])
+        key = database.keys(database.hash_tokens(prefix, (self.run, *salt))[-1:])
         assert self.hosts[0].engine.backend.store.remove(key, timeout=5, force=True) == [Status.OK]  # type: ignore[attr-defined]
         self.stored.discard((salt, prefix))
 
     @invariant()
     def no_staging_memory_is_kept(self) -> None:
-        for one in getattr(self, "hosts", ()):
+        for one in self.hosts:
             one.engine.backend.staging.check_integrity()  # type: ignore[attr-defined]
             assert one.engine.backend.staging.in_use == 0  # type: ignore[attr-defined]
 
 
-@pytest.mark.timeout(300)
 def test_the_engine_agrees_with_a_dictionary(pool: Pool) -> None:
-    machine = type("Machine", (SharedCache,), {"pool": pool})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=12, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+    model = uuid.uuid4().hex
+    with host(pool, model=model, staging_size="64KiB") as one, host(pool, model=model, segment_size=16 << 20) as two:
+        machine = type("Machine", (SharedCache,), {"hosts": [one, two]})
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+            ),
+        )

@@ -13,10 +13,15 @@ from tests.support.waiting import wait_for
 
 TOKENS = list(range(40))
 SLOTS = list(range(40))
-FAST = {"breaker": {"failures": 2, "probe_interval_ms": 200}, "timeouts": {"exist_ms": 300, "get_ms": 1000, "put_ms": 1000}}
+FAST = {
+    "breaker": {"failures": 2, "probe_interval_ms": 200},
+    "timeouts": {"exist_ms": 300, "get_ms": 1000, "put_ms": 1000},
+}
 
 
-def test_without_a_master_an_engine_starts_misses_at_once_and_works_when_it_comes(make_pool: Callable[..., Pool]) -> None:
+def test_without_a_master_an_engine_starts_misses_at_once_and_works_when_it_comes(
+    make_pool: Callable[..., Pool],
+) -> None:
     pool = make_pool()
     with host(pool, wait=False, **FAST) as node:
         start = time.monotonic()

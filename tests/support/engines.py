@@ -33,10 +33,14 @@ class Host:
         write_prompt(self.cache, self.layout, tokens, slots)
 
     def store(self, tokens: list[int], slots: list[int], **options: Any) -> int:
-        return self.engine.store(tokens, kv_caches=self.cache, slot_mapping=torch.tensor(slots), **options)
+        return self.engine.store(
+            tokens, kv_caches=self.cache, slot_mapping=torch.tensor(slots, dtype=torch.int64), **options
+        )
 
     def retrieve(self, tokens: list[int], slots: list[int], **options: Any) -> list[bool]:
-        mask = self.engine.retrieve(tokens, kv_caches=self.cache, slot_mapping=torch.tensor(slots), **options)
+        mask = self.engine.retrieve(
+            tokens, kv_caches=self.cache, slot_mapping=torch.tensor(slots, dtype=torch.int64), **options
+        )
         assert mask.dtype == torch.bool
         assert mask.device.type == "cpu"
         return [bool(value) for value in mask]

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from launch.process import spawn_child
 from pd_cache.config import CacheConfig, NodeSettings
 from transfer.settings import TransferSettings
 
@@ -31,11 +32,11 @@ class Node:
     """One role in a process of its own; ready when the constructor returns."""
 
     def __init__(self, role: str, name: str, file: Path, timeout: float = 60.0) -> None:
-        self.process = subprocess.Popen(
+        self.process = spawn_child(
             [sys.executable, "-m", "launch", "launch", role, "-c", str(file), "--node", name],
+            death_signal=signal.SIGTERM,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
             cwd=ROOT,
             env={**os.environ, "MC_LOG_LEVEL": "ERROR"},
         )
@@ -59,13 +60,13 @@ class Node:
     def _read_out(self, lines: queue.Queue[str]) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            lines.put(line)
+            lines.put(line.decode())
         lines.put("")
 
     def _read_errors(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.errors.append(line)
+            self.errors.append(line.decode())
             del self.errors[:-200]
 
     def send(self, number: signal.Signals) -> None:
