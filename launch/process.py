@@ -41,7 +41,10 @@ _LONGEST_LINE = 64 << 10
 
 @dataclass(frozen=True)
 class Program:
-    """Something to run. `argv[0]` is a path or is looked up in PATH; `env` is added to this process's environment."""
+    """Something to run. `argv[0]` is a path or is looked up in PATH.
+
+    `env` is added to this process's environment, in which PYTHONUNBUFFERED is set where it was not.
+    """
 
     name: str
     argv: tuple[str, ...]

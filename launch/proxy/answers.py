@@ -1,0 +1,44 @@
+"""Errors in the shape that OpenAI's clients understand."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from pd_cache.errors import PdCacheError
+
+
+class ApiError(PdCacheError):
+    """Something the client is told: an HTTP status and an error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+        """Seconds."""
+
+    def body(self) -> bytes:
+        """`{"error": {...}}`"""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> web.Response:
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=headers)
+
+
+def overloaded(message: str, retry_after: int = 1) -> ApiError:
+    """503: come back in `retry_after` seconds."""
+    return ApiError(503, message, code="overloaded", retry_after=retry_after)

@@ -1,0 +1,417 @@
+"""The proxy as an aiohttp application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextvars import ContextVar
+
+import aiohttp
+from aiohttp import http_exceptions, web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from yarl import URL
+
+from launch.proxy.answers import ApiError, overloaded
+from launch.proxy.completion import Completion, Handoff, read_handoff
+from launch.proxy.hops import HopError, new_session, read_all, read_some, send
+from launch.proxy.metrics import ProxyMetrics
+from launch.proxy.routing import Attempts, NodePool
+from pd_cache.config import ProxyConfig
+
+log = logging.getLogger(__name__)
+
+MAX_BODY = 16 << 20
+"""Bytes of a request; a prompt of a million token ids fits."""
+_MAX_ANSWER = 4 << 20
+"""Bytes of an answer that is read whole: a prefill node's, or an error."""
+_MAX_MODELS_S = 10.0
+_LAST_WORDS_S = 1.0
+"""How long a client may take to be told that its stream broke."""
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_TO_NODE = ("Authorization", "Traceparent", "Tracestate")
+_TO_CLIENT = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
+_ID_HEADER = "X-Request-Id"
+_request_id: ContextVar[str] = ContextVar("request_id")
+"""Set at the edge, for the handler within."""
+
+
+class _ClientGone(Exception):
+    """The client closed its connection."""
+
+
+class _Exchange:
+    """One request under way, and how far it got."""
+
+    def __init__(self, request: web.Request) -> None:
+        self.request = request
+        self.id = _request_id.get()
+        self.started = time.monotonic()
+        self.nodes: dict[str, str] = {}
+        self.received = False
+        self.response: web.StreamResponse | None = None
+        """Set when the first byte is about to be sent."""
+        self.event_ended = True
+        """Whether what was sent so far ends with a blank line, as each server-sent event does."""
+
+    def headers(self) -> dict[str, str]:
+        """For a node."""
+        headers = {name: self.request.headers[name] for name in _TO_NODE if name in self.request.headers}
+        # bytes go through as they come: what we would accept, the client might not
+        return {**headers, _ID_HEADER: self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
+
+    async def write(self, data: bytes) -> None:
+        assert self.response is not None
+        try:
+            await self.response.write(data)
+        except ConnectionError as error:
+            raise _ClientGone from error
+        self.event_ended = data.endswith((b"\n\n", b"\r\n\r\n"))
+
+
+_Serve = Callable[[_Exchange], Awaitable[web.StreamResponse]]
+
+
+class Proxy:
+    """Routes completions through `prefill` to `decode` nodes, both given as base URLs; no prefill nodes is allowed.
+
+    `drain_s`: how long requests in flight may go on when the application shuts down. ValueError for a URL that is none and for
+    no decode node.
+    """
+
+    def __init__(
+        self, config: ProxyConfig, prefill: Sequence[str], decode: Sequence[str], *, drain_s: float = 5.0
+    ) -> None:
+        if not decode:
+            raise ValueError("a proxy needs at least one decode node")
+        self.metrics = ProxyMetrics()
+        self._config = config
+        self._pools = {"prefill": NodePool(_base_urls(prefill)), "decode": NodePool(_base_urls(decode))}
+        self._drain_s = drain_s
+        self._session: aiohttp.ClientSession | None = None
+        self._running: set[asyncio.Task[web.StreamResponse]] = set()
+        self._closing = False
+
+    def app(self) -> web.Application:
+        """A new application. Run it with `handler_cancellation=True`, or clients that go away are noticed late."""
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._edge])
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_get("/v1/models", self._models, allow_head=False)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.cleanup_ctx.append(self._with_session)
+        app.on_shutdown.append(self._drain)
+        return app
+
+    # --- the edge ------------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _edge(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        given = request.headers.get(_ID_HEADER, "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        _request_id.set(request_id)
+        response: web.StreamResponse
+        try:
+            response = await handler(request)
+        except ApiError as error:
+            response = error.response()
+        except web.HTTPException as error:
+            what = f"{request.method} {request.path[:200]}: {error.reason}"
+            response = ApiError(error.status, what, code=error.reason.lower().replace(" ", "_")).response()
+            if "Allow" in error.headers:
+                response.headers["Allow"] = error.headers["Allow"]
+        except Exception:
+            log.exception("request %s: unexpected error", request_id)
+            response = ApiError(500, "Internal error of the proxy", code="internal_error").response()
+        if not response.prepared:
+            response.headers[_ID_HEADER] = request_id
+        return response
+
+    async def _health(self, request: web.Request) -> web.Response:
+        now = time.monotonic()
+        nodes = {hop: pool.health(now) for hop, pool in self._pools.items()}
+        healthy = any(nodes["decode"].values()) and not self._closing
+        return web.json_response(
+            {"status": "ok" if healthy else "unavailable", **nodes}, status=200 if healthy else 503
+        )
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        now = time.monotonic()
+        for hop, pool in self._pools.items():
+            for node, up in pool.health(now).items():
+                self.metrics.node_up.labels(hop, node).set(up)
+        return web.Response(body=generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._bounded(request, self._complete, self._config.request_timeout_s)
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        async def serve(exchange: _Exchange) -> web.StreamResponse:
+            exchange.received = True
+            return await self._decode(exchange, "GET", "/v1/models", None)
+
+        return await self._bounded(request, serve, min(_MAX_MODELS_S, self._config.request_timeout_s))
+
+    # --- one request ---------------------------------------------------------------------------------------------
+
+    async def _bounded(self, request: web.Request, serve: _Serve, limit_s: float) -> web.StreamResponse:
+        """`serve`, if there is room, answered within `limit_s` and ended with the client's connection."""
+        exchange = _Exchange(request)
+        status = 499
+        try:
+            if self._closing:
+                raise overloaded("The proxy is shutting down")
+            if len(self._running) >= self._config.max_requests:
+                raise overloaded(f"{self._config.max_requests} requests are in flight, the most that this proxy takes")
+            response = await self._finish(exchange, self._task(serve(exchange)), limit_s)
+            status = response.status
+        except ApiError as error:
+            status = error.status
+            raise
+        except _ClientGone as error:
+            # aiohttp needs something to return; nobody reads it
+            log.debug("request %s: the client is gone", exchange.id, exc_info=error)
+            return exchange.response or web.Response(status=499)
+        finally:
+            self.metrics.requests.labels(str(status)).inc()
+            took = time.monotonic() - exchange.started
+            log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.nodes or "")
+        return response
+
+    def _task(self, serving: Awaitable[web.StreamResponse]) -> asyncio.Task[web.StreamResponse]:
+        task = asyncio.ensure_future(serving)
+        assert isinstance(task, asyncio.Task)
+        self._running.add(task)
+        self.metrics.running.set(len(self._running))
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[web.StreamResponse]) -> None:
+        self._running.discard(task)
+        self.metrics.running.set(len(self._running))
+        if not task.cancelled():
+            task.exception()  # retrieved, also where the client's disconnect came first
+
+    async def _finish(
+        self, exchange: _Exchange, task: asyncio.Task[web.StreamResponse], limit_s: float
+    ) -> web.StreamResponse:
+        # A task of its own, so that the deadline, a shutdown (`_drain` cancels it) and the client's disconnect (cancels us)
+        # can be told apart.
+        try:
+            done, _ = await asyncio.wait({task}, timeout=limit_s)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        if task.cancelled():
+            return await self._cut(exchange, self._why_cut(exchange, bool(done), limit_s))
+        try:
+            return task.result()
+        except ApiError as error:
+            return await self._cut(exchange, error)
+        except HopError as error:
+            what = f"The decode node failed while it answered: {error.reason}"
+            return await self._cut(exchange, ApiError(502, what, code="node_failed"))
+        except _ClientGone:
+            raise
+        except Exception:
+            log.exception("request %s: unexpected error", exchange.id)
+            return await self._cut(exchange, ApiError(500, "Internal error of the proxy", code="internal_error"))
+
+    def _why_cut(self, exchange: _Exchange, closing: bool, limit_s: float) -> ApiError:
+        if closing:
+            return overloaded("The proxy is shutting down")
+        if not exchange.received:
+            return ApiError(408, f"The body did not arrive within {limit_s:g} s", code="timeout")
+        return ApiError(504, f"No complete answer within {limit_s:g} s", code="timeout")
+
+    async def _cut(self, exchange: _Exchange, error: ApiError) -> web.StreamResponse:
+        """Tell the client: by a status before the first byte, by an event in a stream, by breaking off otherwise."""
+        response = exchange.response
+        if response is None or not response.prepared:
+            raise error
+        self.metrics.cut.labels(error.code or "").inc()
+        log.warning("request %s: cut after its first byte: %s", exchange.id, error.message)
+        response.force_close()
+        if response.content_type == "text/event-stream" and response.content_length is None:
+            event = (b"" if exchange.event_ended else b"\n\n") + b"data: " + error.body() + b"\n\n"
+            try:
+                await asyncio.wait_for(self._last_words(exchange, event), _LAST_WORDS_S)
+                return response
+            except (asyncio.TimeoutError, _ClientGone):
+                pass
+        transport = exchange.request.transport
+        if transport is not None:
+            transport.abort()
+        return response
+
+    async def _last_words(self, exchange: _Exchange, event: bytes) -> None:
+        assert exchange.response is not None
+        await exchange.write(event)
+        await exchange.response.write_eof()
+
+    # --- the two hops --------------------------------------------------------------------------------------------
+
+    async def _complete(self, exchange: _Exchange) -> web.StreamResponse:
+        completion = Completion(await self._body(exchange))
+        handoff: Handoff | None = None
+        if len(self._pools["prefill"]):
+            answer = await self._prefill(exchange, completion.for_prefill())
+            self.metrics.prefill_seconds.observe(time.monotonic() - exchange.started)
+            if isinstance(answer, web.Response):
+                return answer
+            handoff = answer
+            result = "prefill_failed" if handoff is None else "handed_over" if handoff else "nothing_stored"
+        else:
+            result = "no_prefill_nodes"
+        self.metrics.handoffs.labels(result).inc()
+        return await self._decode(exchange, "POST", "/v1/completions", completion.for_decode(handoff))
+
+    async def _body(self, exchange: _Exchange) -> bytes:
+        request = exchange.request
+        try:
+            if (request.content_length or 0) > MAX_BODY:
+                raise web.HTTPRequestEntityTooLarge(MAX_BODY, request.content_length or 0)
+            body = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            what = f"The body is larger than {MAX_BODY} bytes"
+            raise ApiError(413, what, code="request_too_large") from None
+        except ConnectionError as error:
+            raise _ClientGone from error
+        except (web.RequestPayloadError, http_exceptions.HttpProcessingError) as error:
+            raise ApiError(400, f"The body cannot be read: {error}", code="invalid_body") from None
+        exchange.received = True
+        return body
+
+    async def _prefill(self, exchange: _Exchange, body: bytes) -> web.Response | Handoff | None:
+        """What a prefill node handed over; its refusal of the request; None if all of them failed."""
+        until = time.monotonic() + self._config.prefill_timeout_s
+        attempts = Attempts(self._pools["prefill"])
+        while (left := until - time.monotonic()) > 0 and (node := attempts.next(time.monotonic())) is not None:
+            try:
+                return await asyncio.wait_for(self._prefill_at(exchange, node, body), left)
+            except asyncio.TimeoutError:
+                self._note(exchange, "prefill", node, attempts, HopError("timeout", f"no answer within {left:.3g} s"))
+            except HopError as error:
+                self._note(exchange, "prefill", node, attempts, error)
+        return None
+
+    async def _prefill_at(self, exchange: _Exchange, node: str, body: bytes) -> web.Response | Handoff:
+        answer = await self._send(exchange, "prefill", node, "POST", "/v1/completions", body)
+        try:
+            if answer.status == 200:
+                try:
+                    return read_handoff(await read_all(answer, _MAX_ANSWER))
+                except ValueError as error:
+                    raise HopError("garbage", str(error)) from error
+            if 400 <= answer.status < 500:
+                return await _whole(answer)
+            raise HopError("busy" if answer.status == 503 else "error", f"status {answer.status}")
+        finally:
+            answer.close()
+
+    async def _decode(self, exchange: _Exchange, method: str, path: str, body: bytes | None) -> web.StreamResponse:
+        pool = self._pools["decode"]
+        attempts = Attempts(pool)
+        busy: web.Response | None = None
+        while (node := attempts.next(time.monotonic())) is not None:
+            answer: aiohttp.ClientResponse | None = None
+            try:
+                try:
+                    answer = await self._send(exchange, "decode", node, method, path, body)
+                    if answer.status == 503:
+                        busy = await _whole(answer)
+                        raise HopError("busy", "status 503")
+                    if not (200 <= answer.status < 300 or 400 <= answer.status < 500):
+                        raise HopError("error", f"status {answer.status}")
+                    first = await read_some(answer)  # a node that dies before it can still be replaced
+                except HopError as error:
+                    self._note(exchange, "decode", node, attempts, error)
+                    continue
+                if method == "POST":
+                    self.metrics.first_byte_seconds.observe(time.monotonic() - exchange.started)
+                return await self._relay(exchange, node, answer, first)
+            finally:
+                if answer is not None:
+                    answer.close()
+        if busy is not None:
+            return busy
+        raise overloaded("No decode node could answer", pool.retry_after(time.monotonic()))
+
+    async def _relay(
+        self, exchange: _Exchange, node: str, answer: aiohttp.ClientResponse, first: bytes
+    ) -> web.StreamResponse:
+        """The node's answer, from its first bytes on, as it comes. HopError if it breaks off."""
+        response = web.StreamResponse(status=answer.status, headers=_client_headers(answer))
+        response.headers[_ID_HEADER] = exchange.id
+        exchange.response = response
+        try:
+            await response.prepare(exchange.request)
+            data = first
+            while data:
+                await exchange.write(data)
+                data = await read_some(answer)
+            await response.write_eof()
+        except HopError as error:
+            self._note(exchange, "decode", node, None, error)
+            raise
+        except ConnectionError as error:
+            raise _ClientGone from error
+        return response
+
+    async def _send(
+        self, exchange: _Exchange, hop: str, node: str, method: str, path: str, body: bytes | None
+    ) -> aiohttp.ClientResponse:
+        assert self._session is not None
+        exchange.nodes[hop] = node
+        answer = await send(self._session, method, node + path, exchange.headers(), body)
+        self._pools[hop].reached(node)
+        return answer
+
+    def _note(self, exchange: _Exchange, hop: str, node: str, attempts: Attempts | None, error: HopError) -> None:
+        self.metrics.hop_failures.labels(hop, error.reason).inc()
+        log.warning("request %s: %s node %s: %s: %s", exchange.id, hop, node, error.reason, error)
+        if attempts is not None:
+            attempts.failed(node, error.reason, time.monotonic())
+
+    # --- life ----------------------------------------------------------------------------------------------------
+
+    async def _with_session(self, app: web.Application) -> AsyncIterator[None]:
+        # a request holds one connection at a time; the rest is for those that are being closed
+        self._session = new_session(self._config.max_requests + 64, self._config.connect_timeout_s)
+        yield
+        await self._session.close()
+
+    async def _drain(self, app: web.Application) -> None:
+        """Let requests end, then end them. New ones are refused meanwhile."""
+        self._closing = True
+        if self._running:
+            await asyncio.wait(self._running, timeout=self._drain_s)
+        for task in self._running:
+            task.cancel()
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> web.Response:
+    """A node's refusal, to be passed on as it is."""
+    body = await read_all(answer, _MAX_ANSWER)
+    response = web.Response(status=answer.status, body=body, headers=_client_headers(answer))
+    if answer.status == 503:
+        response.headers.setdefault("Retry-After", "1")
+    return response
+
+
+def _client_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
+    return {name: answer.headers[name] for name in _TO_CLIENT if name in answer.headers}
+
+
+def _base_urls(urls: Sequence[str]) -> list[str]:
+    for text in urls:
+        url = URL(text)
+        if url.scheme not in ("http", "https") or not url.host or url.query_string or url.fragment:
+            raise ValueError(f"{text!r} is not a node's base URL, e.g. http://10.0.0.1:8100")
+    return [text.rstrip("/") for text in urls]

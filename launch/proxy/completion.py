@@ -1,0 +1,77 @@
+"""What a completion request says, and what each hop is sent of it. Pure.
+
+Only the fields that matter here are decoded. All others keep their bytes: a prompt of 128k token ids is not turned into
+Python numbers and back, and no number changes its spelling.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from launch.proxy.answers import ApiError
+
+_TRANSFER = "kv_transfer_params"
+_ONE = msgspec.Raw(b"1")
+_REMOTE_DECODE = msgspec.Raw(msgspec.json.encode({"do_remote_decode": True, "do_remote_prefill": False}))
+_NOT_FOR_PREFILL = ("stream_options", "min_tokens")
+"""Fields that contradict `stream: false` and `max_tokens: 1`; nodes refuse them beside those."""
+
+
+class Handoff(msgspec.Struct, frozen=True):
+    """What of a prefill node's answer the decode node is given."""
+
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+    def __bool__(self) -> bool:
+        return bytes(self.kv_transfer_params) != b"null"
+
+
+class Completion:
+    """The body of a `/v1/completions` request."""
+
+    def __init__(self, body: bytes) -> None:
+        """ApiError 400 if no node could make sense of it."""
+        try:
+            body.decode()  # raw fields are not checked for this
+            self._fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        except msgspec.ValidationError as error:
+            raise ApiError(400, f"The body must be a JSON object: {error}", code="invalid_json") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
+        self._fields.pop(_TRANSFER, None)  # says which memory to read: between nodes only
+        if bytes(self._fields.get("prompt", b"null")) == b"null":
+            raise ApiError(400, "`prompt` is missing", param="prompt", code="missing_required_parameter")
+        for name in ("max_tokens", "max_completion_tokens"):
+            self._check_count(name)
+
+    def _check_count(self, name: str) -> None:
+        raw = bytes(self._fields.get(name, b"null"))
+        try:
+            count = msgspec.json.decode(raw, type=int | None)
+        except msgspec.ValidationError:
+            count = -1
+        if count is not None and count < 0:
+            shown = raw[:40].decode(errors="replace")
+            raise ApiError(
+                400, f"`{name}` must be an integer of at least 0, not {shown}", param=name, code="invalid_value"
+            )
+
+    def for_prefill(self) -> bytes:
+        """The body for the prefill node: one token, not streamed, with the promise that another node decodes."""
+        fields = {name: raw for name, raw in self._fields.items() if name not in _NOT_FOR_PREFILL}
+        if "max_completion_tokens" in fields:
+            fields["max_completion_tokens"] = _ONE
+        fields |= {"max_tokens": _ONE, "stream": msgspec.Raw(b"false"), _TRANSFER: _REMOTE_DECODE}
+        return msgspec.json.encode(fields)
+
+    def for_decode(self, handoff: Handoff | None) -> bytes:
+        """The client's body, with what the prefill node handed over."""
+        return msgspec.json.encode({**self._fields, **({_TRANSFER: handoff.kv_transfer_params} if handoff else {})})
+
+
+def read_handoff(answer: bytes) -> Handoff:
+    """A prefill node's answer. ValueError if it is none."""
+    try:
+        return msgspec.json.decode(answer, type=Handoff)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None

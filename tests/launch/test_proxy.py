@@ -1,0 +1,942 @@
+"""The proxy against nodes that misbehave on purpose. All of them are real servers on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from launch.proxy import Proxy
+from launch.proxy import app as app_module
+from pd_cache.config import ProxyConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PARAMS = {"do_remote_prefill": True, "stored": 512}
+EVENTS = [f'data: {{"choices": [{{"text": "{n}"}}]}}\n\n'.encode() for n in range(3)] + [b"data: [DONE]\n\n"]
+
+Behaviour = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@pytest.fixture(autouse=True)
+def no_file_left_open() -> Iterator[None]:
+    before = psutil.Process().num_fds()
+    yield
+    assert psutil.Process().num_fds() <= before
+
+
+def scenario(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test with a limit; at its end only its own task may be left."""
+
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        async def whole() -> None:
+            before = len(asyncio.all_tasks())
+            await test(*args, **kwargs)
+            await until(lambda: len(asyncio.all_tasks()) <= before, "all tasks ended")
+
+        asyncio.run(asyncio.wait_for(whole(), 30))
+
+    return run
+
+
+async def until(condition: Callable[[], bool], what: str, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        await asyncio.sleep(0.005)
+
+
+# --- nodes -----------------------------------------------------------------------------------------------------------
+
+
+class Node:
+    """A server whose next answers are scripted; after those it behaves as `default`."""
+
+    def __init__(self, default: Behaviour) -> None:
+        self.default = default
+        self.script: list[Behaviour] = []
+        self.bodies: list[Any] = []
+        self.headers: list[Any] = []
+        self.peers: list[Any] = []
+        self.hung_up = 0
+        self.url = ""
+        self.server: TestServer | None = None
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_route("*", "/{path:.*}", self.handle)
+        self.server = TestServer(app)
+        await self.server.start_server()
+        self.url = str(self.server.make_url("")).rstrip("/")
+
+    async def stop(self) -> None:
+        assert self.server is not None
+        await self.server.close()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.headers.append(request.headers)
+        self.peers.append(request.transport.get_extra_info("peername"))
+        body = await request.read()
+        self.bodies.append(json.loads(body) if body else None)
+        behaviour = self.script.pop(0) if self.script else self.default
+        try:
+            return await behaviour(request)
+        except asyncio.CancelledError:
+            self.hung_up += 1
+            raise
+
+
+async def prefills(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"id": "p", "choices": [{"text": "?"}], "kv_transfer_params": PARAMS})
+
+
+async def decodes(request: web.Request) -> web.StreamResponse:
+    if request.method == "GET":
+        return web.json_response({"object": "list", "data": [{"id": "tiny"}]})
+    if not (await request.json()).get("stream"):
+        return web.json_response({"id": "d", "choices": [{"text": "hello"}]})
+    return await stream(request, EVENTS)
+
+
+async def stream(request: web.Request, chunks: list[bytes]) -> web.StreamResponse:
+    response = await begin(request, *chunks)
+    await response.write_eof()
+    return response
+
+
+async def begin(request: web.Request, *chunks: bytes, **headers: str) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **headers})
+    await response.prepare(request)
+    for chunk in chunks:
+        await response.write(chunk)
+        await asyncio.sleep(0)
+    return response
+
+
+def answers(status: int, body: object = None, **headers: str) -> Behaviour:
+    async def behaviour(request: web.Request) -> web.StreamResponse:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return web.json_response(body, status=status, headers=named)
+
+    return behaviour
+
+
+def says(body: bytes, status: int = 200) -> Behaviour:
+    async def behaviour(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=body, status=status)
+
+    return behaviour
+
+
+def abort(request: web.Request) -> None:
+    assert request.transport is not None
+    request.transport.abort()
+
+
+async def disconnects(request: web.Request) -> web.StreamResponse:
+    abort(request)
+    return web.Response()
+
+
+async def speaks_no_http(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
+    request.transport.close()
+    return web.Response()
+
+
+async def hangs(request: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def dies_after_headers(request: web.Request) -> web.StreamResponse:
+    response = await begin(request)
+    abort(request)
+    return response
+
+
+def streams_then(chunks: list[bytes], then: Behaviour | None) -> Behaviour:
+    async def behaviour(request: web.Request) -> web.StreamResponse:
+        response = await begin(request, *chunks)
+        if then is not None:
+            await asyncio.sleep(0.05)  # so that they have been read: an abort discards what has not
+            await then(request)
+        return response
+
+    return behaviour
+
+
+def unused_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Cluster:
+    def __init__(self, proxy: Proxy, url: str, prefill: list[Node], decode: list[Node]) -> None:
+        self.proxy, self.url, self.prefill, self.decode = proxy, url, prefill, decode
+        self.session: aiohttp.ClientSession
+
+    def post(self, body: object = None, **kwargs: Any) -> Any:
+        if "data" not in kwargs:
+            kwargs["json"] = body if body is not None else {"model": "tiny", "prompt": "Hi", "max_tokens": 5}
+        return self.session.post(self.url + "/v1/completions", **kwargs)
+
+    def get(self, path: str) -> Any:
+        return self.session.get(self.url + path)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.proxy.metrics.registry.get_sample_value(f"pd_cache_proxy_{name}", labels) or 0.0
+
+
+@asynccontextmanager
+async def cluster(
+    prefill: int | list[str] = 1, decode: int | list[str] = 1, *, drain_s: float = 0.2, **config: Any
+) -> AsyncIterator[Cluster]:
+    """So many nodes of each kind; a URL in their place is a node that is not ours."""
+    async with AsyncExitStack() as stack:
+        nodes: dict[str, list[Node]] = {"prefill": [], "decode": []}
+        urls: dict[str, list[str]] = {"prefill": [], "decode": []}
+        for hop, wanted, behaviour in (("prefill", prefill, prefills), ("decode", decode, decodes)):
+            for given in wanted if isinstance(wanted, list) else [""] * wanted:
+                if not given:
+                    node = Node(behaviour)
+                    await node.start()
+                    stack.push_async_callback(node.stop)
+                    nodes[hop].append(node)
+                urls[hop].append(given or node.url)
+        proxy = Proxy(ProxyConfig(**config), urls["prefill"], urls["decode"], drain_s=drain_s)
+        server = TestServer(proxy.app())
+        await server.start_server()
+        stack.push_async_callback(server.close)
+        running = Cluster(proxy, str(server.make_url("")).rstrip("/"), nodes["prefill"], nodes["decode"])
+        running.session = await stack.enter_async_context(aiohttp.ClientSession())
+        yield running
+        await until(lambda: not proxy._running, "no request left in the proxy")
+
+
+async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    """The error object, after a look at its shape."""
+    body = await response.json()
+    assert response.content_type == "application/json"
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert "Traceback" not in body["error"]["message"]
+    assert response.headers["X-Request-Id"]
+    return dict(body["error"])
+
+
+# --- the good path ---------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_a_prompt_goes_to_a_prefill_node_and_its_cache_to_a_decode_node() -> None:
+    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 7, "temperature": 0.5}
+    async with cluster() as c:
+        async with c.post(body) as response:
+            assert response.status == 200
+            assert await response.json() == {"id": "d", "choices": [{"text": "hello"}]}
+            assert response.content_type == "application/json"
+            assert response.headers["Content-Length"] == str(
+                len(json.dumps({"id": "d", "choices": [{"text": "hello"}]}))
+            )
+        assert c.prefill[0].bodies == [
+            {
+                **body,
+                "max_tokens": 1,
+                "stream": False,
+                "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+            }
+        ]
+        assert c.decode[0].bodies == [{**body, "kv_transfer_params": PARAMS}]
+        assert c.metric("handoffs_total", result="handed_over") == 1
+        assert c.metric("requests_total", status="200") == 1
+
+
+@scenario
+async def test_a_stream_is_passed_on_chunk_by_chunk() -> None:
+    seen = [asyncio.Event() for _ in EVENTS]
+
+    async def one_by_one(request: web.Request) -> web.StreamResponse:
+        response = await begin(request)
+        for event, was_seen in zip(EVENTS, seen, strict=True):
+            await response.write(event)
+            await was_seen.wait()  # the next is written when the client has this one
+        return response
+
+    async with cluster() as c:
+        c.decode[0].script = [one_by_one]
+        async with c.post({"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}) as response:
+            assert response.content_type == "text/event-stream"
+            for event, was_seen in zip(EVENTS, seen, strict=True):
+                assert await response.content.readexactly(len(event)) == event
+                was_seen.set()
+            assert await response.content.read() == b""
+        assert c.decode[0].bodies[0]["stream_options"] == {"include_usage": True}
+        assert "stream_options" not in c.prefill[0].bodies[0]
+
+
+@scenario
+async def test_without_prefill_nodes_requests_go_straight_to_decode() -> None:
+    async with cluster(prefill=0) as c:
+        async with c.post({"prompt": "x", "kv_transfer_params": {"remote_host": "evil"}}) as response:
+            assert response.status == 200
+        assert c.decode[0].bodies == [{"prompt": "x"}]
+        assert c.metric("handoffs_total", result="no_prefill_nodes") == 1
+
+
+@scenario
+async def test_requests_are_spread_over_the_nodes() -> None:
+    async with cluster(2, 3) as c:
+        for _ in range(6):
+            async with c.post() as response:
+                assert response.status == 200
+        assert [len(node.bodies) for node in c.prefill] == [3, 3]
+        assert [len(node.bodies) for node in c.decode] == [2, 2, 2]
+
+
+@scenario
+async def test_connections_to_nodes_are_used_again() -> None:
+    async with cluster() as c:
+        for body in ({"prompt": "x"}, {"prompt": "x", "stream": True}, {"prompt": "y"}):
+            async with c.post(body) as response:
+                await response.read()
+        assert len(set(c.prefill[0].peers)) == 1
+        assert len(set(c.decode[0].peers)) == 1
+
+
+@scenario
+async def test_a_large_prompt_and_a_large_answer_pass() -> None:
+    prompt = list(range(400_000))
+    answer = os.urandom(3 << 20)
+
+    async with cluster() as c:
+        c.decode[0].script = [says(answer)]
+        async with c.post(data=io.BytesIO(json.dumps({"prompt": prompt}).encode())) as response:
+            assert await response.read() == answer
+        assert c.prefill[0].bodies[0]["prompt"] == prompt
+        assert c.decode[0].bodies[0]["prompt"] == prompt
+
+
+@scenario
+async def test_both_hops_get_the_authorization_and_uncompressed_answers_are_asked_for() -> None:
+    async with cluster() as c:
+        async with c.post(headers={"Authorization": "Bearer key", "Cookie": "a=b", "X-Other": "1"}) as response:
+            assert response.status == 200
+        for node in (c.prefill[0], c.decode[0]):
+            assert node.headers[0]["Authorization"] == "Bearer key"
+            assert node.headers[0]["Accept-Encoding"] == "identity"
+            assert "Cookie" not in node.headers[0]
+            assert "X-Other" not in node.headers[0]
+
+
+# --- the prefill hop -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 429])
+@scenario
+async def test_what_a_prefill_node_says_about_the_request_is_final(status: int) -> None:
+    error = {
+        "error": {"message": "The model `x` does not exist", "type": "NotFoundError", "param": "model", "code": status}
+    }
+    async with cluster(2, 1) as c:
+        c.prefill[0].default = c.prefill[1].default = answers(status, error, Retry_After="3")
+        async with c.post() as response:
+            assert response.status == status
+            assert await response.json() == error
+            assert response.headers["Retry-After"] == "3"
+        assert len(c.prefill[0].bodies + c.prefill[1].bodies) == 1
+        assert c.decode[0].bodies == []
+
+
+PREFILL_FAILURES = {
+    "error": answers(500, {"error": "boom"}),
+    "busy": answers(503, None),
+    "redirect": answers(302, None, Location="http://127.0.0.1:1/"),
+    "disconnected": disconnects,
+    "cut off in its answer": dies_after_headers,
+    "no json": says(b"<html>"),
+    "no object": says(b"[1]"),
+    "half an object": says(b'{"kv_transfer_params": {"a"'),
+    "endless": says(b" " * (5 << 20)),
+    "no http": speaks_no_http,
+    "slow": hangs,
+}
+
+
+@pytest.mark.parametrize("failure", [name for name in PREFILL_FAILURES if name != "slow"])
+@scenario
+async def test_a_prefill_node_that_fails_is_replaced(failure: str) -> None:
+    async with cluster(2, 1) as c:
+        c.prefill[0].default = PREFILL_FAILURES[failure]
+        async with c.post() as response:
+            assert response.status == 200
+            await response.read()
+        assert len(c.prefill[0].bodies) == len(c.prefill[1].bodies) == 1
+        assert c.decode[0].bodies[0]["kv_transfer_params"] == PARAMS
+
+
+@pytest.mark.parametrize("failure", list(PREFILL_FAILURES))
+@scenario
+async def test_without_a_working_prefill_node_the_decode_node_computes_the_prompt(failure: str) -> None:
+    async with cluster(1, 1, prefill_timeout_s=0.2 if failure == "slow" else 10) as c:
+        c.prefill[0].default = PREFILL_FAILURES[failure]
+        async with c.post({"prompt": "x", "max_tokens": 3}) as response:
+            assert response.status == 200
+            await response.read()
+        assert len(c.prefill[0].bodies) == 1
+        assert c.decode[0].bodies == [{"prompt": "x", "max_tokens": 3}]
+        assert c.metric("handoffs_total", result="prefill_failed") == 1
+        if failure == "slow":
+            await until(lambda: c.prefill[0].hung_up == 1, "the slow node was let go")
+            assert c.metric("hop_failures_total", hop="prefill", reason="timeout") == 1
+
+
+@scenario
+async def test_a_prefill_node_that_refuses_connections_is_skipped_for_a_while() -> None:
+    dead = f"http://127.0.0.1:{unused_port()}"
+    async with cluster([dead, ""], 1) as c:
+        for _ in range(3):
+            async with c.post() as response:
+                assert response.status == 200
+        assert len(c.prefill[0].bodies) == 3
+        assert c.metric("hop_failures_total", hop="prefill", reason="unreachable") == 1
+        async with c.get("/health") as response:
+            assert (await response.json())["prefill"] == {dead: False, c.prefill[0].url: True}
+
+
+@scenario
+async def test_a_prefill_node_that_takes_no_connections_costs_the_connect_timeout() -> None:
+    with socket.socket() as full, socket.socket() as one, socket.socket() as two:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for filler in (one, two):  # the kernel drops further handshakes now
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        async with cluster([url], 1, connect_timeout_s=0.2) as c:
+            started = time.monotonic()
+            async with c.post() as response:
+                assert response.status == 200
+            assert time.monotonic() - started < 2
+            assert c.metric("hop_failures_total", hop="prefill", reason="unreachable") == 1
+
+
+@scenario
+async def test_a_prefill_node_may_have_stored_nothing() -> None:
+    async with cluster() as c:
+        c.prefill[0].script = [answers(200, {"choices": []})]
+        async with c.post({"prompt": "x"}) as response:
+            assert response.status == 200
+        assert c.decode[0].bodies == [{"prompt": "x"}]
+        assert c.metric("handoffs_total", result="nothing_stored") == 1
+
+
+# --- the decode hop --------------------------------------------------------------------------------------------------
+
+DECODE_FAILURES = {
+    "error": answers(500, {"error": "boom"}),
+    "busy": answers(503, None),
+    "redirect": answers(302, None, Location="http://127.0.0.1:1/"),
+    "disconnected": disconnects,
+    "dead before its first byte": dies_after_headers,
+    "no http": speaks_no_http,
+}
+
+
+@pytest.mark.parametrize("failure", list(DECODE_FAILURES))
+@pytest.mark.parametrize("streaming", [False, True])
+@scenario
+async def test_a_decode_node_that_fails_before_its_first_byte_is_replaced(failure: str, streaming: bool) -> None:
+    async with cluster(1, 2) as c:
+        c.decode[0].default = DECODE_FAILURES[failure]
+        async with c.post({"prompt": "x", "stream": streaming}) as response:
+            assert response.status == 200
+            body = await response.read()
+            assert body == b"".join(EVENTS) if streaming else b"hello" in body
+        assert len(c.prefill[0].bodies) == 1  # not computed again
+        assert c.decode[0].bodies == c.decode[1].bodies
+
+
+@pytest.mark.parametrize("failure", [name for name in DECODE_FAILURES if name != "busy"])
+@scenario
+async def test_when_no_decode_node_is_left_the_client_may_come_back(failure: str) -> None:
+    async with cluster(1, 2) as c:
+        c.decode[0].default = c.decode[1].default = DECODE_FAILURES[failure]
+        async with c.post() as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "1"
+            assert (await error_of(response))["type"] == "server_error"
+
+
+@scenario
+async def test_while_all_decode_nodes_are_down_requests_are_refused_at_once() -> None:
+    async with cluster(0, [f"http://127.0.0.1:{unused_port()}"]) as c:
+        for _ in range(2):
+            async with c.post() as response:
+                assert response.status == 503
+                assert response.headers["Retry-After"] == "1"
+        assert c.metric("hop_failures_total", hop="decode", reason="unreachable") == 1
+        async with c.get("/health") as response:
+            assert response.status == 503
+
+
+@scenario
+async def test_a_decode_node_that_comes_back_is_used_again() -> None:
+    async with cluster(0, 1) as c:
+        await c.decode[0].server.close()
+        async with c.post() as response:
+            assert response.status == 503
+        port = int(c.decode[0].url.rpartition(":")[2])
+        again = Node(decodes)
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", again.handle)
+        again.server = TestServer(app, port=port)
+        await again.server.start_server()
+        try:
+            status, deadline = 0, time.monotonic() + 5
+            while status != 200:
+                assert time.monotonic() < deadline
+                async with c.post() as response:
+                    status = response.status
+                await asyncio.sleep(0.05)
+        finally:
+            await again.stop()
+
+
+@scenario
+async def test_a_full_queue_is_passed_on_with_its_retry_after() -> None:
+    body = {"error": {"message": "queue is full", "type": "server_error", "param": None, "code": "overloaded"}}
+    async with cluster(1, 2) as c:
+        c.decode[0].default = answers(503, body, Retry_After="7")
+        c.decode[1].default = disconnects
+        async with c.post() as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "7"
+            assert await response.json() == body
+            assert response.headers["X-Request-Id"]
+
+
+@pytest.mark.parametrize("status", [400, 404, 429])
+@scenario
+async def test_what_a_decode_node_says_about_the_request_is_final(status: int) -> None:
+    async with cluster(1, 2) as c:
+        c.decode[0].default = c.decode[1].default = answers(status, {"error": {"message": "no"}})
+        async with c.post() as response:
+            assert response.status == status
+            assert await response.json() == {"error": {"message": "no"}}
+        assert len(c.decode[0].bodies + c.decode[1].bodies) == 1
+
+
+@scenario
+async def test_a_request_that_brings_nodes_down_does_not_visit_all_of_them() -> None:
+    async with cluster(0, 5) as c:
+        for node in c.decode:
+            node.default = disconnects
+        async with c.post() as response:
+            assert response.status == 503
+        assert sum(len(node.bodies) for node in c.decode) == 3
+
+
+@pytest.mark.parametrize(
+    ("sent", "before"),
+    [(EVENTS[:2], b"".join(EVENTS[:2])), ([EVENTS[0], b'data: {"cho'], EVENTS[0] + b'data: {"cho\n\n')],
+)
+@scenario
+async def test_a_stream_that_breaks_off_ends_with_an_error_event(sent: list[bytes], before: bytes) -> None:
+    async with cluster(1, 2) as c:
+        c.decode[0].default = streams_then(sent, disconnects)
+        async with c.post({"prompt": "x", "stream": True}) as response:
+            assert response.status == 200
+            body = await response.read()
+        assert body.startswith(before)
+        match = re.fullmatch(rb"data: (\{.*\})\n\n", body[len(before) :])
+        assert match is not None
+        assert json.loads(match[1])["error"]["code"] == "node_failed"
+        assert c.decode[1].bodies == []
+        assert c.metric("answers_cut_total", code="node_failed") == 1
+
+
+@scenario
+async def test_an_answer_that_is_no_stream_breaks_off_with_the_node() -> None:
+    async def half(request: web.Request) -> web.StreamResponse:
+        response = await begin(request, b'{"id": ', **{"Content-Type": "application/json", "Content-Length": "100"})
+        await asyncio.sleep(0.05)
+        abort(request)
+        return response
+
+    async with cluster() as c:
+        c.decode[0].script = [half]
+        async with c.post() as response:
+            assert response.status == 200
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
+
+
+# --- deadlines -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow_hop", ["prefill", "decode"])
+@scenario
+async def test_a_request_is_answered_when_its_time_is_over(slow_hop: str) -> None:
+    async with cluster(1, 1, request_timeout_s=0.3) as c:
+        node = (c.prefill if slow_hop == "prefill" else c.decode)[0]
+        node.default = hangs
+        started = time.monotonic()
+        async with c.post() as response:
+            assert response.status == 504
+            assert (await error_of(response))["code"] == "timeout"
+        assert 0.25 < time.monotonic() - started < 2
+        await until(lambda: node.hung_up == 1, "the node was let go")
+
+
+@scenario
+async def test_a_stream_that_stalls_ends_with_an_error_event_when_its_time_is_over() -> None:
+    async with cluster(0, 1, request_timeout_s=0.4) as c:
+        c.decode[0].default = streams_then(EVENTS[:1], hangs)
+        async with c.post({"prompt": "x", "stream": True}) as response:
+            body = await response.read()
+        assert body.startswith(EVENTS[0] + b'data: {"error":')
+        assert json.loads(body[len(EVENTS[0]) + 6 :])["error"]["code"] == "timeout"
+        await until(lambda: c.decode[0].hung_up == 1, "the node was let go")
+
+
+@scenario
+async def test_a_body_that_does_not_arrive_is_a_408() -> None:
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"prompt": '
+        await asyncio.sleep(1.5)
+        yield b'"x"}'
+
+    async with cluster(request_timeout_s=0.3) as c:
+        async with c.post(data=body()) as response:
+            assert response.status == 408
+            await error_of(response)
+        assert c.prefill[0].bodies == []
+
+
+@scenario
+async def test_a_client_that_does_not_read_is_cut_off_when_its_time_is_over() -> None:
+    async def floods(request: web.Request) -> web.StreamResponse:
+        response = await begin(request)
+        while True:
+            await response.write(b"data: " + b"x" * 65536 + b"\n\n")
+
+    async with cluster(0, 1, request_timeout_s=0.5) as c:
+        c.decode[0].default = floods
+        host, _, port = c.url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{"prompt": "x"}')
+        await until(lambda: c.metric("answers_cut_total", code="timeout") == 1, "cut off")
+        await until(lambda: c.decode[0].hung_up == 1 or not c.proxy._running, "the node was let go")
+        writer.transport.abort()
+        del reader
+
+
+# --- clients that go away --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hop", ["prefill", "decode", "stream"])
+@scenario
+async def test_a_client_that_goes_away_takes_the_upstream_connection_with_it(hop: str) -> None:
+    async with cluster() as c:
+        node = (c.prefill if hop == "prefill" else c.decode)[0]
+        node.default = streams_then(EVENTS[:1], hangs) if hop == "stream" else hangs
+        asking = asyncio.ensure_future(c.post({"prompt": "x", "stream": hop == "stream"}).__aenter__())
+        await until(lambda: len(node.bodies) == 1, "the node has the request")
+        if hop == "stream":
+            (await asking).close()
+        else:
+            asking.cancel()
+            await asyncio.wait({asking})
+        await until(lambda: node.hung_up == 1, "the node noticed")
+        await until(lambda: not c.proxy._running, "the proxy forgot it")
+        if hop == "prefill":
+            assert c.decode[0].bodies == []
+        await until(lambda: c.metric("requests_total", status="499") == 1, "counted")
+
+
+# --- requests that cannot be served ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"{}", b'{"prompt": "x", "max_tokens": -1}', b"\xff\xfe", b'{"prompt": null}']
+)
+@scenario
+async def test_a_bad_body_is_a_400_and_reaches_no_node(body: bytes) -> None:
+    async with cluster() as c:
+        async with c.post(data=body) as response:
+            assert response.status == 400
+            assert (await error_of(response))["type"] == "invalid_request_error"
+        assert c.prefill[0].bodies == c.decode[0].bodies == []
+
+
+@scenario
+async def test_a_body_that_breaks_its_encoding_is_a_400() -> None:
+    async with cluster() as c, c.post(data=b"this is not gzip", headers={"Content-Encoding": "gzip"}) as response:
+        assert response.status == 400
+        await error_of(response)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@scenario
+async def test_a_body_that_is_too_large_is_a_413(announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "MAX_BODY", 100_000)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" " * 10_000
+
+    async with cluster() as c, c.post(data=b" " * 200_000 if announced else chunks()) as response:
+        assert response.status == 413
+        assert (await error_of(response))["code"] == "request_too_large"
+
+
+@scenario
+async def test_unknown_paths_and_methods_are_told_in_the_same_shape() -> None:
+    async with cluster() as c:
+        async with c.get("/v1/nothing") as response:
+            assert response.status == 404
+            assert (await error_of(response))["type"] == "invalid_request_error"
+        async with c.get("/v1/completions") as response:
+            assert response.status == 405
+            assert response.headers["Allow"] == "POST"
+            await error_of(response)
+
+
+@scenario
+async def test_a_fault_of_the_proxy_is_a_500_without_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(body: bytes) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    monkeypatch.setattr(app_module, "Completion", broken)
+    async with cluster() as c, c.post() as response:
+        assert response.status == 500
+        error = await error_of(response)
+        assert error["code"] == "internal_error"
+        assert "secret" not in error["message"]
+
+
+@scenario
+async def test_more_requests_than_allowed_are_refused() -> None:
+    async with cluster(0, 1, max_requests=2) as c:
+        go = asyncio.Event()
+
+        async def waits(request: web.Request) -> web.StreamResponse:
+            await go.wait()
+            return await decodes(request)
+
+        c.decode[0].default = waits
+        asking = [asyncio.ensure_future(c.post().__aenter__()) for _ in range(2)]
+        await until(lambda: len(c.decode[0].bodies) == 2, "two in flight")
+        async with c.post() as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "1"
+            assert (await error_of(response))["code"] == "overloaded"
+        go.set()
+        for response in await asyncio.gather(*asking):
+            assert response.status == 200
+            response.close()
+        async with c.post() as response:
+            assert response.status == 200
+
+
+# --- ids, models, health, metrics ------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_a_request_id_goes_to_both_hops_and_back() -> None:
+    async with cluster() as c:
+        async with c.post(headers={"X-Request-Id": "abc-123.x:y_Z"}) as response:
+            assert response.headers.getall("X-Request-Id") == ["abc-123.x:y_Z"]
+        assert c.prefill[0].headers[0]["X-Request-Id"] == c.decode[0].headers[0]["X-Request-Id"] == "abc-123.x:y_Z"
+
+
+@pytest.mark.parametrize("given", ["", "x" * 129, "a b", "a\tb", "é", 'a"b'])
+@scenario
+async def test_a_request_id_that_is_missing_or_strange_is_replaced(given: str) -> None:
+    async with cluster() as c:
+        async with c.post(headers={"X-Request-Id": given} if given else {}) as response:
+            made = response.headers["X-Request-Id"]
+            assert re.fullmatch("[0-9a-f]{32}", made)
+        assert c.prefill[0].headers[0]["X-Request-Id"] == made
+        async with c.get("/nowhere") as response:
+            assert re.fullmatch("[0-9a-f]{32}", response.headers["X-Request-Id"])
+
+
+@scenario
+async def test_the_models_are_those_of_a_decode_node_that_works() -> None:
+    async with cluster(1, 2) as c:
+        c.decode[0].default = disconnects
+        async with c.get("/v1/models") as response:
+            assert response.status == 200
+            assert (await response.json())["data"] == [{"id": "tiny"}]
+        assert c.prefill[0].bodies == []
+
+
+@scenario
+async def test_health_names_the_nodes() -> None:
+    async with cluster() as c, c.get("/health") as response:
+        assert response.status == 200
+        assert await response.json() == {
+            "status": "ok",
+            "prefill": {c.prefill[0].url: True},
+            "decode": {c.decode[0].url: True},
+        }
+
+
+@scenario
+async def test_metrics_are_served_from_a_registry_of_the_proxys_own() -> None:
+    async with cluster() as one, cluster() as other:
+        async with one.post() as response:
+            await response.read()
+        for c, requests in ((one, 1.0), (other, 0.0)):
+            async with c.get("/metrics") as response:
+                text = await response.text()
+                assert response.content_type == "text/plain"
+            assert ('pd_cache_proxy_requests_total{status="200"} 1.0' in text) == bool(requests)
+            assert f'pd_cache_proxy_node_up{{hop="decode",node="{c.decode[0].url}"}} 1.0' in text
+            assert f"pd_cache_proxy_first_byte_seconds_count {requests}" in text
+
+
+@pytest.mark.parametrize("url", ["10.0.0.1:80", "ftp://x", "http://", "http://h:1?x=1", ""])
+def test_a_node_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="is not a node's base URL"):
+        Proxy(ProxyConfig(), [], [url])
+
+
+def test_a_proxy_without_decode_nodes_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one decode node"):
+        Proxy(ProxyConfig(), ["http://127.0.0.1:1"], [])
+
+
+# --- shutdown --------------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_a_shutdown_lets_requests_end_and_refuses_new_ones() -> None:
+    async with cluster(0, 1, drain_s=10) as c:
+        go = asyncio.Event()
+
+        async def waits(request: web.Request) -> web.StreamResponse:
+            response = await begin(request, EVENTS[0])
+            await go.wait()
+            await response.write(EVENTS[1])
+            return response
+
+        c.decode[0].default = waits
+        async with c.post({"prompt": "x", "stream": True}) as response:
+            assert await response.content.readexactly(len(EVENTS[0])) == EVENTS[0]
+            draining = asyncio.ensure_future(c.proxy._drain(web.Application()))
+            await asyncio.sleep(0)
+            async with c.post() as refused:
+                assert refused.status == 503
+                assert "shutting down" in (await error_of(refused))["message"]
+            async with c.get("/health") as health:
+                assert health.status == 503
+            go.set()
+            assert await response.read() == EVENTS[1]
+        await draining
+
+
+@scenario
+async def test_a_shutdown_tells_those_that_do_not_end() -> None:
+    async with cluster(0, 2, drain_s=0.1) as c:
+        c.decode[0].default = streams_then(EVENTS[:1], hangs)
+        c.decode[1].default = hangs
+        async with c.post({"prompt": "x", "stream": True}) as streaming:
+            await streaming.content.readexactly(len(EVENTS[0]))
+            waiting = asyncio.ensure_future(c.post().__aenter__())
+            await until(lambda: len(c.decode[1].bodies) == 1, "both in flight")
+            await c.proxy._drain(web.Application())
+            assert json.loads((await streaming.read())[6:])["error"]["code"] == "overloaded"
+            response = await waiting
+            assert response.status == 503
+            response.close()
+
+
+RUN = """
+import sys
+from launch.proxy import run_proxy
+from pd_cache.config import ProxyConfig
+run_proxy(ProxyConfig(), [], [sys.argv[1]], "127.0.0.1", int(sys.argv[2]), lambda url: print("ready", url, flush=True))
+print("drained", flush=True)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@scenario
+async def test_run_proxy_serves_until_it_is_told_to_stop_and_ends_what_it_began(signum: signal.Signals) -> None:
+    node = Node(decodes)
+    await node.start()
+    go = asyncio.Event()
+
+    async def waits(request: web.Request) -> web.StreamResponse:
+        response = await begin(request, EVENTS[0])
+        await go.wait()
+        await response.write(EVENTS[1])
+        return response
+
+    node.default = waits
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", RUN, node.url, "0", stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stdout is not None
+    try:
+        url = (await asyncio.wait_for(process.stdout.readline(), 20)).decode().split()[1]
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url + "/v1/completions", json={"prompt": "x", "stream": True}) as response,
+        ):
+            await response.content.readexactly(len(EVENTS[0]))
+            process.send_signal(signum)
+
+            async def closed() -> None:
+                while True:
+                    try:
+                        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+                    except ConnectionError:
+                        return
+                    writer.close()
+                    await asyncio.sleep(0.01)
+
+            await asyncio.wait_for(closed(), 5)
+            go.set()
+            assert await response.read() == EVENTS[1]
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert await process.stdout.read() == b"drained\n"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await node.stop()
+
+
+def test_run_proxy_on_a_port_that_is_taken_is_an_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        argv = [sys.executable, "-c", RUN, "http://127.0.0.1:1", str(taken.getsockname()[1])]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, timeout=20)
+    assert done.returncode == 1
+    assert b"OSError" in done.stderr
+    assert b"Task was destroyed" not in done.stderr
