@@ -84,6 +84,10 @@ class CacheEngine:
         """False while the pool is known to be down: lookups are then misses and stores are dropped, at once."""
         return not self._closed and self.backend.available
 
+    def wait_available(self, timeout: float) -> None:
+        """Wait for the pool; PoolUnavailableError after `timeout` seconds. Serving engines have no need to."""
+        self.backend.wait_available(timeout)
+
     # --- the three operations ------------------------------------------------------------------------------------
 
     def lookup(

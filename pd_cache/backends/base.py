@@ -63,6 +63,10 @@ class StorageBackend(ABC):
         """False while it is known to be of no use: calls then answer at once."""
 
     @abstractmethod
+    def wait_available(self, timeout: float) -> None:
+        """Wait until it is of use; PoolUnavailableError after `timeout` seconds."""
+
+    @abstractmethod
     def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         """OK or MISSING for each key; another status where the backend cannot tell."""
 

@@ -93,6 +93,9 @@ class MooncakeBackend(StorageBackend):
     def available(self) -> bool:
         return self.store.available
 
+    def wait_available(self, timeout: float) -> None:
+        self.store.wait_open(timeout)
+
     def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         return self.store.batch_exist(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms))
 

@@ -112,6 +112,6 @@ def test_the_engine_agrees_with_a_dictionary(pool: Pool) -> None:
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+                max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
             ),
         )

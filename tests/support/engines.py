@@ -78,7 +78,7 @@ def host(
     engine = CacheEngineBuilder.get_or_create(instance, settings, metadata, layout)
     try:
         if wait:
-            engine.backend.store.wait_open(10)  # type: ignore[attr-defined]
+            engine.wait_available(10)
         yield Host(engine, tensors)
     finally:
         CacheEngineBuilder.destroy(instance)
