@@ -64,7 +64,8 @@ class _Active:
         self.lease: BlockLease | None = None
         self.load: _Load | None = None
         self.skip_cache = False
-        self.pool_is_down = False
+        self.cache_answered = False
+        """Whether the load ended as one should: only then are chunks that are yet to be stored worth announcing."""
         self.loaded = 0
         """Prompt tokens that the cache put into the pages."""
         self.position = 0
@@ -151,8 +152,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether another tick would compute something now."""
-        return any(active.phase in (_Phase.PREFILL, _Phase.DECODE) for active in self._running)
+        """Whether another tick would get something done now."""
+        if any(active.phase in (_Phase.PREFILL, _Phase.DECODE) for active in self._running):
+            return True
+        room = len(self._running) < self._config.max_running
+        return room and bool(self._waiting) and self._blocks_needed(self._waiting[0]) <= self.pool.free
 
     def next_deadline(self) -> float | None:
         """`time.monotonic()` at which a tick is due although nothing happens."""
@@ -171,8 +175,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._config.max_running:
             active = self._waiting[0]
-            tokens = len(active.prompt) + active.generation.request.max_tokens
-            lease = self.pool.allocate(-(-tokens // self._config.block_size))
+            lease = self.pool.allocate(self._blocks_needed(active))
             if lease is None:
                 return
             self._waiting.popleft()
@@ -180,6 +183,10 @@ class Scheduler:
             active.lease = lease
             active.phase = _Phase.PREFILL
             self._start_load(active)
+
+    def _blocks_needed(self, active: _Active) -> int:
+        tokens = len(active.prompt) + active.generation.request.max_tokens
+        return -(-tokens // self._config.block_size)
 
     # --- loading -------------------------------------------------------------------------------------------------
 
@@ -230,7 +237,7 @@ class Scheduler:
         active.load = None
         active.phase = _Phase.PREFILL
         active.loaded = result.tokens
-        active.pool_is_down = result.outcome is LoadOutcome.UNAVAILABLE
+        active.cache_answered = result.outcome in (LoadOutcome.HIT, LoadOutcome.MISS)
         # The last token is computed even where it was loaded: something has to predict the first one of the answer.
         active.position = min(result.tokens, len(active.prompt) - 1)
         self._metrics.loads.labels(result.outcome.value).inc()
@@ -378,7 +385,7 @@ class Scheduler:
             self._metrics.stores.labels("dropped").inc()
             return loaded
         self._lent_blocks += blocks
-        return loaded if active.pool_is_down else len(prefix.tokens)
+        return len(prefix.tokens) if active.cache_answered else loaded
 
     def _store_ended(self, blocks: int, stored: bool) -> None:
         self._lent_blocks -= blocks
