@@ -1,0 +1,45 @@
+"""The reference engine: a small engine with a paged KV cache, for trying out, testing and measuring pd-cache.
+
+It serves a Hugging Face causal LM from a local folder, or one with random weights, on the CPU. It is not made for
+production, and not fast; it is made to be right: a prompt gives the same tokens whether its prefix was computed here or
+loaded from the pool, and whatever the cache does, requests are answered.
+
+A request's path: `server` reads it (`protocol`) and submits it to the `engine`, whose thread runs the `scheduler`. That
+reserves `blocks`, has the `cache` load the prefix on `workers`, computes the rest with the `model` through the pages
+(`attention`), has the chunks stored, and draws tokens (`sampling`) into the `generation` that the server reads from.
+"""
+
+from launch.engines.reference.app import run_engine, serve
+from launch.engines.reference.cache import KVCache
+from launch.engines.reference.engine import CacheFactory, ReferenceEngine
+from launch.engines.reference.errors import (
+    EngineClosedError,
+    GenerationError,
+    QueueFullError,
+    UnsupportedModelError,
+)
+from launch.engines.reference.generation import Generation
+from launch.engines.reference.model import PagedModel, load_model
+from launch.engines.reference.request import GenerationRequest, GenerationStats, TokenEvent
+from launch.engines.reference.sampling import SamplingParams
+from launch.engines.reference.server import make_app
+
+__all__ = [
+    "CacheFactory",
+    "EngineClosedError",
+    "Generation",
+    "GenerationError",
+    "GenerationRequest",
+    "GenerationStats",
+    "KVCache",
+    "PagedModel",
+    "QueueFullError",
+    "ReferenceEngine",
+    "SamplingParams",
+    "TokenEvent",
+    "UnsupportedModelError",
+    "load_model",
+    "make_app",
+    "run_engine",
+    "serve",
+]

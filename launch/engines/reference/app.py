@@ -1,0 +1,120 @@
+"""The process: build an engine, serve it over HTTP until a signal, close everything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from launch.engines.reference.engine import CacheFactory, ReferenceEngine
+from launch.engines.reference.server import make_app
+from pd_cache.config import HandoffConfig, ReferenceEngineConfig
+
+_logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_CLEANUP_S = 2.0
+
+
+def serve(
+    config: ReferenceEngineConfig,
+    handoff: HandoffConfig,
+    host: str,
+    port: int,
+    cache: CacheFactory | None,
+    ready: Callable[[str], None],
+    *,
+    registry: CollectorRegistry | None = None,
+    grace_s: float = 4.0,
+) -> None:
+    """Serve the reference engine on `host:port` (0 takes a free port) until SIGTERM or SIGINT; then return.
+
+    For the main thread, which gets the signals. `cache` is called once, after the model is loaded, with what identifies
+    this engine's weights and pages, and answers the cache to use or None. The cache stays the caller's to close; by then
+    no call of this engine runs in it but ones that outlived every deadline. `ready` gets `host:port` when requests are
+    answered. On a signal, requests at work have `grace_s` to finish. `registry` holds further metrics for `/metrics`.
+    UnsupportedModelError for a model that cannot be served, OSError if the address cannot be bound.
+    """
+    with suppress(_StopError), _signals_as_exceptions():
+        engine = ReferenceEngine.open(config, handoff, cache)
+        try:
+            _logger.warning(
+                "serving %s with the reference engine, for trying out, testing and measuring, not for production",
+                config.model.name,
+            )
+            asyncio.run(_run_until_signal(engine, host, port, ready, registry, grace_s))
+        finally:
+            engine.close()
+
+
+async def run_engine(
+    engine: ReferenceEngine,
+    host: str,
+    port: int,
+    ready: Callable[[str], None],
+    stop: asyncio.Event,
+    *,
+    registry: CollectorRegistry | None = None,
+    grace_s: float = 4.0,
+) -> None:
+    """Serve `engine` on `host:port` until `stop` is set, then close it: requests at work have `grace_s` to finish."""
+    runner = web.AppRunner(
+        make_app(engine, registry), handler_cancellation=True, shutdown_timeout=_CLEANUP_S, access_log=None
+    )
+    site: web.TCPSite | None = None
+    try:
+        await runner.setup()
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        ready(f"{host}:{_bound_port(runner)}")
+        await stop.wait()
+    finally:
+        if site is not None:
+            await site.stop()
+        # Requests end with their last token or, after the grace, an error; only then do their connections.
+        await asyncio.to_thread(engine.close, grace_s)
+        await runner.cleanup()
+
+
+async def _run_until_signal(
+    engine: ReferenceEngine,
+    host: str,
+    port: int,
+    ready: Callable[[str], None],
+    registry: CollectorRegistry | None,
+    grace_s: float,
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    await run_engine(engine, host, port, ready, stop, registry=registry, grace_s=grace_s)
+
+
+def _bound_port(runner: web.AppRunner) -> int:
+    return int(runner.addresses[0][1])
+
+
+class _StopError(BaseException):
+    """A signal that came while the event loop did not run."""
+
+
+@contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    """Where no event loop takes them, signals unwind the stack, so that what was opened is closed."""
+
+    def stop(number: int, _: object) -> NoReturn:
+        raise _StopError(number)
+
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,27 @@
+"""What the reference engine raises to whoever started it or sent it a request."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pd_cache.errors import PdCacheError
+
+
+class UnsupportedModelError(PdCacheError, ValueError):
+    """A model that cannot be loaded, or whose attention cannot read its KV from pages; names the model and the reason."""
+
+
+class QueueFullError(PdCacheError):
+    """As many requests are waiting as may wait; try again later."""
+
+
+class EngineClosedError(PdCacheError):
+    """The engine is closing or closed and takes no more requests."""
+
+
+class GenerationError(PdCacheError):
+    """A request that ended without all of its tokens."""
+
+    def __init__(self, kind: Literal["timeout", "aborted", "closed", "failed"], message: str) -> None:
+        super().__init__(message)
+        self.kind = kind

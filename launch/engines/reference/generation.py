@@ -1,0 +1,131 @@
+"""The handle on a submitted request: an iterator over its tokens, for threads and for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from launch.engines.reference.errors import GenerationError
+from launch.engines.reference.request import GenerationRequest, GenerationStats, TokenEvent
+
+_GRACE_S = 5.0
+"""How much later than the engine a consumer gives up by itself: only an engine that hangs makes it."""
+
+
+class Generation:
+    """A request's tokens as they come. Iterate once, with `for` or `async for`; leaving early needs `cancel()`.
+
+    Iterating raises GenerationError if the request ends early, whose `kind` says why. Memory is bounded by the request's
+    `max_tokens`.
+    """
+
+    def __init__(self, request: GenerationRequest, deadline: float, on_cancel: Callable[[Generation], None]) -> None:
+        self.request = request
+        self.deadline = deadline
+        """`time.monotonic()` at which the engine gives the request up."""
+        self._stats: GenerationStats | None = None
+        self._on_cancel = on_cancel
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._events: deque[TokenEvent] = deque()
+        self._failure: GenerationError | None = None
+        self._ended = False
+        self._over = False
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Known from the first token on; RuntimeError before."""
+        if self._stats is None:
+            raise RuntimeError("a request's statistics are known with its first token")
+        return self._stats
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine has nothing more to do for this request."""
+        return self._ended
+
+    def cancel(self) -> None:
+        """Let the engine stop working on it. Any thread; harmless after the end."""
+        if not self._ended:
+            self._on_cancel(self)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        while not self._over:
+            with self._changed:
+                remaining = self.deadline + _GRACE_S - time.monotonic()
+                ready = self._changed.wait_for(lambda: self._events or self._ended, timeout=max(0.0, remaining))
+                event = self._take() if ready else None
+            yield event or self._hung()
+
+    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        loop = asyncio.get_running_loop()
+        while not self._over:
+            event = None
+            with self._lock:
+                if self._events or self._ended:
+                    event = self._take()
+                else:
+                    waiter = loop.create_future()
+                    self._waiter = (loop, waiter)
+            if event is None:
+                remaining = self.deadline + _GRACE_S - time.monotonic()
+                try:
+                    await asyncio.wait_for(waiter, max(0.0, remaining))
+                except (asyncio.TimeoutError, TimeoutError):
+                    self._hung()
+                continue
+            yield event
+
+    def _take(self) -> TokenEvent:
+        """The next event; the failure, if that is what comes next. Called with the lock held."""
+        if self._events:
+            event = self._events.popleft()
+            self._over = event.finish_reason is not None
+            return event
+        self._over = True
+        assert self._failure is not None, "a request ended without a last token and without a reason"
+        raise self._failure
+
+    def _hung(self) -> TokenEvent:
+        self._over = True
+        self.cancel()
+        raise GenerationError("timeout", "the engine has not answered in time")
+
+    # --- the engine's side ---------------------------------------------------------------------------------------
+
+    def push(self, event: TokenEvent) -> None:
+        """Engine only: the next token; the last one has a finish reason."""
+        with self._lock:
+            self._events.append(event)
+            self._ended = event.finish_reason is not None
+            self._wake()
+
+    def fail(self, failure: GenerationError) -> None:
+        """Engine only: the request ends here. Nothing happens if it has ended already."""
+        with self._lock:
+            if not self._ended:
+                self._failure = failure
+                self._ended = True
+                self._wake()
+
+    def describe(self, stats: GenerationStats) -> None:
+        """Engine only: before the first token."""
+        self._stats = stats
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        if self._waiter is not None:
+            (loop, waiter), self._waiter = self._waiter, None
+            try:
+                loop.call_soon_threadsafe(_resolve, waiter)
+            except RuntimeError:
+                pass  # the consumer's loop is closed: nobody waits any more
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

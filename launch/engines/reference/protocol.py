@@ -1,0 +1,297 @@
+"""The completions API in JSON: reading requests, building answers. Pure.
+
+Reading is strict: what would change the answer and is not supported is refused by name, not ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+import msgspec
+
+from launch.engines.reference.request import FinishReason, GenerationStats
+from launch.engines.reference.sampling import SamplingParams
+from pd_cache.errors import PdCacheError
+
+_LONGEST_SALT = 1024
+
+_ONLY_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "prompt_logprobs": (False,),
+    "suffix": ("",),
+    "stop": ([], ""),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "top_k": (0, -1),
+    "use_beam_search": (False,),
+    "response_format": ({"type": "text"},),
+}
+"""Unsupported parameters, and the values (besides null) with which they change nothing."""
+
+_HARMLESS = frozenset(
+    ("user", "stream_options", "metadata", "service_tier", "request_id", "priority", "return_token_ids", "store")
+)
+_READ = frozenset(
+    (
+        "model",
+        "prompt",
+        "max_tokens",
+        "stream",
+        "temperature",
+        "top_p",
+        "seed",
+        "ignore_eos",
+        "cache_salt",
+        "kv_transfer_params",
+    )
+)
+
+
+class BadRequest(PdCacheError):
+    """A request that is refused, with its place in OpenAI's error object."""
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = "invalid_value", status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+class PrefillStats(msgspec.Struct, frozen=True):
+    """What the prefill node did for a prompt."""
+
+    cached_tokens: int
+    computed_tokens: int
+
+
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a `/v1/completions` request, checked but for what needs the model."""
+
+    prompt: str | tuple[int, ...]
+    max_tokens: int
+    stream: bool
+    sampling: SamplingParams
+    ignore_eos: bool
+    cache_salt: str | None
+    for_remote_decode: bool
+    """A proxy asks this node to compute a prompt whose answer another one gives."""
+    announced_prefix: int
+    prefill: PrefillStats | None
+
+
+def parse_completion(body: bytes, model: str) -> CompletionRequest:
+    """Read a request to the model `model`. BadRequest for anything that cannot be done as asked."""
+    fields = _object(body)
+    for name, value in fields.items():
+        if name in _READ or name in _HARMLESS or value is None:
+            continue
+        if name not in _ONLY_NEUTRAL:
+            raise BadRequest(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
+        if not any(_same(value, neutral) for neutral in _ONLY_NEUTRAL[name]):
+            raise BadRequest(
+                f"{name} is not supported by this engine; leave it out", param=name, code="unsupported_parameter"
+            )
+    wanted = _take(fields, "model", str, "")
+    if wanted != model:
+        raise BadRequest(
+            f"the model {wanted!r:.200} does not exist; this node serves {model!r}",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+    sampling = SamplingParams()
+    for name in ("temperature", "top_p", "seed"):
+        kind = int if name == "seed" else float
+        value = _take(fields, name, kind, getattr(sampling, name))
+        try:
+            sampling = msgspec.structs.replace(sampling, **{name: value})
+        except ValueError as error:
+            raise BadRequest(str(error), param=name) from None
+    max_tokens = _take(fields, "max_tokens", int, 16)
+    if max_tokens < 1:
+        raise BadRequest(f"max_tokens must be at least 1, got {max_tokens}", param="max_tokens")
+    transfer = _take(fields, "kv_transfer_params", dict, {})
+    for_remote_decode, announced, prefill = _transfer(transfer)
+    return CompletionRequest(
+        prompt=_prompt(fields.get("prompt")),
+        max_tokens=max_tokens,
+        stream=_take(fields, "stream", bool, False),
+        sampling=sampling,
+        ignore_eos=_take(fields, "ignore_eos", bool, False),
+        cache_salt=_salt(_take(fields, "cache_salt", str, None)),
+        for_remote_decode=for_remote_decode,
+        announced_prefix=announced,
+        prefill=prefill,
+    )
+
+
+def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class AnswerBuilder:
+    """The JSON objects of one answer: the same in every chunk but for text and tokens."""
+
+    def __init__(self, request: CompletionRequest, model: str, identifier: str, created: int) -> None:
+        self._request = request
+        self._head = {"id": identifier, "object": "text_completion", "created": created, "model": model}
+
+    def chunk(self, text: str, tokens: list[int]) -> dict[str, Any]:
+        """One piece of a stream that goes on."""
+        return {**self._head, "choices": [_choice(text, tokens, None)]}
+
+    def whole(
+        self, text: str, tokens: list[int], reason: FinishReason, stats: GenerationStats, produced: int
+    ) -> dict[str, Any]:
+        """An answer, or the last chunk of a stream: text and tokens, usage over all `produced` tokens, where the prompt's
+        KV came from, and for a proxy what it hands to the decode node."""
+        answer = {
+            **self._head,
+            "choices": [_choice(text, tokens, reason)],
+            "usage": {
+                "prompt_tokens": stats.prompt_tokens,
+                "completion_tokens": produced,
+                "total_tokens": stats.prompt_tokens + produced,
+                "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
+            },
+            "pd_cache": {
+                "self": {
+                    "cached_tokens": stats.cached_tokens,
+                    "computed_tokens": stats.computed_tokens,
+                    "ttft_ms": round(stats.ttft_ms, 3),
+                },
+                "prefill": None if self._request.prefill is None else msgspec.to_builtins(self._request.prefill),
+            },
+        }
+        if self._request.for_remote_decode:
+            done = PrefillStats(stats.cached_tokens, stats.computed_tokens)
+            answer["kv_transfer_params"] = {
+                "do_remote_prefill": True,
+                "pd_cache": {"prefix_tokens": stats.prefix_tokens, "prefill": msgspec.to_builtins(done)},
+            }
+        return answer
+
+
+def _choice(text: str, tokens: list[int], reason: FinishReason | None) -> dict[str, Any]:
+    return {"index": 0, "text": text, "token_ids": tokens, "finish_reason": reason, "logprobs": None}
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is no JSON value")
+
+    try:
+        fields = json.loads(body, parse_constant=refuse)
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply", code="invalid_json") from None
+    except ValueError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise BadRequest(f"the body must be a JSON object, got {_kind(fields)}", code="invalid_json")
+    return fields
+
+
+def _take(fields: dict[str, Any], name: str, kind: type, default: Any, where: str = "") -> Any:
+    """The value of `name`, of type `kind`; the default where it is missing or null."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        expected = {str: "a string", int: "an integer", float: "a number", bool: "true or false", dict: "an object"}
+        path = f"{where}{name}"
+        raise BadRequest(f"{path} must be {expected[kind]}, got {_kind(value)}", param=path, code="invalid_type")
+    return value
+
+
+def _prompt(prompt: Any) -> str | tuple[int, ...]:
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        if len(prompt) > 1:
+            raise BadRequest("one prompt a request is supported, not a batch of several", param="prompt")
+        prompt = prompt[0]
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt:
+        if all(type(token) is int for token in prompt):
+            return tuple(prompt)
+        raise BadRequest("a prompt of token ids must hold integers only", param="prompt", code="invalid_type")
+    if prompt in ("", []):
+        raise BadRequest("the prompt is empty; at least one token is needed", param="prompt")
+    raise BadRequest(
+        f"prompt must be a string or a list of token ids, got {_kind(prompt)}", param="prompt", code="invalid_type"
+    )
+
+
+def _salt(salt: str | None) -> str | None:
+    if salt is None:
+        return None
+    if not 1 <= len(salt) <= _LONGEST_SALT:
+        raise BadRequest(f"cache_salt must have 1 to {_LONGEST_SALT} characters", param="cache_salt")
+    try:
+        salt.encode()
+    except UnicodeEncodeError:
+        raise BadRequest("cache_salt is not valid Unicode", param="cache_salt") from None
+    return salt
+
+
+def _transfer(params: dict[str, Any]) -> tuple[bool, int, PrefillStats | None]:
+    """What `kv_transfer_params` say; keys of other connectors are none of our business."""
+    where = "kv_transfer_params."
+    for_remote_decode = _take(params, "do_remote_decode", bool, False, where)
+    from_remote_prefill = _take(params, "do_remote_prefill", bool, False, where)
+    if for_remote_decode and from_remote_prefill:
+        raise BadRequest(
+            "kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other", param="kv_transfer_params"
+        )
+    ours = _take(params, "pd_cache", dict, {}, where)
+    where += "pd_cache."
+    announced = _count(ours, "prefix_tokens", where)
+    prefill = _take(ours, "prefill", dict, None, where)
+    stats = None
+    if prefill is not None:
+        inner = f"{where}prefill."
+        stats = PrefillStats(_count(prefill, "cached_tokens", inner), _count(prefill, "computed_tokens", inner))
+    return bool(for_remote_decode), announced if from_remote_prefill else 0, stats
+
+
+def _count(fields: dict[str, Any], name: str, where: str) -> int:
+    value = int(_take(fields, name, int, 0, where))
+    if not 0 <= value < 2**31:
+        raise BadRequest(f"{where}{name} must be a count of tokens, got {value}", param=f"{where}{name}")
+    return value
+
+
+def _same(value: object, neutral: object) -> bool:
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _kind(value: object) -> str:
+    names = {
+        bool: "a boolean",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        list: "a list",
+        dict: "an object",
+    }
+    return "null" if value is None else names.get(type(value), type(value).__name__)

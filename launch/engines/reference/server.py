@@ -1,0 +1,208 @@
+"""The engine over HTTP: `/v1/completions`, `/v1/models`, `/health`, `/metrics`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from prometheus_client import CollectorRegistry, generate_latest
+
+from launch.engines.reference.engine import ReferenceEngine
+from launch.engines.reference.errors import EngineClosedError, GenerationError, QueueFullError
+from launch.engines.reference.generation import Generation
+from launch.engines.reference.protocol import (
+    AnswerBuilder,
+    BadRequest,
+    CompletionRequest,
+    error_body,
+    parse_completion,
+)
+from launch.engines.reference.request import GenerationRequest
+
+_logger = logging.getLogger(__name__)
+
+_RETRY_AFTER_S = 1
+_BODY_TIMEOUT_S = 30.0
+_WRITE_TIMEOUT_S = 30.0
+_FAILURE_STATUS = {"timeout": 504, "aborted": 503, "closed": 503, "failed": 500}
+
+
+def make_app(engine: ReferenceEngine, registry: CollectorRegistry | None = None) -> web.Application:
+    """The application; it takes the engine as it is and does not close it.
+
+    `registry` holds further metrics, the cache's, for `/metrics`. Serve it with `handler_cancellation=True`, so that a
+    client that goes away ends its request.
+    """
+    config = engine.config
+    app = web.Application(client_max_size=(1 << 20) + 64 * config.max_model_len, middlewares=[_errors])
+    server = _Server(engine, registry)
+    app.router.add_post("/v1/completions", server.completions)
+    app.router.add_get("/v1/models", server.models)
+    app.router.add_get("/health", server.health)
+    app.router.add_get("/metrics", server.metrics)
+    return app
+
+
+class _Server:
+    def __init__(self, engine: ReferenceEngine, registry: CollectorRegistry | None) -> None:
+        self._engine = engine
+        self._registry = registry
+        self._model = engine.config.model.name
+        self._reading = 0
+        self._most_reading = 2 * (engine.config.max_running + engine.config.max_queue)
+
+    async def health(self, _: web.Request) -> web.Response:
+        if self._engine.healthy:
+            return web.json_response({"status": "ok"})
+        return web.json_response({"status": "unavailable"}, status=503)
+
+    async def models(self, _: web.Request) -> web.Response:
+        entry = {
+            "id": self._model,
+            "object": "model",
+            "owned_by": "pd-cache reference engine: for trying out, testing and measuring",
+            "max_model_len": self._engine.config.max_model_len,
+        }
+        return web.json_response({"object": "list", "data": [entry]})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        text = generate_latest(self._engine.metrics.registry)
+        if self._registry is not None:
+            text += generate_latest(self._registry)
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def completions(self, http: web.Request) -> web.StreamResponse:
+        arrival = time.monotonic()
+        try:
+            request, generation = await self._submit(http, arrival)
+        except (BadRequest, ValueError):
+            self._engine.metrics.requests.labels("invalid").inc()
+            raise
+        try:
+            identifier = f"cmpl-{uuid.uuid4().hex}"
+            builder = AnswerBuilder(request, self._model, identifier, int(time.time()))
+            if request.stream:
+                return await self._stream(http, builder, generation)
+            return await self._whole(builder, generation)
+        finally:
+            generation.cancel()
+
+    async def _submit(self, http: web.Request, arrival: float) -> tuple[CompletionRequest, Generation]:
+        if self._reading >= self._most_reading:
+            raise QueueFullError("too many requests are being read already")
+        self._reading += 1
+        try:
+            body = await asyncio.wait_for(http.read(), _BODY_TIMEOUT_S)
+            request = parse_completion(body, self._model)
+            tokens = await self._tokens(request.prompt)
+        finally:
+            self._reading -= 1
+        asked = GenerationRequest(
+            prompt=tokens,
+            max_tokens=request.max_tokens,
+            sampling=request.sampling,
+            ignore_eos=request.ignore_eos,
+            cache_salt=request.cache_salt,
+            announced_prefix=request.announced_prefix,
+            arrival=arrival,
+        )
+        return request, self._engine.submit(asked)
+
+    async def _tokens(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        if isinstance(prompt, tuple):
+            return prompt
+        return tuple(await asyncio.to_thread(self._engine.tokenizer.encode, prompt))
+
+    async def _whole(self, builder: AnswerBuilder, generation: Generation) -> web.Response:
+        detokenizer = self._engine.tokenizer.detokenizer()
+        text, tokens = [], []
+        async for event in generation:
+            tokens.append(event.token)
+            text.append(detokenizer.push(event.token))
+            if event.finish_reason is not None:
+                text.append(detokenizer.finish())
+                answer = builder.whole("".join(text), tokens, event.finish_reason, generation.stats, len(tokens))
+                return web.json_response(answer)
+        raise GenerationError("failed", "the engine ended without a last token")
+
+    async def _stream(self, http: web.Request, builder: AnswerBuilder, generation: Generation) -> web.StreamResponse:
+        detokenizer = self._engine.tokenizer.detokenizer()
+        response: web.StreamResponse | None = None
+        produced = 0
+        try:
+            async for event in generation:
+                produced += 1
+                text = detokenizer.push(event.token)
+                if event.finish_reason is None:
+                    chunk = builder.chunk(text, [event.token])
+                else:
+                    text += detokenizer.finish()
+                    chunk = builder.whole(text, [event.token], event.finish_reason, generation.stats, produced)
+                if response is None:
+                    # Only now, so that what fails before the first token is answered with a status of its own.
+                    response = web.StreamResponse(
+                        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+                    )
+                    await asyncio.wait_for(response.prepare(http), _WRITE_TIMEOUT_S)
+                await _send(response, json.dumps(chunk))
+            if response is None:
+                raise GenerationError("failed", "the engine ended without a token")
+            await _send(response, "[DONE]")
+        except GenerationError as failure:
+            if response is None:
+                raise
+            await _send(response, json.dumps(_describe(failure)[1]))
+        except (ConnectionError, asyncio.TimeoutError, TimeoutError):
+            # The client is gone or reads no more: there is nobody to tell.
+            if http.transport is not None:
+                http.transport.abort()
+        assert response is not None
+        return response
+
+
+async def _send(response: web.StreamResponse, data: str) -> None:
+    await asyncio.wait_for(response.write(f"data: {data}\n\n".encode()), _WRITE_TIMEOUT_S)
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Whatever a handler raises becomes OpenAI's error object with a fitting status."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+        status = 400 if error.status == 413 else error.status
+        return web.json_response(error_body(error.text or error.reason, status), status=status, headers=headers)
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception as error:
+        status, body = _describe(error)
+        if status == 500:
+            _logger.exception("a request failed")
+        headers = {"Retry-After": str(_RETRY_AFTER_S)} if status == 503 else None
+        return web.json_response(body, status=status, headers=headers)
+
+
+def _describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    if isinstance(error, BadRequest):
+        return error.status, error_body(str(error), error.status, param=error.param, code=error.code)
+    if isinstance(error, QueueFullError):
+        return 503, error_body(str(error), 503, code="queue_full")
+    if isinstance(error, EngineClosedError):
+        return 503, error_body(str(error), 503, code="closing")
+    if isinstance(error, GenerationError):
+        status = _FAILURE_STATUS[error.kind]
+        return status, error_body(str(error), status, code=error.kind)
+    if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
+        return 408, error_body(f"the request's body did not arrive within {_BODY_TIMEOUT_S:.0f} s", 408)
+    if isinstance(error, ValueError):
+        return 400, error_body(str(error), 400, param="prompt", code="invalid_value")
+    return 500, error_body("an internal error; see the node's log", 500, code="internal_error")

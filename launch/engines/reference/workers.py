@@ -1,0 +1,62 @@
+"""A few threads for calls that may take long: the cache's."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+_logger = logging.getLogger(__name__)
+
+
+class Workers:
+    """At most `threads` calls run at a time and at most `backlog` wait; one more is refused, never waited for.
+
+    The threads are daemons: a call that never returns takes its thread with it, but keeps neither `close` nor the
+    interpreter from ending.
+    """
+
+    def __init__(self, name: str, *, threads: int, backlog: int = 0) -> None:
+        self._limit = threads + backlog
+        self._lock = threading.Lock()
+        self._taken = 0
+        self._closed = False
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True) for index in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def try_submit(self, call: Callable[[], None]) -> bool:
+        """Have `call` run on a thread; False if too many run and wait already, or after `close`."""
+        with self._lock:
+            if self._closed or self._taken >= self._limit:
+                return False
+            self._taken += 1
+            self._calls.put(call)
+        return True
+
+    def close(self, timeout_s: float) -> bool:
+        """Take no more calls and wait for those taken; False if some had not ended after `timeout_s`. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for _ in self._threads:
+                    self._calls.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception:
+                _logger.exception("a cache call's wrapper failed")
+            finally:
+                with self._lock:
+                    self._taken -= 1

@@ -1,0 +1,105 @@
+"""A tiny engine, closed and checked for leaks after each test."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from launch.engines.reference import GenerationRequest, ReferenceEngine, load_model
+from pd_cache.config import HandoffConfig, ModelConfig, RandomModel, ReferenceEngineConfig
+
+TINY = RandomModel(vocab_size=300, hidden_size=64, intermediate_size=96, layers=2, heads=4, kv_heads=2)
+
+
+def tiny_config(**changes) -> ReferenceEngineConfig:
+    settings = {"num_blocks": 64, "max_model_len": 256, "step_tokens": 16, "block_size": 8, "threads": 1, **changes}
+    return ReferenceEngineConfig(model=settings.pop("model", ModelConfig(name="tiny", random=TINY)), **settings)
+
+
+def prompt_of(length: int, seed: int = 1) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, TINY.vocab_size, (length,), generator=generator).tolist())
+
+
+def request_of(length: int, seed: int = 1, **fields) -> GenerationRequest:
+    return GenerationRequest(prompt=prompt_of(length, seed), **{"max_tokens": 6, **fields})
+
+
+def tokens_of(generation) -> list[int]:
+    return [event.token for event in generation]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met in time"
+        time.sleep(0.002)
+
+
+class SlowModel:
+    """Computes as the model it wraps, but each step waits for `gate`, and a token in `poison` fails its step."""
+
+    def __init__(self, model, poison: frozenset[int] = frozenset()) -> None:
+        self._model = model
+        self._poison = poison
+        self.gate = threading.Event()
+        self.steps: list[list[tuple[int, int]]] = []
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def step(self, parts):
+        assert self.gate.wait(30)
+        self.steps.append([(part.position, len(part.tokens)) for part in parts])
+        if any(self._poison.intersection(part.tokens) for part in parts):
+            raise RuntimeError("a poisoned token")
+        return self._model.step(parts)
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., ReferenceEngine]]:
+    """Builds engines; afterwards every block is free and every thread gone."""
+    engines: list[ReferenceEngine] = []
+
+    def make(cache=None, *, handoff=None, wrap=None, request_timeout_s=60.0, load_timeout_s=10.0, **changes):
+        config = tiny_config(**changes)
+        model = load_model(config)
+        engine = ReferenceEngine(
+            model if wrap is None else wrap(model),
+            config,
+            handoff or HandoffConfig(),
+            cache,
+            request_timeout_s=request_timeout_s,
+            load_timeout_s=load_timeout_s,
+        )
+        engines.append(engine)
+        return engine
+
+    before = set(threading.enumerate())
+    yield make
+    for engine in engines:
+        engine.close()
+        engine.check_integrity()
+        assert engine.free_blocks == engine.config.num_blocks
+    wait_until(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("pd-cache")])
+
+
+@pytest.fixture(scope="session")
+def expected() -> Iterator[Callable[[GenerationRequest], list[int]]]:
+    """What an engine without a cache answers to a request: the truth that every other way must give."""
+    engine = ReferenceEngine.open(tiny_config())
+    yield lambda request: tokens_of(engine.submit(request))
+    engine.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_compute_thread() -> Iterator[None]:
+    """Tiny matrices gain nothing from more, and lose much where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
