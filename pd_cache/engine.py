@@ -191,7 +191,8 @@ class CacheEngine:
         outcomes: list[PutOutcome] = []
         done = 0
         while done < len(missing):
-            indices = missing[done : done + self.backend.batch_size]
+            # one chunk first: it is on its way while the others are gathered
+            indices = missing[done : done + (self.backend.batch_size if done else 1)]
             staged = self._gather(request, indices, timeout)
             if not staged:
                 self.metrics.trouble("store", "no_staging", len(missing) - done)

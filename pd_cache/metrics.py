@@ -41,9 +41,10 @@ class CacheMetrics:
             )
         }
         self._bytes = Counter("pd_cache_bytes", "Payload bytes moved", ["op"], registry=self.registry)
-        self._seconds = Histogram(
+        seconds = Histogram(
             "pd_cache_op_seconds", "Duration of an operation", ["op"], buckets=_SECONDS, registry=self.registry
         )
+        self._seconds = {op: seconds.labels(op) for op in ("lookup", "retrieve", "store")}
         self._troubles = Counter(
             "pd_cache_troubles",
             "Chunks not stored or not loaded, by reason",
@@ -79,7 +80,7 @@ class CacheMetrics:
 
     def outages(self, op: str, statuses: Sequence[Status]) -> None:
         """Count every status that is neither OK nor a plain miss."""
-        if any(status is not Status.OK and status is not Status.MISSING for status in statuses):
+        if statuses.count(Status.OK) + statuses.count(Status.MISSING) < len(statuses):
             for status, chunks in collections.Counter(statuses).items():
                 if status is not Status.OK and status is not Status.MISSING:
                     self.trouble(op, status.value, chunks)
@@ -91,4 +92,4 @@ class CacheMetrics:
         try:
             yield
         finally:
-            self._seconds.labels(op).observe(time.perf_counter() - start)
+            self._seconds[op].observe(time.perf_counter() - start)

@@ -7,6 +7,7 @@ returned, or at once if it never started.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -16,6 +17,9 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 log = logging.getLogger(__name__)
+
+_PATIENCE = 0.3
+"""Seconds for which a waiter leaves a yielding thread to the leftovers of the processor."""
 
 T = TypeVar("T")
 
@@ -27,7 +31,7 @@ def _nothing() -> None:
 class Call(Generic[T]):
     """One call under way. The lock is held until the outcome is there: the cheapest way for one thread to wait."""
 
-    __slots__ = ("_done", "_error", "_function", "_on_end", "_value", "deadline", "started")
+    __slots__ = ("_done", "_error", "_function", "_on_end", "_value", "deadline", "hurry")
 
     def __init__(self, function: Callable[[], T], deadline: float, on_end: Callable[[], None]) -> None:
         self._function: Callable[[], T] | None = function
@@ -37,12 +41,16 @@ class Call(Generic[T]):
         self._done = threading.Lock()
         self._done.acquire()
         self.deadline = deadline
-        self.started = False
+        self.hurry: Callable[[], None] = _nothing
+        """Has the thread that runs the call stop yielding."""
 
     def outcome(self, otherwise: T) -> T:
         """What the call returned, or `otherwise` if it has not by the deadline. Raises what the call raised."""
-        if not self._done.acquire(timeout=max(0.0, self.deadline - time.monotonic())):
-            return otherwise
+        remaining = max(0.0, self.deadline - time.monotonic())
+        if not self._done.acquire(timeout=min(remaining, _PATIENCE)):
+            self.hurry()
+            if not self._done.acquire(timeout=max(0.0, self.deadline - time.monotonic())):
+                return otherwise
         self._done.release()  # so that a second look finds it, too
         if self._error is not None:
             raise self._error
@@ -53,7 +61,6 @@ class Call(Generic[T]):
         assert function is not None
         try:
             if time.monotonic() < self.deadline:
-                self.started = True
                 self._value = function()
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             self._error = error
@@ -68,10 +75,55 @@ class Call(Generic[T]):
         self._done.release()
 
 
+class _Priority:
+    """What a thread gets of a busy processor.
+
+    Mooncake waits for a transfer by spinning. A spinning thread of normal priority takes a core from the threads that do
+    the transfer, and even at the lowest priority it hides from the scheduler that the core is free for them. SCHED_IDLE
+    does not: with two cores it is worth a quarter of the throughput (measured; docs/mooncake.md). On a machine whose cores
+    are all busy such a thread would hardly run at all, so it goes back to normal as soon as somebody has waited for a while.
+    """
+
+    def __init__(self, yields: bool) -> None:
+        self._thread = threading.get_native_id()
+        self._yields = yields and self.yielding() and self._may_return()
+        if self._yields:
+            self.yielding()
+        elif yields:
+            # SCHED_IDLE is a one-way street without CAP_SYS_NICE, and a thread that starves is worse than one that spins
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self._thread, 19)
+
+    def yielding(self) -> bool:
+        """Take only what nobody else wants. False if the kernel refuses."""
+        return self._set(os.SCHED_IDLE)
+
+    def normal(self) -> None:
+        """Stop yielding, for the current call."""
+        if self._yields:
+            self._set(os.SCHED_OTHER)
+
+    def rest(self) -> None:
+        """A call has ended: yield again."""
+        if self._yields:
+            self.yielding()
+
+    def _may_return(self) -> bool:
+        return self._set(os.SCHED_OTHER)
+
+    def _set(self, policy: int) -> bool:
+        try:
+            os.sched_setscheduler(self._thread, policy, os.sched_param(0))
+        except OSError:
+            return False
+        return True
+
+
 class CallThreads:
     """`count` daemon threads that run calls in the order of submission; at most `limit` are queued or running."""
 
-    def __init__(self, name: str, count: int, *, nice: int = 0, limit: int = 256) -> None:
+    def __init__(self, name: str, count: int, *, yields: bool = False, limit: int = 256) -> None:
+        """`yields` is for calls that spin: see `_Priority`."""
         self._queue: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
         self._limit = limit
         self._lock = threading.Lock()
@@ -79,7 +131,7 @@ class CallThreads:
         self._pending = 0
         self._closed = False
         self._threads = [
-            threading.Thread(target=self._work, args=(nice,), name=f"{name}-{index}", daemon=True)
+            threading.Thread(target=self._work, args=(yields,), name=f"{name}-{index}", daemon=True)
             for index in range(count)
         ]
         for thread in self._threads:
@@ -125,19 +177,17 @@ class CallThreads:
             thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _work(self, nice: int) -> None:
-        if nice:
-            try:
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-            except OSError as error:
-                log.info("transfer thread stays at normal priority: %s", error)
+    def _work(self, yields: bool) -> None:
+        priority = _Priority(yields)
         me = threading.get_ident()
         while (call := self._queue.get()) is not None:
             with self._lock:
                 self._running[me] = call.deadline
+            call.hurry = priority.normal
             try:
                 call._run()
             finally:
+                priority.rest()
                 with self._lock:
                     del self._running[me]
                     self._pending -= 1

@@ -78,11 +78,11 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Registered buffers between the paged cache and the network: the only copy of a chunk on its way."""
     prefault: bool = True
     """Touch segment and staging memory at start, so that no first write pays for page faults."""
-    threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
-    """Transfers in flight at once."""
-    thread_nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 19
-    """Priority of the threads that wait for a transfer. Mooncake waits by spinning; where cores are few, a spinning
-    thread at normal priority takes the core that the transfer itself needs (docs/mooncake.md)."""
+    threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Transfer calls in flight at once, in each direction. One saturates TCP; give RDMA 2 to 4."""
+    yield_cpu: bool = True
+    """Whether threads that wait for a transfer leave the processor to everybody else. Mooncake waits by spinning; where
+    cores are few, that takes the core which the transfer itself needs (docs/mooncake.md)."""
     timeouts: Timeouts = Timeouts()
     breaker: Breaker = Breaker()
 

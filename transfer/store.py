@@ -142,7 +142,10 @@ class MooncakeStore:
         self._put_config = module.ReplicateConfig()
         self._breaker = CircuitBreaker(settings.breaker.failures)
         self._control = CallThreads("mooncake-control", 2)
-        self._data = CallThreads("mooncake-data", settings.threads, nice=settings.thread_nice)
+        # of their own, so that a prompt on its way out does not hold up one on its way in
+        self._gets, self._puts = (
+            CallThreads(f"mooncake-{name}", settings.threads, yields=settings.yield_cpu) for name in ("get", "put")
+        )
         self._regions: list[StagingPool] = []
         self._state = "opening"
         self._changed = threading.Condition()
@@ -189,8 +192,9 @@ class MooncakeStore:
             self._state = "closing"
             self._changed.notify_all()
         end = time.monotonic() + self._settings.timeouts.close_ms / 1000
-        drained = self._data.close(max(0.0, end - time.monotonic()))
-        drained &= self._control.close(max(0.0, end - time.monotonic()))
+        drained = True
+        for threads in (self._gets, self._puts, self._control):
+            drained &= threads.close(max(0.0, end - time.monotonic()))
         # the keeper may be inside setup() or a probe: closing beside it would be use after free
         self._keeper.join(max(0.0, end - time.monotonic()))
         drained &= not self._keeper.is_alive()
@@ -229,6 +233,8 @@ class MooncakeStore:
             return [status_of(code) if code < 0 else Status.POOL_DOWN for code in codes]
         if self._breaker.succeeded():
             log.info("pool %s is back", self._master)
+        if codes.count(1) == len(codes):
+            return [Status.OK] * len(codes)
         return [Status.OK if code == 1 else Status.MISSING for code in codes]
 
     def start_get(self, keys: list[str], slots: Sequence[Slot], *, timeout: float) -> Pending[GetResult]:
@@ -238,7 +244,7 @@ class MooncakeStore:
         """
         self._check_batch(keys, slots)
         addresses, sizes = [slot.address for slot in slots], [slot.size for slot in slots]
-        call = self._start(lambda: self._client.batch_get_into(keys, addresses, sizes), slots, timeout)
+        call = self._start(self._gets, lambda: self._client.batch_get_into(keys, addresses, sizes), slots, timeout)
         return Pending(self, "batch_get_into", call, len(keys), lambda status, code: GetResult(status, max(code, 0)))
 
     def start_put(
@@ -265,7 +271,7 @@ class MooncakeStore:
                     codes[index] = code
             return codes
 
-        call = self._start(put, slots, timeout)
+        call = self._start(self._puts, put, slots, timeout)
         return Pending(self, "batch_put_from", call, len(keys), lambda status, _: status)
 
     def remove(self, keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:
@@ -290,7 +296,7 @@ class MooncakeStore:
             raise ValueError(f"{len(keys)} keys and {len(slots)} slots: one slot each, 1 to {MAX_TRANSFERS} of them")
 
     def _start(
-        self, function: Callable[[], list[int]], slots: Sequence[Slot], timeout: float
+        self, threads: CallThreads, function: Callable[[], list[int]], slots: Sequence[Slot], timeout: float
     ) -> Call[list[int]] | None:
         if not self.available:
             return None
@@ -302,7 +308,7 @@ class MooncakeStore:
             for slot in held:
                 slot.release()
 
-        return self._data.submit(function, time.monotonic() + timeout, let_go)
+        return threads.submit(function, time.monotonic() + timeout, let_go)
 
     def _call(self, function: Callable[[], R], timeout: float) -> R | None:
         """Run a control call; None if the pool is not available or did not answer in time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -24,7 +25,7 @@ def soon(seconds: float = 5.0) -> float:
 
 @pytest.fixture
 def threads() -> object:
-    made = CallThreads("test", 1, nice=5, limit=3)
+    made = CallThreads("test", 1, yields=True, limit=3)
     yield made
     made.close(5)
 
@@ -64,6 +65,25 @@ def test_a_call_whose_turn_comes_too_late_never_starts(threads: CallThreads) -> 
     release.set()
     wait_for(lambda: ended)
     assert not ran
+
+
+def test_a_yielding_thread_is_hurried_by_who_waits_and_yields_again_afterwards(threads: CallThreads) -> None:
+    def policy() -> int:
+        return os.sched_getscheduler(threading.get_native_id())
+
+    def waited_for() -> int:
+        wait_for(lambda: policy() == os.SCHED_OTHER)
+        return policy()
+
+    first = threads.submit(policy, soon())
+    slow = threads.submit(waited_for, soon())
+    last = threads.submit(policy, soon())
+    assert first is not None
+    assert slow is not None
+    assert last is not None
+    assert first.outcome(-1) in (os.SCHED_IDLE, os.SCHED_OTHER)  # the latter where coming back is not allowed
+    assert slow.outcome(-1) == os.SCHED_OTHER
+    assert last.outcome(-1) == first.outcome(-1)
 
 
 def test_a_full_queue_refuses_and_lets_go_at_once(threads: CallThreads) -> None:
