@@ -63,6 +63,7 @@ def master_command(node: MasterNode) -> list[str]:
         f"--put_start_discard_timeout_sec={node.put_discard_timeout_s}",
         f"--eviction_high_watermark_ratio={node.eviction_high_watermark}",
         f"--eviction_ratio={node.eviction_ratio}",
+        "--enable_metric_reporting=false",  # a long log line every ten seconds; /metrics has it all
         "--logtostderr",
     ]
 

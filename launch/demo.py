@@ -1,0 +1,210 @@
+"""`pd-cache demo`: the whole of pd-cache on one machine, checked against an engine that has no cache.
+
+Starts the nodes of a file as `up` does, sends prompts that share a long prefix through the proxy, then computes the same
+prompts on a lone engine, and compares tokens and times.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import random
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from launch.engines.reference import GenerationRequest, ReferenceEngine
+from launch.up import running
+from pd_cache.config import ClusterConfig, ReferenceEngineConfig, read_config
+from pd_cache.errors import ConfigError, PdCacheError
+
+log = logging.getLogger(__name__)
+
+_OUTPUT_TOKENS = 16
+_TIMEOUT_S = 120.0
+
+
+class DemoError(PdCacheError):
+    """A node did not answer a prompt of the demo as it should."""
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class NodeTokens(msgspec.Struct):
+    """How many prompt tokens a node took from the pool, and how many it computed."""
+
+    cached_tokens: Count
+    computed_tokens: Count
+
+
+class NodeRun(NodeTokens):
+    """The same, with the time from the request's arrival at the node to its first token."""
+
+    ttft_ms: float
+
+
+class Recompute(msgspec.Struct):
+    """The lone engine."""
+
+    ttft_ms: float
+
+
+class Compared(msgspec.Struct):
+    """One prompt: through prefill and decode node, and on the lone engine."""
+
+    prompt_tokens: int
+    prefill: NodeTokens
+    decode: NodeRun
+    recompute: Recompute
+    tokens_equal: bool
+
+
+class _Usage(msgspec.Struct):
+    """The extension of the last event of a node's stream."""
+
+    self: NodeRun
+    prefill: NodeTokens | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] = []
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    pd_cache: _Usage | None = None
+    error: dict[str, Any] | None = None
+
+
+class _Answer(msgspec.Struct):
+    tokens: list[int]
+    usage: _Usage
+
+
+def prompts(vocabulary: int, chunk_size: int, longest: int) -> list[list[int]]:
+    """Token ids: two long prompts with one prefix, the first again, a part of it that ends with a chunk, a short one."""
+    rng = random.Random(0)
+    size = min(longest - _OUTPUT_TOKENS, 3000)
+    prefix = [rng.randrange(vocabulary) for _ in range(size * 5 // 6 // chunk_size * chunk_size)]
+    tails = [[rng.randrange(vocabulary) for _ in range(size - len(prefix))] for _ in range(2)]
+    return [prefix + tails[0], prefix + tails[1], prefix + tails[0], list(prefix), prefix[: chunk_size // 2]]
+
+
+def run_demo(file: Path, *, as_json: bool) -> bool:
+    """Run everything and print the outcome; False if any output differs. Takes well under a minute."""
+    config, source = read_config(file)
+    engine = config.engine
+    proxies = config.by_role("proxy")
+    if engine is None or not proxies or not config.by_role("prefill"):
+        raise ConfigError(f"{file}: the demo needs a master, a prefill node, a decode node and a proxy")
+    console = Console(stderr=True)
+    todo = prompts(_vocabulary(engine), config.cache.chunk_size, engine.max_model_len)
+    with console.status("starting a master, a prefill node, a decode node and a proxy") as status:
+        with running(config, source) as cluster:
+            url = cluster.urls[proxies[0].name]
+            answers = []
+            for number, prompt in enumerate(todo, start=1):
+                status.update(f"prompt {number} of {len(todo)}: {len(prompt)} tokens through the proxy")
+                answers.append(_ask(url, engine.model.name, prompt))
+        status.update("the same prompts on a lone engine without a cache")
+        alone = list(_compute_alone(engine, todo))
+    compared = [
+        Compared(
+            prompt_tokens=len(prompt),
+            prefill=answer.usage.prefill or NodeTokens(cached_tokens=0, computed_tokens=0),
+            decode=answer.usage.self,
+            recompute=Recompute(ttft_ms=ttft_ms),
+            tokens_equal=answer.tokens == tokens,
+        )
+        for prompt, answer, (tokens, ttft_ms) in zip(todo, answers, alone, strict=True)
+    ]
+    all_equal = all(one.tokens_equal for one in compared)
+    if as_json:
+        click.echo(json.dumps({"all_equal": all_equal, "requests": msgspec.to_builtins(compared)}))
+    else:
+        _show(compared, all_equal, config)
+    return all_equal
+
+
+def _vocabulary(engine: ReferenceEngineConfig) -> int:
+    if engine.model.random is not None:
+        return engine.model.random.vocab_size
+    assert engine.model.path is not None
+    settings = json.loads((Path(engine.model.path) / "config.json").read_text())
+    return int(settings["vocab_size"])
+
+
+def _ask(url: str, model: str, prompt: list[int]) -> _Answer:
+    """Post one completion to the proxy and read its stream to the end."""
+    body = {"model": model, "prompt": prompt, "max_tokens": _OUTPUT_TOKENS, "stream": True, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    tokens: list[int] = []
+    usage = None
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as stream:
+            for event in _events(stream):
+                if event.error is not None:
+                    raise DemoError(f"the stream ended with an error: {event.error}")
+                tokens += itertools.chain.from_iterable(choice.token_ids for choice in event.choices)
+                usage = event.pd_cache or usage
+    except urllib.error.HTTPError as error:
+        raise DemoError(f"{url} answered {error.code}: {error.read(2000).decode(errors='replace')}") from None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise DemoError(f"no answer from {url}: {error}") from None
+    if usage is None or len(tokens) != _OUTPUT_TOKENS:
+        raise DemoError(f"{url} answered {len(tokens)} tokens instead of {_OUTPUT_TOKENS}")
+    return _Answer(tokens, usage)
+
+
+def _events(stream: Any) -> Iterator[_Event]:
+    for line in stream:
+        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+            yield msgspec.json.decode(line[6:], type=_Event)
+
+
+def _compute_alone(engine: ReferenceEngineConfig, todo: list[list[int]]) -> Iterator[tuple[list[int], float]]:
+    """Tokens and time to first token of each prompt on an engine in this process."""
+    with closing(ReferenceEngine.open(engine)) as alone:
+        for prompt in todo:
+            generation = alone.submit(
+                GenerationRequest(prompt=tuple(prompt), max_tokens=_OUTPUT_TOKENS, ignore_eos=True)
+            )
+            yield [event.token for event in generation], generation.stats.ttft_ms
+
+
+def _show(compared: list[Compared], all_equal: bool, config: ClusterConfig) -> None:
+    console = Console()
+    table = Table(title=f"pd-cache demo: chunks of {config.cache.chunk_size} tokens", title_justify="left")
+    table.add_column("prompt\ntokens", justify="right")
+    table.add_column("prefill node:\npool + computed", justify="right")
+    table.add_column("decode node:\npool + computed", justify="right")
+    table.add_column("decode\nTTFT ms", justify="right")
+    table.add_column("alone\nTTFT ms", justify="right")
+    table.add_column("tokens", no_wrap=True)
+    for one in compared:
+        table.add_row(
+            str(one.prompt_tokens),
+            *(f"{node.cached_tokens} + {node.computed_tokens}" for node in (one.prefill, one.decode)),
+            f"{one.decode.ttft_ms:.0f}",
+            f"{one.recompute.ttft_ms:.0f}",
+            "[green]identical[/]" if one.tokens_equal else "[red]DIFFERENT[/]",
+        )
+    console.print(table)
+    if all_equal:
+        console.print("Every output is identical to the lone engine's.")
+    else:
+        console.print("[red]Outputs differ: the cache changed what the model says.[/]")
+    sys.stdout.flush()
