@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import random
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,7 +16,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import msgspec
 from rich.console import Console
 from rich.table import Table
@@ -27,8 +24,6 @@ from launch.engines.reference import GenerationRequest, ReferenceEngine
 from launch.up import running
 from pd_cache.config import ClusterConfig, ReferenceEngineConfig, read_config
 from pd_cache.errors import ConfigError, PdCacheError
-
-log = logging.getLogger(__name__)
 
 _OUTPUT_TOKENS = 16
 _TIMEOUT_S = 120.0
@@ -131,7 +126,7 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
     ]
     all_equal = all(one.tokens_equal for one in compared)
     if as_json:
-        click.echo(json.dumps({"all_equal": all_equal, "requests": msgspec.to_builtins(compared)}))
+        print(json.dumps({"all_equal": all_equal, "requests": msgspec.to_builtins(compared)}), flush=True)
     else:
         _show(compared, all_equal, config)
     return all_equal
@@ -207,4 +202,3 @@ def _show(compared: list[Compared], all_equal: bool, config: ClusterConfig) -> N
         console.print("Every output is identical to the lone engine's.")
     else:
         console.print("[red]Outputs differ: the cache changed what the model says.[/]")
-    sys.stdout.flush()

@@ -125,8 +125,11 @@ def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Rea
     def open_cache(metadata: CacheMetadata, layout: KVLayout) -> CacheEngine:
         return CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=CacheMetrics(registry))
 
+    def announce(address: str) -> None:
+        ready(f"http://{address}")
+
     try:
-        serve(config.engine, config.handoff, node.host, node.port, open_cache, ready, registry=registry)
+        serve(config.engine, config.handoff, node.host, node.port, open_cache, announce, registry=registry)
     finally:
         CacheEngineBuilder.destroy(node.name)
 

@@ -72,7 +72,7 @@ def machine_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
     """Why this machine cannot carry `nodes`, first things first: devices, memory, ports."""
     chosen = {node.name for node in nodes}
     yield from _device_problems(config)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = machine_memory()
     total = 0
     for index, node in enumerate(config.nodes):
         if node.name not in chosen or node.role in ("master", "proxy"):
@@ -98,6 +98,11 @@ def machine_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
                         ("nodes", index, field),
                         f"is taken on {node.host} by another process; choose another port, or 0 for any free one",
                     )
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_machine(config: ClusterConfig, source: Source, nodes: Iterable[Node]) -> None:

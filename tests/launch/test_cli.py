@@ -1,0 +1,209 @@
+"""The command line: what it does, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from launch.cli import default_config, main
+from tests.support.cluster import ENGINE, cluster_file, complete
+from tests.support.waiting import wait_for
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+def refused(*arguments: str) -> str:
+    """Run a command that must exit with 2 and one line on stderr; returns that line."""
+    result = CliRunner().invoke(main, list(arguments))
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+    return result.stderr
+
+
+def test_config_check_says_what_is_in_a_good_file() -> None:
+    result = CliRunner().invoke(main, ["config", "check", str(default_config("local.yaml"))])
+    assert result.exit_code == 0
+    assert "ok: local: 1 master, 1 prefill, 1 decode, 1 proxy; chunks of 256 tokens over tcp" in result.output
+
+
+def test_config_check_names_a_taken_port_and_can_be_told_not_to_look(tmp_path: Path, taken_port: int) -> None:
+    file = cluster_file(tmp_path, proxy={}, nodes=yaml.safe_load(cluster_file(tmp_path).read_text())["nodes"])
+    file.write_text(file.read_text().replace("name: proxy\n  port: 0", f"name: proxy\n  port: {taken_port}"))
+    message = refused("config", "check", str(file))
+    assert f"nodes[4].port: {taken_port}: is taken on 127.0.0.1" in message
+    assert CliRunner().invoke(main, ["config", "check", "--file-only", str(file)]).exit_code == 0
+
+
+@pytest.mark.parametrize("command", [["launch", "decode", "-c"], ["up", "-c"], ["config", "check"], ["demo", "-c"]])
+def test_every_command_refuses_a_bad_file_in_the_same_words(command: list[str], tmp_path: Path) -> None:
+    file = cluster_file(tmp_path, cashe={})
+    message = refused(*command, str(file))
+    assert message.startswith(f"pd-cache: {file}:3: cashe: unknown key; did you mean cache?")
+    assert len(message.splitlines()) == 1
+
+
+def test_launch_refuses_a_node_that_is_not_there_and_a_port_that_nobody_could_know(tmp_path: Path) -> None:
+    file = str(cluster_file(tmp_path))
+    assert "no decode node of that name in the file; there are: decode-0" in refused(
+        "launch", "decode", "-c", file, "--node", "x"
+    )
+    assert "nodes[0].port: 0: a decode node has to know this port" in refused("launch", "decode", "-c", file)
+    assert "Missing option '-c'" in refused("launch", "decode")
+    assert "'decoder' is not one of" in refused("launch", "decoder", "-c", file)
+
+
+def test_up_refuses_a_file_whose_nodes_all_live_elsewhere(tmp_path: Path) -> None:
+    nodes = [{"name": "m", "role": "master", "host": "192.0.2.1"}]
+    assert "its hosts are 192.0.2.1" in refused("up", "-c", str(cluster_file(tmp_path, nodes=nodes)))
+
+
+def test_a_role_that_cannot_start_is_one_line_and_exit_1(tmp_path: Path) -> None:
+    engine = {**ENGINE, "model": {"name": "m", "path": str(tmp_path / "nowhere")}}
+    nodes = [{"name": "m", "role": "master", "port": 1}, {"name": "d", "role": "decode", "port": 0}]
+    file = cluster_file(tmp_path, engine=engine, nodes=nodes)
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", "launch", "decode", "-c", str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "nowhere" in done.stderr
+
+
+class Up:
+    """`pd-cache up` in a process of its own."""
+
+    def __init__(self, file: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "launch", "up", "-c", str(file)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.urls: dict[str, str] = {}
+        self._reader = threading.Thread(target=self._read)
+        self._drain = threading.Thread(target=self._read_errors)
+        self._reader.start()
+        self._drain.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            _, name, *url = line.split()
+            self.urls[name] = url[0] if url else ""
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        for _ in self.process.stderr:
+            pass
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        status = self.process.wait(30)
+        self._reader.join(10)
+        self._drain.join(10)
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+        return status
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Up]:
+    nodes = [
+        {"name": "master", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 2},
+        {"name": "decode-0", "role": "decode", "port": 0, "segment_size": "32MiB"},
+        {"name": "proxy", "role": "proxy", "port": 0},
+    ]
+    running = Up(cluster_file(tmp_path, nodes=nodes))
+    try:
+        wait_for(lambda: "proxy" in running.urls or running.process.poll() is not None, 90, "the cluster")
+        assert running.process.poll() is None
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.end(signal.SIGKILL)
+
+
+def test_up_serves_restarts_a_dead_node_and_stops_all_on_sigterm(up: Up) -> None:
+    assert set(up.urls) == {"master", "decode-0", "proxy"}
+    assert complete(up.urls["proxy"], [1, 2, 3]).status == 200
+    family = up.family()
+    victim = next(one for one in family if "decode-0" in one.cmdline() and "launch" in one.cmdline())
+    os.kill(victim.pid, signal.SIGKILL)
+    wait_for(lambda: complete(up.urls["proxy"], [1, 2, 3]).status == 200, 60, "the decode node being started again")
+    family += up.family()
+    assert up.end(signal.SIGTERM) == 0
+    assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_nothing_outlives_an_up_that_was_killed(up: Up) -> None:
+    family = up.family()
+    assert len(family) >= 4
+    up.end(signal.SIGKILL)
+    wait_for(
+        lambda: not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE],
+        15,
+        "every process being gone",
+    )
+
+
+def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", "demo", "--json", "-c", str(cluster_file(tmp_path))],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    outcome: dict[str, Any] = json.loads(done.stdout)
+    assert set(outcome) == {"all_equal", "requests"}
+    assert outcome["all_equal"] is True
+    first, second, third, whole, short = outcome["requests"]
+    for one in outcome["requests"]:
+        assert set(one) == {"prompt_tokens", "prefill", "decode", "recompute", "tokens_equal"}
+        for node in (one["prefill"], one["decode"]):
+            assert node["cached_tokens"] + node["computed_tokens"] == one["prompt_tokens"]
+        assert one["decode"]["ttft_ms"] > 0
+        assert one["recompute"]["ttft_ms"] > 0
+    assert first["prefill"]["cached_tokens"] == 0
+    assert first["decode"]["cached_tokens"] == first["prompt_tokens"] // 64 * 64
+    assert second["prefill"]["cached_tokens"] == whole["prompt_tokens"], "producer reuse of the shared prefix"
+    assert third["prefill"]["cached_tokens"] == third["prompt_tokens"] // 64 * 64
+    assert whole["decode"]["computed_tokens"] == 1, "a full hit leaves one token"
+    assert short["decode"]["cached_tokens"] == 0
+
+
+def test_bench_passes_its_arguments_on() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", "bench", "lookup", "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert "--rounds" in done.stdout
+    assert refused("bench", "nothing")

@@ -1,0 +1,192 @@
+"""The main job, end to end: real Mooncake, real processes, a real model, and their deaths."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from launch.engines.reference import GenerationRequest, ReferenceEngine
+from launch.up import Cluster
+from pd_cache.config import ReferenceEngineConfig
+from tests.support.cluster import CHUNK, ENGINE, Answer, complete, kill, started
+from tests.support.waiting import wait_for
+
+Tokens = list[int]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A healthy cluster that no test of this module breaks."""
+    with started(tmp_path_factory.mktemp("cluster")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Callable[[Tokens], Tokens]]:
+    """What an engine without any cache answers to a prompt."""
+    config = msgspec.convert(ENGINE, ReferenceEngineConfig)
+    with closing(ReferenceEngine.open(config)) as engine:
+
+        def answer(prompt: Tokens) -> Tokens:
+            request = GenerationRequest(prompt=tuple(prompt), max_tokens=8, ignore_eos=True)
+            return [event.token for event in engine.submit(request)]
+
+        yield answer
+
+
+@pytest.fixture
+def prompt() -> Callable[..., Tokens]:
+    """Prompts that no other test has used, unless the seed is given again."""
+
+    def make(length: int, seed: int | None = None) -> Tokens:
+        rng = random.Random(seed if seed is not None else time.monotonic_ns())
+        return [rng.randrange(512) for _ in range(length)]
+
+    return make
+
+
+def url_of(cluster: Cluster) -> str:
+    return cluster.urls["proxy"]
+
+
+def test_a_prompt_is_prefilled_once_and_decoded_from_the_pool(cluster: Cluster, alone: Any, prompt: Any) -> None:
+    tokens = prompt(5 * CHUNK + 7)
+    answer = complete(url_of(cluster), tokens)
+    assert answer.status == 200
+    assert answer.tokens == alone(tokens)
+    assert answer.cached == (0, 5 * CHUNK), "the decode node takes exactly the whole chunks"
+    assert answer.body["usage"]["prompt_tokens"] == len(tokens)
+
+
+def test_a_shared_prefix_is_reused_by_the_prefill_node_too(cluster: Cluster, alone: Any, prompt: Any) -> None:
+    prefix = prompt(4 * CHUNK)
+    first, second = prefix + prompt(90), prefix + prompt(90)
+    complete(url_of(cluster), first)
+    answer = complete(url_of(cluster), second)
+    assert answer.tokens == alone(second)
+    assert answer.cached == (4 * CHUNK, 5 * CHUNK)
+
+
+def test_a_full_hit_leaves_one_token_to_compute(cluster: Cluster, alone: Any, prompt: Any) -> None:
+    tokens = prompt(3 * CHUNK)
+    complete(url_of(cluster), tokens)
+    answer = complete(url_of(cluster), tokens)
+    assert answer.tokens == alone(tokens)
+    assert answer.cached == (3 * CHUNK - 1, 3 * CHUNK - 1)
+
+
+def test_a_prompt_shorter_than_a_chunk_is_simply_computed(cluster: Cluster, alone: Any, prompt: Any) -> None:
+    tokens = prompt(CHUNK - 1)
+    answer = complete(url_of(cluster), tokens)
+    assert (answer.tokens, answer.cached) == (alone(tokens), (0, 0))
+
+
+def test_cache_salts_keep_tenants_apart(cluster: Cluster, alone: Any, prompt: Any) -> None:
+    tokens = prompt(3 * CHUNK + 5)
+    complete(url_of(cluster), tokens, cache_salt="one")
+    other = complete(url_of(cluster), tokens, cache_salt="two")
+    assert (other.tokens, other.cached[0]) == (alone(tokens), 0)
+    again = complete(url_of(cluster), tokens, cache_salt="one")
+    assert (again.tokens, again.cached[0]) == (alone(tokens), 3 * CHUNK)
+
+
+def test_many_prompts_with_overlapping_prefixes_at_once(cluster: Cluster, alone: Any, prompt: Any) -> None:
+    prefix = prompt(6 * CHUNK)
+    prompts = [prefix[: CHUNK * (index % 7)] + prompt(20 + index) for index in range(16)]
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(lambda tokens: complete(url_of(cluster), tokens), prompts))
+    assert [answer.status for answer in answers] == [200] * 16
+    assert [answer.tokens for answer in answers] == [alone(tokens) for tokens in prompts]
+
+
+def test_a_stream_carries_the_same_tokens(cluster: Cluster, alone: Any, prompt: Any) -> None:
+    import json
+
+    tokens = prompt(2 * CHUNK + 3)
+    body = json.dumps({"model": "tiny", "prompt": tokens, "max_tokens": 8, "stream": True, "ignore_eos": True})
+    request = urllib.request.Request(
+        f"{url_of(cluster)}/v1/completions", body.encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as stream:
+        lines = [line[6:].strip() for line in stream if line.startswith(b"data: ")]
+    assert lines[-1] == b"[DONE]"
+    events = [json.loads(line) for line in lines[:-1]]
+    assert [token for event in events for choice in event["choices"] for token in choice["token_ids"]] == alone(tokens)
+    assert events[-1]["pd_cache"]["self"]["cached_tokens"] == 2 * CHUNK
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"raw": b'{"model": "tiny", '}, 400),
+        ({"raw": b"[1, 2]"}, 400),
+        ({"model": "unknown"}, 404),
+        ({"prompt": [1] * 2000}, 400),
+        ({"prompt": [1] * 1020, "max_tokens": 50}, 400),
+        ({"prompt": [99999]}, 400),
+        ({"prompt": []}, 400),
+        ({"prompt": {"a": 1}}, 400),
+        ({"max_tokens": -1}, 400),
+        ({"max_tokens": "many"}, 400),
+        ({"temperature": -2}, 400),
+        ({"kv_transfer_params": "nonsense"}, 200),  # ours to set: the proxy drops what a client sends
+    ],
+)
+def test_bad_requests_are_a_4xx_in_the_openai_shape(cluster: Cluster, fields: dict[str, Any], status: int) -> None:
+    answer = complete(url_of(cluster), **{"prompt": [1, 2, 3], **fields})
+    assert answer.status == status
+    if status != 200:
+        assert set(answer.body) == {"error"}
+        assert set(answer.body["error"]) == {"message", "type", "param", "code"}
+        assert answer.body["error"]["message"]
+
+
+def test_nodes_and_proxy_publish_health_and_metrics(cluster: Cluster, prompt: Any) -> None:
+    complete(url_of(cluster), prompt(2 * CHUNK))
+    for name, metric in (("proxy", "pd_cache_proxy"), ("prefill-0", "pd_cache_tokens_total"), ("decode-0", "pd_cache_tokens_total")):  # fmt: skip
+        with urllib.request.urlopen(f"{cluster.urls[name]}/metrics", timeout=10) as page:
+            assert metric in page.read().decode(), name
+        with urllib.request.urlopen(f"{cluster.urls[name]}/health", timeout=10) as page:
+            assert page.status == 200
+
+
+@pytest.mark.parametrize("victim", ["master", "store-0", "prefill-0"])
+def test_a_death_in_the_middle_of_requests_gives_no_wrong_token_and_leaves_none_unanswered(
+    victim: str, tmp_path: Path, alone: Any, prompt: Any
+) -> None:
+    shared = prompt(6 * CHUNK)
+    prompts = [shared + prompt(30) for _ in range(24)]
+    with started(tmp_path) as cluster:
+        url = url_of(cluster)
+        complete(url, prompts[0])
+        answers: list[Answer | None] = [None] * len(prompts)
+        started_at = time.monotonic()
+
+        def ask(index: int) -> None:
+            answers[index] = complete(url, prompts[index])
+
+        threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
+        for thread in threads[:8]:
+            thread.start()
+        wait_for(lambda: any(answers), 60, "the first answer")
+        kill(cluster, victim)
+        for thread in threads[8:]:
+            thread.start()
+        for thread in threads:
+            thread.join(90)
+        assert not any(thread.is_alive() for thread in threads), "a request was left unanswered"
+        assert time.monotonic() - started_at < 90
+        for tokens, answer in zip(prompts, answers, strict=True):
+            assert answer is not None
+            assert answer.status == 200
+            assert answer.tokens == alone(tokens)

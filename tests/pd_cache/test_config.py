@@ -1,0 +1,141 @@
+"""The cluster's file: every mistake is one message with file, line, key path, value and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pd_cache.config import ClusterConfig, NodeSettings, PrefillNode, StoreNode, dump_config, load_config
+from pd_cache.errors import ConfigError
+from transfer.settings import ByteSize
+
+GOOD = """\
+name: test
+transfer: {segment_size: 1GiB}
+cache: {chunk_size: 256}
+engine:
+  kind: reference
+  model: {name: tiny, random: {seed: 1}}
+nodes:
+  - {name: master, role: master, port: 0, metrics_port: 0}
+  - {name: p0, role: prefill, segment_size: 512MiB}
+  - {name: d0, role: decode}
+  - {name: proxy, role: proxy, port: 8000}
+"""
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+
+
+def load(tmp_path: Path, text: str) -> ClusterConfig:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    return load_config(file)
+
+
+def test_a_good_file_is_read_with_its_defaults(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD)
+    assert config.master_address == "127.0.0.1:0"
+    assert config.transfer.segment_size == 1 << 30
+    prefill, decode = config.node("p0"), config.node("d0")
+    assert isinstance(prefill, PrefillNode)
+    assert NodeSettings.of(config, prefill).segment_size == 512 << 20
+    assert decode is not None
+    assert NodeSettings.of(config, decode).segment_size == 1 << 30
+    assert config.node("nobody") is None
+
+
+def test_a_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD)
+    assert load(tmp_path, dump_config(config)) == config
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
+def test_the_files_that_ship_are_good(file: Path) -> None:
+    assert load_config(file).nodes
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
+def test_a_comment_stands_at_every_setting_of_the_local_file(file: Path) -> None:
+    uncommented = [line for line in file.read_text().splitlines() if ":" in line and "#" not in line]
+    assert len(uncommented) < len(file.read_text().splitlines()) / 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("chunk_size", "chunk_sise", "c.yaml:3: cache.chunk_sise: 256: unknown key; did you mean chunk_size?"),
+        ("cache:", "cach:", "c.yaml:3: cach: unknown key; did you mean cache?"),
+        ("seed: 1", "sead: 1", "c.yaml:6: engine.model.random.sead: 1: unknown key; did you mean seed?"),
+        ("chunk_size: 256", "chunk_size: big", "c.yaml:3: cache.chunk_size: 'big': expected `int`, got `str`"),
+        ("chunk_size: 256", "chunk_size: 0", "c.yaml:3: cache.chunk_size: 0: expected `int` >= 1"),
+        (
+            "chunk_size: 256",
+            "chunk_size: 100",
+            "c.yaml:3: cache.chunk_size: 100: must be a multiple of engine.block_size 16, e.g. 96 or 112",
+        ),
+        ("1GiB", "1Gib3", "c.yaml:2: transfer.segment_size: '1Gib3': expected a size such as 512MiB, 4GiB"),
+        ("1GiB", "1MiB", "c.yaml:2: transfer: segment_size: 1MiB is below Mooncake's minimum of 16MiB"),
+        ("512MiB", "1MiB", "c.yaml:9: nodes[1].segment_size: '1MiB': must be 0 for none, or at least 16MiB"),
+        ("role: decode", "role: decoder", "nodes[2].role: 'decoder': must be one of master, store, prefill, decode"),
+        ("role: decode", "rolle: decode", "nodes[2]: the key role is missing; is rolle meant to be it?"),
+        ("kind: reference", "kind: refrence", "engine.kind: 'refrence': must be one of reference"),
+        ("name: tiny, random: {seed: 1}", "name: tiny", "engine.model: exactly one of `path`"),
+        ("name: d0", "name: p0", "c.yaml:10: nodes[2].name: 'p0': is also the name of nodes[1]"),
+        ("name: d0", "name: 'd 0'", "nodes[2].name: 'd 0': expected `str` matching regex"),
+        ("role: master, port: 0, metrics_port: 0", "role: store, segment_size: 16MiB", "0 nodes have the role master"),
+        ("role: prefill, segment_size: 512MiB", "role: master", "c.yaml:9: nodes[1]: 2 nodes have the role master"),
+        ("port: 8000", "port: 80000", "nodes[3].port: 80000: expected `int` <= 65535"),
+        ("role: decode", "role: prefill", "a proxy needs at least one decode node"),
+        ("segment_size: 1GiB", "metadata: nonsense", "metadata: 'nonsense' is neither P2PHANDSHAKE nor an address"),
+        ("segment_size: 1GiB", "devices: [mlx5_0]", "only protocol: rdma uses devices"),
+        ("segment_size: 1GiB", "protocol: udp", "transfer.protocol: 'udp': must be one of tcp, rdma"),
+        ("name: test", "name: test\nname: again", "c.yaml:2: name: stands twice, first on line 1"),
+        ("name: test", "name: [", "is not valid YAML"),
+        (
+            "  kind: reference\n",
+            "  kind: reference\n  num_blocks: 4\n",
+            "cannot hold one request of max_model_len 8192",
+        ),
+        (
+            "port: 8000",
+            "port: 8000}\n  - {name: q, role: proxy, port: 8000",
+            "proxy uses this port of 127.0.0.1 already",
+        ),
+    ],
+)
+def test_a_mistake_is_one_message_that_says_where_and_what_is_allowed(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    assert old in GOOD
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, GOOD.replace(old, new, 1))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "is empty"), ("[1]", "expected `object`, got `array`"), ("nodes: []", "length >= 1")]
+)
+def test_a_file_that_is_no_cluster_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text)
+
+
+def test_an_engine_section_is_needed_where_engines_are(tmp_path: Path) -> None:
+    tree = yaml.safe_load(GOOD)
+    del tree["engine"]
+    with pytest.raises(ConfigError, match=r"engine: missing, but nodes\[1\] is a prefill node"):
+        load(tmp_path, yaml.safe_dump(tree))
+
+
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xe4")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(tmp_path / "latin.yaml")
+
+
+def test_nodes_know_their_role() -> None:
+    assert StoreNode(name="s", segment_size=ByteSize(16 << 20)).role == "store"

@@ -1,0 +1,100 @@
+"""A small disaggregated cluster for tests, and a client for its proxy."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from launch.up import Cluster, running
+from pd_cache.config import read_config
+
+ENGINE: dict[str, Any] = {
+    "kind": "reference",
+    "model": {
+        "name": "tiny",
+        "random": {"seed": 3, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 4, "kv_heads": 2},
+    },
+    "block_size": 16,
+    "num_blocks": 512,
+    "max_model_len": 1024,
+    "step_tokens": 64,
+    "threads": 1,
+}  # fmt: skip
+CHUNK = 64
+
+
+class Answer(NamedTuple):
+    status: int
+    body: Any
+    headers: dict[str, str]
+
+    @property
+    def tokens(self) -> list[int]:
+        return list(self.body["choices"][0]["token_ids"])
+
+    @property
+    def cached(self) -> tuple[int, int]:
+        """Tokens that the prefill and the decode node took from the pool."""
+        usage = self.body["pd_cache"]
+        return ((usage["prefill"] or {}).get("cached_tokens", 0), usage["self"]["cached_tokens"])
+
+
+def cluster_file(folder: Path, **changes: Any) -> Path:
+    """A master, a store, a prefill and a decode node and a proxy, every port free."""
+    tree = {
+        "name": "test",
+        "transfer": {
+            "staging_size": "8MiB",
+            "breaker": {"failures": 2, "probe_interval_ms": 200},
+            "timeouts": {"exist_ms": 300, "get_ms": 1000, "put_ms": 1000, "close_ms": 2000},
+        },
+        "cache": {"chunk_size": CHUNK},
+        "engine": ENGINE,
+        "handoff": {"wait_ms": 500},
+        "supervisor": {"ready_timeout_s": 90, "stop_grace_s": 10},
+        "nodes": [
+            {"name": "master", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 2},
+            {"name": "store-0", "role": "store", "segment_size": "64MiB"},
+            {"name": "prefill-0", "role": "prefill", "port": 0},
+            {"name": "decode-0", "role": "decode", "port": 0},
+            {"name": "proxy", "role": "proxy", "port": 0},
+        ],
+        **changes,
+    }
+    file = folder / "cluster.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+@contextmanager
+def started(folder: Path, **changes: Any) -> Iterator[Cluster]:
+    """The cluster of `cluster_file`, running."""
+    config, source = read_config(cluster_file(folder, **changes))
+    with running(config, source) as cluster:
+        yield cluster
+
+
+def complete(url: str, prompt: Any, timeout: float = 60.0, raw: bytes | None = None, **fields: Any) -> Answer:
+    """Post a completion and read the whole answer, whatever its status."""
+    body = raw if raw is not None else json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 8, "ignore_eos": True, **fields}).encode()  # fmt: skip
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return Answer(answer.status, json.load(answer), dict(answer.headers))
+    except urllib.error.HTTPError as error:
+        with error:
+            return Answer(error.code, json.loads(error.read()), dict(error.headers))
+
+
+def kill(cluster: Cluster, name: str) -> None:
+    """SIGKILL a node of the cluster; nothing restarts it."""
+    os.killpg(cluster.supervisor.pids[name], signal.SIGKILL)

@@ -1,0 +1,122 @@
+"""Which way imports point, and where each foreign package is at home."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("transfer", "pd_cache", "launch")
+FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+
+LAYERS = (
+    ("errors", "config", "metrics", "tokens", "layout"),
+    ("paged", "backends", "lookup"),
+    ("engine",),
+    ("server",),
+    ("vllm",),
+)
+"""Inside pd_cache: a module imports from its own layer and those before it."""
+
+HOMES = {
+    "mooncake": ("transfer/store.py", "transfer/engine.py"),
+    "zmq": ("pd_cache/server/channel.py",),
+    "etcd3": ("launch/discovery.py",),
+    "click": ("launch/cli.py",),
+    "yaml": ("pd_cache/config.py",),
+    "xxhash": ("pd_cache/backends/objects.py",),
+    "numpy": ("pd_cache/paged/cpu.py",),
+    "triton": ("pd_cache/paged/cuda.py",),
+    "torch.cuda": ("pd_cache/paged/cuda.py", "pd_cache/server/sharing.py"),
+    "vllm": ("pd_cache/vllm/",),
+    "transformers": ("launch/engines/reference/",),
+    "aiohttp": ("launch/proxy/", "launch/engines/reference/"),
+    "ctypes": ("transfer/staging.py", "launch/_tethered.py"),
+}
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Dotted names that a file imports, also inside functions; `torch.cuda` by attribute, too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
+            yield "torch.cuda"
+
+
+def name_of(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_imports_point_one_way(file: Path) -> None:
+    package = file.relative_to(ROOT).parts[0]
+    allowed = PACKAGES[: PACKAGES.index(package) + 1]
+    for name in imported(file):
+        top = name.split(".")[0]
+        assert top not in ("bench", "tests"), f"nothing imports {top}"
+        assert top not in PACKAGES or top in allowed, f"{package} must not import {name}"
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if file.parts[-2:] != ("pd_cache", "__init__.py")], ids=name_of
+)
+def test_layers_inside_pd_cache(file: Path) -> None:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    if parts[0] != "pd_cache":
+        return
+    own = parts[1]
+    level = next(index for index, layer in enumerate(LAYERS) if own in layer)
+    for name in imported(file):
+        segments = name.split(".")
+        if segments[0] != "pd_cache" or len(segments) < 2 or segments[1] == own:
+            continue
+        other = next((index for index, layer in enumerate(LAYERS) if segments[1] in layer), level)
+        assert other <= level, f"{own} must not import {name}"
+        assert not (level == other == 1), "paged, backends and lookup never import one another"
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_each_dependency_has_one_home(file: Path) -> None:
+    where = name_of(file)
+    for name in imported(file):
+        for dependency, homes in HOMES.items():
+            if name == dependency or name.startswith(dependency + "."):
+                assert where.startswith(homes), f"{dependency} is at home in {homes}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_no_module_reads_the_environment_when_it_is_imported(file: Path) -> None:
+    def at_import(node: ast.AST) -> Iterator[ast.AST]:
+        yield node
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                yield from at_import(child)
+
+    for node in at_import(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            assert node.attr not in ("environ", "getenv"), f"line {node.lineno}"
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("pd_cache", ("torch", "mooncake", "msgspec")),
+        ("pd_cache.config", ("torch", "mooncake")),
+        ("transfer", ("torch", "mooncake")),
+        ("launch.cli", ("torch", "mooncake", "aiohttp", "transformers")),
+        ("pd_cache.engine", ("mooncake", "triton")),
+    ],
+)
+def test_importing_is_light(module: str, unwanted: tuple[str, ...]) -> None:
+    program = f"import {module}, sys; print([name for name in {unwanted!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"

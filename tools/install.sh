@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Sets up a virtual environment with everything that the demo and the tests need. Idempotent.
+#   PYTHON=python3.12 VENV=.venv bash tools/install.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+VENV=${VENV:-.venv}
+TORCH=${TORCH:-2.13.0}   # the newest that is tested; any from pyproject.toml's range works
+
+"$PYTHON" - <<'EOF'
+import sys
+if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+    sys.exit(f"pd-cache needs Python 3.10 to 3.13, and this is {sys.version.split()[0]}; try: make PYTHON=python3.12 install")
+EOF
+
+# Mooncake's wheel links to libibverbs, also where there is no RDMA.
+if ! ldconfig -p | grep -q 'libibverbs\.so\.1'; then
+    command="apt-get install -y libibverbs1"
+    if ! command -v apt-get >/dev/null; then
+        echo "libibverbs.so.1 is missing and this is no Debian or Ubuntu: install your distribution's libibverbs (rdma-core)" >&2
+        exit 1
+    elif [ "$(id -u)" = 0 ]; then
+        apt-get update -qq
+        $command
+    elif sudo -n true 2>/dev/null; then
+        sudo apt-get update -qq
+        sudo $command
+    else
+        echo "Mooncake needs the system's libibverbs.so.1. Run this, then make again:" >&2
+        echo "    sudo apt-get update && sudo $command" >&2
+        exit 1
+    fi
+fi
+
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check -q "$@"; }
+
+# The CPU build by its own name: plain `torch` brings several gigabytes of CUDA libraries along.
+if ! "$VENV/bin/python" -c "import torch" 2>/dev/null; then
+    echo "installing torch $TORCH for the CPU" >&2
+    pip install "torch==$TORCH+cpu" 2>/dev/null \
+        || pip install "torch==$TORCH" --index-url https://download.pytorch.org/whl/cpu
+fi
+
+echo "installing pd-cache into $VENV" >&2
+pip install -e '.[cpu,reference,dev]'
