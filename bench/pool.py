@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from launch.up import running
+from launch.up import quiet, running
 from pd_cache.config import ClusterConfig, MasterNode, StoreNode, dump_config, read_config
 from transfer.settings import ByteSize
 from transfer.store import load_mooncake
@@ -25,7 +25,7 @@ def local_pool(segment_size: int) -> Iterator[str]:
         file = Path(folder) / "pool.yaml"
         file.write_text(dump_config(ClusterConfig(name="bench", nodes=nodes)))
         config, source = read_config(file)
-        with running(config, source) as cluster:
+        with running(config, source, sink=quiet) as cluster:
             yield cluster.config.master_address
 
 

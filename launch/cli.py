@@ -39,15 +39,21 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(pd_cache.__version__, prog_name="pd-cache")
-@click.option("-v", "--verbose", is_flag=True, help="Log what happens, not only what goes wrong.")
+@click.option("-v", "--verbose", is_flag=True, help="Log details, also of the libraries.")
 def main(verbose: bool) -> None:
     """A shared KV cache over Mooncake for disaggregated prefill/decode LLM serving."""
     logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING,
+        level=logging.DEBUG if verbose else logging.WARNING,
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
         stream=sys.stderr,
         force=True,
     )
+
+
+def _log_what_happens() -> None:
+    """For the commands that run for long: our own log says what happens, not only what goes wrong."""
+    for package in ("transfer", "pd_cache", "launch"):
+        logging.getLogger(package).setLevel(min(logging.INFO, logging.getLogger().level))
 
 
 @main.command()
@@ -59,6 +65,7 @@ def launch(role: str, file: Path, name: str | None) -> None:
     from launch.roles import run_role
     from launch.topology import check_machine, choose_ports, pick_node, unresolved_port
 
+    _log_what_happens()
     config, source = read_config(file)
     node = pick_node(config, role, name)
     if problem := unresolved_port(config, node):
@@ -77,6 +84,7 @@ def up(file: Path) -> None:
     from launch.signals import stop_on_signals
     from launch.up import running
 
+    _log_what_happens()
     config, source = read_config(file)
     with stop_on_signals() as stop, running(config, source, stop=stop) as cluster:
         for name, url in cluster.urls.items():

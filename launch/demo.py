@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.engines.reference import GenerationRequest, ReferenceEngine
-from launch.up import running
+from launch.up import quiet, running
 from pd_cache.config import ClusterConfig, ReferenceEngineConfig, read_config
 from pd_cache.errors import ConfigError, PdCacheError
 
@@ -106,7 +106,7 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
     console = Console(stderr=True)
     todo = prompts(_vocabulary(engine), config.cache.chunk_size, engine.max_model_len)
     with console.status("starting a master, a prefill node, a decode node and a proxy") as status:
-        with running(config, source) as cluster:
+        with running(config, source, sink=quiet) as cluster:
             url = cluster.urls[proxies[0].name]
             answers = []
             for number, prompt in enumerate(todo, start=1):

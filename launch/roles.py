@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -46,12 +47,17 @@ def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
         run_proxy_node(config, node, ready)
 
 
-def master_command(node: MasterNode) -> list[str]:
-    """Mooncake's master, with every flag that a cache depends on. RoleError if the wheel is not installed."""
+def master_command(node: MasterNode, metadata: str = "P2PHANDSHAKE") -> list[str]:
+    """Mooncake's master, with every flag that a cache depends on. RoleError if the wheel is not installed.
+
+    Where `metadata` is an http address on the master's own host, the master serves that, too.
+    """
     beside = Path(sys.executable).with_name("mooncake_master")
     binary = str(beside) if beside.exists() else shutil.which("mooncake_master")
     if binary is None:
         raise RoleError("mooncake_master is not installed; install pd-cache with one of the extras cpu, cuda12, cuda13")
+    server = urllib.parse.urlsplit(metadata)
+    serves_metadata = server.scheme == "http" and server.hostname == node.host
     return [
         binary,
         f"--rpc_address={node.host}",
@@ -64,6 +70,15 @@ def master_command(node: MasterNode) -> list[str]:
         f"--eviction_high_watermark_ratio={node.eviction_high_watermark}",
         f"--eviction_ratio={node.eviction_ratio}",
         "--enable_metric_reporting=false",  # a long log line every ten seconds; /metrics has it all
+        *(
+            (
+                "--enable_http_metadata_server=true",
+                f"--http_metadata_server_host={server.hostname}",
+                f"--http_metadata_server_port={server.port or 80}",
+            )
+            if serves_metadata
+            else ()
+        ),
         "--logtostderr",
     ]
 
@@ -71,7 +86,7 @@ def master_command(node: MasterNode) -> list[str]:
 def run_master(config: ClusterConfig, node: MasterNode, ready: Ready) -> None:
     """Run Mooncake's master as a child that dies with this process."""
     with stop_on_signals() as stop:
-        child = spawn_child(master_command(node), stdout=subprocess.DEVNULL)
+        child = spawn_child(master_command(node, config.transfer.metadata), stdout=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + config.supervisor.ready_timeout_s
             while not stop.is_set() and not _serving(node):

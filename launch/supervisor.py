@@ -61,7 +61,8 @@ def backoff_s(failures: int) -> float:
     return min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(failures - 1, 16))
 
 
-def _to_stderr(line: str) -> None:
+def to_stderr(line: str) -> None:
+    """The sink of a supervisor that somebody watches."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
@@ -91,7 +92,7 @@ class Supervisor:
         self,
         settings: SupervisorConfig,
         *,
-        sink: Callable[[str], None] = _to_stderr,
+        sink: Callable[[str], None] = to_stderr,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         spawn: Spawn | None = None,
@@ -294,4 +295,5 @@ __all__ = [
     "die_with_parent",
     "spawn_child",
     "stop_on_signals",
+    "to_stderr",
 ]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.supervisor import Program, StopEvent, Supervisor
+from launch.supervisor import Program, StopEvent, Supervisor, to_stderr
 from launch.topology import check_machine, choose_ports, local_nodes
 from pd_cache.config import ROLES, ClusterConfig, Node, Source, dump_config
 from pd_cache.errors import ConfigError
@@ -32,12 +32,22 @@ class Cluster:
         return dict(self.supervisor.ready_urls)
 
 
+def quiet(line: str) -> None:
+    """A sink for what the nodes print where nobody watches; a node that fails shows its last lines all the same."""
+
+
 @contextmanager
-def running(config: ClusterConfig, source: Source, *, stop: StopEvent | None = None) -> Iterator[Cluster]:
+def running(
+    config: ClusterConfig,
+    source: Source,
+    *,
+    stop: StopEvent | None = None,
+    sink: Callable[[str], None] = to_stderr,
+) -> Iterator[Cluster]:
     """Start this machine's nodes, each when those it needs are ready; stop them in reverse order at the end.
 
     Every process runs `pd-cache launch ROLE` on a copy of the file in which each port is chosen. ConfigError or
-    SupervisorError if they cannot all be started; those that were are stopped again.
+    SupervisorError if they cannot all be started; those that were are stopped again. `sink` gets what they print.
     """
     mine = local_nodes(config)
     if not mine:
@@ -48,7 +58,7 @@ def running(config: ClusterConfig, source: Source, *, stop: StopEvent | None = N
     with tempfile.TemporaryDirectory(prefix="pd-cache-") as folder:
         file = Path(folder) / source.file.name
         file.write_text(dump_config(resolved), encoding="utf-8")
-        with Supervisor(resolved.supervisor) as supervisor:
+        with Supervisor(resolved.supervisor, sink=sink) as supervisor:
             supervisor.start(
                 [[_program(node, file) for node in mine if node.role in roles] for roles in _STARTED_TOGETHER], stop
             )

@@ -98,7 +98,9 @@ class Node:
 class Pool:
     """A master and its store nodes, on ports of their own."""
 
-    def __init__(self, folder: Path, *, segment: str = "256MiB", client_ttl_s: int = 2, **master: Any) -> None:
+    def __init__(
+        self, folder: Path, *, segment: str = "256MiB", client_ttl_s: int = 2, metadata: str = "P2PHANDSHAKE"
+    ) -> None:
         """Nothing is started yet."""
         self.port = free_port()
         self._metrics_port = free_port()
@@ -110,11 +112,10 @@ class Pool:
                 "port": self.port,
                 "metrics_port": self._metrics_port,
                 "client_ttl_s": client_ttl_s,
-                **master,
             }
         ]
         nodes += [{"name": f"store-{index}", "role": "store", "segment_size": segment} for index in range(2)]
-        self.file.write_text(yaml.safe_dump({"nodes": nodes}))
+        self.file.write_text(yaml.safe_dump({"transfer": {"metadata": metadata}, "nodes": nodes}))
         self.nodes: dict[str, Node] = {}
 
     @property
