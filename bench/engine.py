@@ -68,6 +68,11 @@ class Prompt:
             (blocks_of.unsqueeze(1) * block + torch.arange(block)).flatten()[:tokens] for blocks_of in self._order
         )
 
+    def scramble(self) -> None:
+        """Make the target differ from the source everywhere."""
+        source, target = self._order
+        self._bits[:, target] = self._bits[:, source] ^ 1
+
     def arrived(self) -> bool:
         """Whether source and target hold the same bytes, as far as whole chunks reach."""
         source, target = (order[: self._whole_blocks] for order in self._order)
@@ -105,6 +110,7 @@ def measure(engine: CacheEngine, prompt: Prompt, raw: RawPool, rounds: Iterable[
         seconds["raw_put"].append(timed(raw.put))
         seconds["store"].append(timed(store))
         seconds["raw_get"].append(timed(raw.get))
+        prompt.scramble()
         seconds["retrieve"].append(timed(retrieve))
         raw.remove(raw.keys)
         raw.remove(keys)
@@ -118,6 +124,14 @@ def measure(engine: CacheEngine, prompt: Prompt, raw: RawPool, rounds: Iterable[
     }
 
 
+def size(context: click.Context, parameter: click.Parameter, value: str) -> ByteSize:
+    """A click callback for sizes such as 4GiB."""
+    try:
+        return ByteSize.parse(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
 @click.command()
 @click.option("--tokens", default=4096, show_default=True, type=click.IntRange(1))
 @click.option("--chunk", default=256, show_default=True, type=click.IntRange(1))
@@ -128,7 +142,7 @@ def measure(engine: CacheEngine, prompt: Prompt, raw: RawPool, rounds: Iterable[
 @click.option("--kv-heads", default=8, show_default=True, type=click.IntRange(1))
 @click.option("--head-dim", default=128, show_default=True, type=click.IntRange(1))
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(5))
-@click.option("--staging", default="512MiB", show_default=True, help="Size of the staging memory.")
+@click.option("--staging", default="512MiB", show_default=True, callback=size, help="Size of the staging memory.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 @click.option("--check", "strict", is_flag=True, help="Exit with 1 if a target is missed.")
 def main(
@@ -139,7 +153,7 @@ def main(
     kv_heads: int,
     head_dim: int,
     rounds: int,
-    staging: str,
+    staging: ByteSize,
     as_json: bool,
     strict: bool,
 ) -> None:
@@ -155,7 +169,7 @@ def main(
         settings = NodeSettings(
             master=master,
             cache=CacheConfig(chunk_size=chunk),
-            transfer=TransferSettings(staging_size=ByteSize.parse(staging)),
+            transfer=TransferSettings(staging_size=staging),
         )
         metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
         engine = CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import numpy as np
+import torch
 
 from bench.pool import local_pool, raw_client
 from bench.report import Check, finish, progress
@@ -43,6 +44,7 @@ def measure(
     keys = database.all_shard_keys(database.hash_tokens(tokens))
     assert raw.put_batch(keys, [b"x"] * len(keys)) == 0
     assert client.lookup(tokens) == len(tokens), "the pool does not hold the whole prompt"
+    tensor = torch.tensor(tokens)
     return {
         "tokens": len(tokens),
         **interleaved(
@@ -50,6 +52,7 @@ def measure(
             hash_ms=lambda: database.all_shard_keys(database.hash_tokens(tokens)),
             raw_exist_ms=lambda: raw.batch_is_exist(keys),
             lookup_ms=lambda: client.lookup(tokens),
+            hash_tensor_ms=lambda: database.hash_tokens(tensor),
             numpy_ms=lambda: np.array(tokens, dtype=np.int32),
         ),
     }

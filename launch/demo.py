@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.engines.reference import GenerationRequest, ReferenceEngine
+from launch.topology import check_machine, local_nodes
 from launch.up import quiet, running
 from pd_cache.config import ClusterConfig, ReferenceEngineConfig, read_config
 from pd_cache.errors import ConfigError, PdCacheError
@@ -103,6 +104,7 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
     proxies = config.by_role("proxy")
     if engine is None or not proxies or not config.by_role("prefill"):
         raise ConfigError(f"{file}: the demo needs a master, a prefill node, a decode node and a proxy")
+    check_machine(config, source, local_nodes(config))
     console = Console(stderr=True)
     todo = prompts(_vocabulary(engine), config.cache.chunk_size, engine.max_model_len)
     with console.status("starting a master, a prefill node, a decode node and a proxy") as status:

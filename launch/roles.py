@@ -25,7 +25,8 @@ from pd_cache.config import (
     ProxyNode,
     StoreNode,
 )
-from pd_cache.errors import PdCacheError
+from pd_cache.errors import ConfigError, PdCacheError
+from transfer.errors import PoolUnavailableError
 
 Ready = Callable[[str], None]
 """Called once, with the node's URL (or an empty string), as soon as it can be used."""
@@ -118,9 +119,16 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Ready) -> None:
             settings.transfer, master=settings.master, host=settings.host, segment_size=settings.segment_size
         ) as store,
     ):
-        store.wait_open(config.supervisor.ready_timeout_s)
-        ready(store.hostname)
-        stop.wait()
+        deadline = time.monotonic() + config.supervisor.ready_timeout_s
+        while not stop.is_set():
+            try:
+                store.wait_open(0.2)
+            except PoolUnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                ready(store.hostname)
+                stop.wait()
 
 
 def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready) -> None:
@@ -138,15 +146,20 @@ def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Rea
     registry = CollectorRegistry()
 
     def open_cache(metadata: CacheMetadata, layout: KVLayout) -> CacheEngine:
-        return CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=CacheMetrics(registry))
+        metrics = CacheMetrics(registry)
+        try:
+            return CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=metrics)
+        except ValueError as error:  # the one thing that the file cannot know: how large a chunk of this model is
+            raise ConfigError(f"transfer.staging_size: {settings.transfer.staging_size}: {error}") from None
 
     def announce(address: str) -> None:
         ready(f"http://{address}")
 
-    try:
-        serve(config.engine, config.handoff, node.host, node.port, open_cache, announce, registry=registry)
-    finally:
-        CacheEngineBuilder.destroy(node.name)
+    with stop_on_signals():  # also while the cache unmounts: a second signal must not leave its keys behind
+        try:
+            serve(config.engine, config.handoff, node.host, node.port, open_cache, announce, registry=registry)
+        finally:
+            CacheEngineBuilder.destroy(node.name)
 
 
 def run_proxy_node(config: ClusterConfig, node: ProxyNode, ready: Ready) -> None:

@@ -44,22 +44,22 @@ class StopFlag:
         os.close(self._write)
 
 
+def stop_signals() -> list[signal.Signals]:
+    """What asks a process to stop. SIGHUP is not among them where it is ignored: that is how `nohup` works."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *hangup]
+
+
 @contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:
-    """A flag that SIGTERM, SIGINT and SIGHUP set while the block runs. Main thread only (ValueError elsewhere).
-
-    SIGHUP stays ignored where it was ignored before: that is how `nohup` works.
-    """
+    """A flag that SIGTERM, SIGINT and SIGHUP set while the block runs. Main thread only (ValueError elsewhere)."""
     flag = StopFlag()
 
     def handler(signum: int, frame: FrameType | None) -> None:
         flag.set()
 
     try:
-        signums = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            signums.append(signal.SIGHUP)
-        before = {signum: signal.signal(signum, handler) for signum in signums}
+        before = {signum: signal.signal(signum, handler) for signum in stop_signals()}
         try:
             yield flag
         finally:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -19,12 +20,10 @@ _PORT_FIELDS = ("port", "metrics_port")
 def is_local(host: str) -> bool:
     """Whether an address is one of this machine's: whether it can be bound."""
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.bind(address)
-    except OSError:
+        with _socket_at(host, 0):
+            return True
+    except (OSError, UnicodeError):
         return False
-    return True
 
 
 def local_nodes(config: ClusterConfig) -> list[Node]:
@@ -43,8 +42,7 @@ def choose_ports(config: ClusterConfig) -> ClusterConfig:
             for field in _PORT_FIELDS:
                 if node.name in mine and getattr(node, field, None) == 0:
                     # held until all are chosen, so that no two nodes get the same one
-                    holder = stack.enter_context(socket.socket())
-                    holder.bind((node.host, 0))
+                    holder = stack.enter_context(_socket_at(node.host, 0))
                     chosen[field] = holder.getsockname()[1]
             nodes.append(msgspec.structs.replace(node, **chosen))
         return msgspec.structs.replace(config, nodes=tuple(nodes))
@@ -87,6 +85,7 @@ def machine_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
             yield Problem(
                 path, f"with the other segments here makes {_gib(total)}, more than the memory of {_gib(memory)}"
             )
+    yield from _model_problems(config, chosen)
     if config.transfer.staging_size > memory:
         yield Problem(("transfer", "staging_size"), f"is more than this machine's memory of {_gib(memory)}")
     for index, node in enumerate(config.nodes):
@@ -123,6 +122,17 @@ def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
     return None
 
 
+def _model_problems(config: ClusterConfig, chosen: set[str]) -> Iterator[Problem]:
+    engine = config.engine
+    serving = any(node.name in chosen for node in (*config.by_role("prefill"), *config.by_role("decode")))
+    if engine is None or engine.model.path is None or not serving:
+        return
+    if not (Path(engine.model.path) / "config.json").is_file():
+        yield Problem(
+            ("engine", "model", "path"), "is no Hugging Face model folder on this machine: it has no config.json"
+        )
+
+
 def _device_problems(config: ClusterConfig) -> Iterator[Problem]:
     if config.transfer.protocol != "rdma":
         return
@@ -138,13 +148,24 @@ def _device_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 
 def _bindable(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+    try:
+        with _socket_at(host, port):
+            return True
+    except OSError:
+        return False
+
+
+def _socket_at(host: str, port: int) -> socket.socket:
+    """A socket bound to the address; OSError or UnicodeError where that cannot be. IPv4, as Mooncake's addresses are."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, proto)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
 
 
 def _gib(size: int) -> str:

@@ -17,7 +17,7 @@ import msgspec
 import yaml
 
 from pd_cache.errors import ConfigError
-from transfer.settings import ByteSize, Positive, TransferSettings
+from transfer.settings import MIN_SEGMENT, ByteSize, Positive, TransferSettings
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
@@ -43,7 +43,8 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
     hash_mode: Literal["tokens", "blocks"] = "tokens"
     """Name chunks by hashing tokens, or by the engine's own block hashes."""
     hash_seed: str = ""
-    tiers: tuple[MooncakeTier, ...] = (MooncakeTier(),)
+    tiers: Annotated[tuple[MooncakeTier, ...], msgspec.Meta(min_length=1, max_length=1)] = (MooncakeTier(),)
+    """Where chunks live."""
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------
@@ -324,7 +325,7 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
             if other != node.name or (field == "metrics_port" and getattr(node, "port", 0) == port):
                 yield Problem(("nodes", index, field), f"{other} uses this port of {node.host} already")
         size = getattr(node, "segment_size", None)
-        if size is not None and (0 < size < (16 << 20) or (size == 0 and isinstance(node, StoreNode))):
+        if size is not None and (0 < size < MIN_SEGMENT or (size == 0 and isinstance(node, StoreNode))):
             allowed = "at least 16MiB" if isinstance(node, StoreNode) else "0 for none, or at least 16MiB"
             yield Problem(("nodes", index, "segment_size"), f"must be {allowed}, the smallest that Mooncake takes")
     engines = [index for index, node in enumerate(config.nodes) if isinstance(node, _EngineNode)]
@@ -346,12 +347,14 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
                 f"{config.engine.num_blocks} blocks of {block} tokens cannot hold one request of max_model_len "
                 f"{config.engine.max_model_len}; at least {-(-config.engine.max_model_len // block)} are needed",
             )
+    if config.engine is not None and config.cache.hash_mode != "tokens":
+        yield Problem(("cache", "hash_mode"), "the reference engine has no block hashes; use tokens")
     slowest = max(config.transfer.timeouts.get_ms, config.transfer.timeouts.put_ms)
-    if masters and config.master.lease_ttl_ms > 10 * slowest:
+    if masters and config.master.lease_ttl_ms < slowest:
         yield Problem(
             ("nodes", masters[0], "lease_ttl_ms"),
-            f"a lease this long lets one lookup block eviction far beyond the slowest transfer ({slowest} ms); "
-            f"at most {10 * slowest}",
+            f"a read that outlives its lease is lost, and transfer.timeouts allow one "
+            f"{slowest} ms; make this at least that",
         )
 
 
@@ -372,7 +375,7 @@ def _parse(file: Path) -> Source:
         lines: dict[KeyPath, int] = {}
         if root is None:
             raise ConfigError(f"{file}: is empty; it needs at least `nodes`")
-        _index(root, (), lines, file)
+        _index(root, (), lines, file, ())
         tree = loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
@@ -385,7 +388,13 @@ def _parse(file: Path) -> Source:
     return Source(file, tree, lines)
 
 
-def _index(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: Path) -> None:
+def _index(
+    node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: Path, within: tuple[yaml.Node, ...]
+) -> None:
+    """Note the line of every key, and refuse what no configuration is: a key twice, a node that contains itself."""
+    if any(node is outer for outer in within):
+        raise ConfigError(f"{file}:{node.start_mark.line + 1}: an alias stands inside of what it names")
+    within = (*within, node)
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -397,10 +406,10 @@ def _index(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: Path
                     f"{file}:{line}: {'.'.join(map(str, here))}: stands twice, first on line {lines[here]}"
                 )
             lines[here] = line
-            _index(value, here, lines, file)
+            _index(value, here, lines, file, within)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            _index(value, (*path, index), lines, file)
+            _index(value, (*path, index), lines, file, within)
 
 
 def decode_custom(kind: type, value: object) -> object:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from pd_cache.layout import KVLayout, layer_tensors
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import ChunkSlots, Completion, PagedCopier, host_pin, open_copier, plan_slots
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Namespace, Tokens
 from transfer.errors import Status
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,13 @@ class CacheEngine:
         self._lock = threading.Lock()
         self._annotated = False
         self._closed = False
+        self._active = 0
+        self._idle = threading.Condition(self._lock)
+
+    @property
+    def namespace(self) -> Namespace:
+        """All engines whose chunks this one can use."""
+        return self.database.namespace
 
     @property
     def chunk_size(self) -> int:
@@ -132,14 +139,15 @@ class CacheEngine:
         """
         request = self._check(tokens, hashes, mask, kv_caches, slot_mapping, extra_keys)
         self.metrics.tokens("store", "requested", len(request.keys) * self.chunk_size)
-        if not request.keys or self._closed:
-            return 0
-        with self.metrics.timed("store"):
+        with self._moving() as may_move, self.metrics.timed("store"):
+            if not request.keys or not may_move:
+                return 0
             statuses = self.backend.batched_contains(request.keys, timeout=timeout)
             self.metrics.outages("store", statuses)
             missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
             stored = self._put(request, missing, timeout)
-            self._annotate()
+            if stored:
+                self._annotate(timeout)
         self.metrics.moved("store", stored * self.backend.payload_bytes)
         self.metrics.tokens("store", "stored", stored * self.chunk_size)
         return stored * self.chunk_size
@@ -164,9 +172,9 @@ class CacheEngine:
         request = self._check(tokens, hashes, mask, kv_caches, slot_mapping, extra_keys)
         result = torch.zeros(request.length, dtype=torch.bool)
         self.metrics.tokens("retrieve", "requested", len(request.keys) * self.chunk_size)
-        if not request.keys or self._closed:
-            return result
-        with self.metrics.timed("retrieve"):
+        with self._moving() as may_move, self.metrics.timed("retrieve"):
+            if not request.keys or not may_move:
+                return result
             loaded = self._get(request, timeout)
         result[request.first : request.first + loaded * self.chunk_size] = True
         self.metrics.moved("retrieve", loaded * self.backend.payload_bytes)
@@ -174,18 +182,33 @@ class CacheEngine:
         return result
 
     def close(self) -> None:
-        """Close the backend and let go of the KV tensors. Idempotent."""
-        with self._lock:
+        """Wait for what moves, at most `transfer.timeouts.close_ms`; close the backend, let go of the KV tensors. Idempotent."""
+        with self._idle:
             if self._closed:
                 return
             self._closed = True
+            if not self._idle.wait_for(lambda: not self._active, self.settings.transfer.timeouts.close_ms / 1000):
+                log.warning("%d cache operations outlived close()", self._active)
             copiers = list(self._copiers.values())
             self._copiers.clear()
-        self.backend.close()
-        for copier in copiers:
+        for copier in copiers:  # before the backend: the staging memory is page-locked until that closes
             copier.close()
+        self.backend.close()
 
     # --- inside --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _moving(self) -> Iterator[bool]:
+        """Keep `close` waiting while bytes move; False where the engine is closed already."""
+        with self._lock:
+            may_move = not self._closed
+            self._active += may_move
+        try:
+            yield may_move
+        finally:
+            with self._idle:
+                self._active -= may_move
+                self._idle.notify_all()
 
     def _put(self, request: _Request, missing: list[int], timeout: float | None) -> int:
         outcomes: list[PutOutcome] = []
@@ -225,6 +248,8 @@ class CacheEngine:
             for copy in copies:
                 copy.wait()
         except BaseException:
+            for copy in copies:  # the memory may still be written to
+                copy.wait()
             for memory in staged:
                 memory.release()
             raise
@@ -236,6 +261,8 @@ class CacheEngine:
         with contextlib.closing(self.backend.batched_get(request.keys, timeout=timeout)) as fetches:
             for chunk, fetched in zip(request.chunks, fetches, strict=True):
                 try:
+                    if self._closed:
+                        break
                     if fetched.payload is None:
                         self.metrics.trouble("retrieve", fetched.reason)
                         break
@@ -296,16 +323,18 @@ class CacheEngine:
                 self._copiers.move_to_end(place)
                 return copier
             copier = open_copier(tensors, self.layout)
+            if self._closed:
+                return copier
             self._copiers[place] = copier
             if len(self._copiers) > _COPIERS:
                 self._copiers.popitem(last=False)[1].close()
             return copier
 
-    def _annotate(self) -> None:
+    def _annotate(self, timeout: float | None) -> None:
         """Leave the namespace's manifest beside its chunks, once."""
         if not self._annotated:
             namespace = self.database.namespace
-            status = self.backend.annotate(self.database.manifest_key, namespace.manifest())
+            status = self.backend.annotate(self.database.manifest_key, namespace.manifest(), timeout=timeout)
             self._annotated = status is Status.OK
 
 

@@ -1,7 +1,7 @@
 """What the cache counts, in Prometheus' terms, and the log lines that go with troubles.
 
 Metrics live in a registry that the caller owns; nothing is registered globally. An outage is never counted as a plain
-miss: `pd_cache_troubles_total` has a `reason` for every chunk that was not stored or not loaded.
+miss: `pd_cache_troubles_total` has a `reason` for every chunk that could not be stored, and for each that ended a load.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CacheMetrics:
         if nbytes:
             self._bytes.labels(op).inc(nbytes)
 
-    def trouble(self, op: str, reason: str, chunks: int = 1) -> None:
+    def trouble(self, op: str, reason: str, chunks: int = 1, *, detail: str = "") -> None:
         """Count chunks that ended in `reason`, and say so in the log, at most once in ten seconds for each reason."""
         if not chunks:
             return
@@ -76,7 +76,7 @@ class CacheMetrics:
                 self._logged[op, reason] = (last, silent + chunks)
                 return
             self._logged[op, reason] = (now, 0)
-        log.warning("%s: %d chunks: %s", op, chunks + silent, reason)
+        log.warning("%s: %d chunks: %s%s", op, chunks + silent, reason, detail and f" ({detail})")
 
     def outages(self, op: str, statuses: Sequence[Status]) -> None:
         """Count every status that is neither OK nor a plain miss."""

@@ -77,14 +77,14 @@ def token_bytes(tokens: Tokens) -> bytes:
 def _tensor_bytes(tokens: Any) -> bytes:
     import torch
 
-    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise ValueError(f"tokens must be a 1-D integer tensor, got {tuple(tokens.shape)} {tokens.dtype}")
     if tokens.dtype == torch.int64 and tokens.numel():
         low, high = torch.aminmax(tokens)
         if int(low) < -(2**31) or int(high) >= 2**31:
             raise ValueError(f"tokens must fit an int32, got values from {int(low)} to {int(high)}")
-    narrow = tokens.detach().to(device="cpu", dtype=torch.int32).contiguous()
-    return bytes(narrow.untyped_storage())[narrow.storage_offset() * 4 :][: narrow.numel() * 4]
+    narrow = tokens.detach().to(device="cpu", dtype=torch.int32).numpy()
+    return bytes(narrow.astype("<i4", copy=False).tobytes())
 
 
 class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,6 +169,10 @@ class ChunkedTokenDatabase:
     ) -> list[bytes]:
         """The hash of each whole chunk of a prompt, given as tokens or, in hash mode, as the engine's block hashes."""
         if hashes is not None and tokens is None:
+            if tuple(extra_keys):
+                raise ValueError(
+                    "block hashes take in the request's isolation themselves: extra_keys go with tokens only"
+                )
             return self.stride_hashes(hashes)
         if tokens is not None and hashes is None:
             return self.hash_tokens(tokens, extra_keys)

@@ -35,8 +35,3 @@ class CircuitBreaker:
                 return False
             self.down = True
             return True
-
-    def trip(self) -> None:
-        """Count the pool as down from now on, whatever was counted so far."""
-        with self._lock:
-            self.down = True

@@ -7,18 +7,15 @@ returned, or at once if it never started.
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-log = logging.getLogger(__name__)
+from transfer.yielding import Yielding
 
-_PATIENCE = 0.3
+_PATIENCE = 0.15
 """Seconds for which a waiter leaves a yielding thread to the leftovers of the processor."""
 
 T = TypeVar("T")
@@ -31,7 +28,7 @@ def _nothing() -> None:
 class Call(Generic[T]):
     """One call under way. The lock is held until the outcome is there: the cheapest way for one thread to wait."""
 
-    __slots__ = ("_done", "_error", "_function", "_on_end", "_value", "deadline", "hurry")
+    __slots__ = ("_done", "_error", "_function", "_on_end", "_thread", "_value", "deadline")
 
     def __init__(self, function: Callable[[], T], deadline: float, on_end: Callable[[], None]) -> None:
         self._function: Callable[[], T] | None = function
@@ -40,28 +37,33 @@ class Call(Generic[T]):
         self._error: BaseException | None = None
         self._done = threading.Lock()
         self._done.acquire()
+        self._thread: Yielding | None = None
         self.deadline = deadline
-        self.hurry: Callable[[], None] = _nothing
-        """Has the thread that runs the call stop yielding."""
+
+    @property
+    def started(self) -> bool:
+        """Whether a thread has taken it up; it never will if the deadline passed first."""
+        return self._thread is not None
 
     def outcome(self, otherwise: T) -> T:
         """What the call returned, or `otherwise` if it has not by the deadline. Raises what the call raised."""
-        remaining = max(0.0, self.deadline - time.monotonic())
-        if not self._done.acquire(timeout=min(remaining, _PATIENCE)):
-            self.hurry()
-            if not self._done.acquire(timeout=max(0.0, self.deadline - time.monotonic())):
+        while not self._done.acquire(timeout=max(0.0, min(_PATIENCE, self.deadline - time.monotonic()))):
+            if self._thread is not None:
+                self._thread.hurry()
+            if time.monotonic() >= self.deadline:
                 return otherwise
         self._done.release()  # so that a second look finds it, too
         if self._error is not None:
             raise self._error
         return otherwise if self._value is None else self._value
 
-    def _run(self) -> None:
+    def _run(self, thread: Yielding) -> None:
         function, self._function = self._function, None
         assert function is not None
         try:
             if time.monotonic() < self.deadline:
-                self._value = function()
+                self._thread = thread
+                self._value = thread.run(function)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             self._error = error
         finally:
@@ -75,55 +77,11 @@ class Call(Generic[T]):
         self._done.release()
 
 
-class _Priority:
-    """What a thread gets of a busy processor.
-
-    Mooncake waits for a transfer by spinning. A spinning thread of normal priority takes a core from the threads that do
-    the transfer, and even at the lowest priority it hides from the scheduler that the core is free for them. SCHED_IDLE
-    does not: with two cores it is worth a quarter of the throughput (measured; docs/mooncake.md). On a machine whose cores
-    are all busy such a thread would hardly run at all, so it goes back to normal as soon as somebody has waited for a while.
-    """
-
-    def __init__(self, yields: bool) -> None:
-        self._thread = threading.get_native_id()
-        self._yields = yields and self.yielding() and self._may_return()
-        if self._yields:
-            self.yielding()
-        elif yields:
-            # SCHED_IDLE is a one-way street without CAP_SYS_NICE, and a thread that starves is worse than one that spins
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, self._thread, 19)
-
-    def yielding(self) -> bool:
-        """Take only what nobody else wants. False if the kernel refuses."""
-        return self._set(os.SCHED_IDLE)
-
-    def normal(self) -> None:
-        """Stop yielding, for the current call."""
-        if self._yields:
-            self._set(os.SCHED_OTHER)
-
-    def rest(self) -> None:
-        """A call has ended: yield again."""
-        if self._yields:
-            self.yielding()
-
-    def _may_return(self) -> bool:
-        return self._set(os.SCHED_OTHER)
-
-    def _set(self, policy: int) -> bool:
-        try:
-            os.sched_setscheduler(self._thread, policy, os.sched_param(0))
-        except OSError:
-            return False
-        return True
-
-
 class CallThreads:
     """`count` daemon threads that run calls in the order of submission; at most `limit` are queued or running."""
 
     def __init__(self, name: str, count: int, *, yields: bool = False, limit: int = 256) -> None:
-        """`yields` is for calls that spin: see `_Priority`."""
+        """`yields` is for calls that spin: see `transfer.yielding`."""
         self._queue: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
         self._limit = limit
         self._lock = threading.Lock()
@@ -144,12 +102,9 @@ class CallThreads:
         call that has outlived its deadline, or `limit` calls are ahead."""
         call = Call(function, deadline, on_end)
         with self._lock:
-            if self._closed:
-                accepted = False
-            else:
-                now = time.monotonic()
-                stuck = len(self._running) == len(self._threads) and all(end < now for end in self._running.values())
-                accepted = not stuck and self._pending < self._limit
+            now = time.monotonic()
+            stuck = len(self._running) == len(self._threads) and all(end < now for end in self._running.values())
+            accepted = not self._closed and not stuck and self._pending < self._limit
             if accepted:
                 self._pending += 1
                 self._queue.put(call)  # type: ignore[arg-type]  # the queue does not care what the call returns
@@ -157,13 +112,6 @@ class CallThreads:
             call._drop()
             return None
         return call
-
-    @property
-    def overdue(self) -> int:
-        """Calls that still run although their deadline has passed."""
-        now = time.monotonic()
-        with self._lock:
-            return sum(end < now for end in self._running.values())
 
     def close(self, timeout: float) -> bool:
         """Refuse new calls and wait for those accepted. False if some still run after `timeout` seconds."""
@@ -178,16 +126,14 @@ class CallThreads:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self, yields: bool) -> None:
-        priority = _Priority(yields)
+        priority = Yielding(yields)
         me = threading.get_ident()
         while (call := self._queue.get()) is not None:
             with self._lock:
                 self._running[me] = call.deadline
-            call.hurry = priority.normal
             try:
-                call._run()
+                call._run(priority)
             finally:
-                priority.rest()
                 with self._lock:
                     del self._running[me]
                     self._pending -= 1

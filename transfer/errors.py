@@ -45,6 +45,8 @@ class Status(enum.Enum):
     """The master did not answer, or the circuit breaker is open."""
     TIMEOUT = "timeout"
     """The caller's deadline passed first; the call may still be running."""
+    OVERLOADED = "overloaded"
+    """This process's transfer threads are all held: too many calls at once, or a peer that hangs."""
     CLOSED = "closed"
     """The store is not open."""
     INTERNAL = "internal"

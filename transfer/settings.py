@@ -28,7 +28,7 @@ class ByteSize(int):
             return cls(text)
         if isinstance(text, str) and (match := _SIZE.fullmatch(text.strip())):
             unit = _UNITS.get(match[2].lower())
-            if unit is not None:
+            if unit is not None and len(match[1]) <= 20:
                 return cls(float(match[1]) * unit)
         raise ValueError(f"expected a size such as 512MiB, 4GiB or a number of bytes, got {text!r}")
 
@@ -48,7 +48,6 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Deadlines of the calls to the pool. A call that outlives its deadline is abandoned, never waited for."""
 
-    setup_ms: Milliseconds = 10_000
     exist_ms: Milliseconds = 500
     get_ms: Milliseconds = 10_000
     put_ms: Milliseconds = 10_000

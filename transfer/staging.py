@@ -67,11 +67,11 @@ class StagingPool:
     """`size // slot_bytes` equal slots in one region of memory, at most that many leased at a time."""
 
     def __init__(self, size: int, slot_bytes: int, *, prefaulted: bool = True, pin: Pin | None = None) -> None:
-        """Map `size` bytes. Raises ValueError where not even one slot fits."""
+        """Map `size` bytes. ValueError where not even one slot fits."""
         stride = -(-slot_bytes // _PAGE) * _PAGE
         count = size // stride
         if slot_bytes <= 0 or count < 1:
-            raise ValueError(f"staging_size {size} holds no slot of {slot_bytes} bytes; make it at least {stride}")
+            raise ValueError(f"it holds no slot of {slot_bytes} bytes; make it at least {stride}")
         self.slot_bytes = slot_bytes
         self.nbytes = count * stride
         self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -3,7 +3,7 @@
 A bare client is dangerous (docs/mooncake.md): used before setup or after close it kills the process, with a dead master
 each call blocks for seconds, with a stopped peer for a minute. Here
 
-1. a state (`opening`, `open`, `closing`, `closed`) guards every call, and `close()` drains before it closes;
+1. a state (`opening`, `open` or `failed`, `closing`, `closed`) guards every call, and `close()` drains before it closes;
 2. calls run on a bounded set of threads and the caller waits until its own deadline, no longer;
 3. staging memory that an abandoned call may still touch stays quarantined until that call returns;
 4. a circuit breaker answers at once while the pool is down, and one probe per interval finds it back;
@@ -32,6 +32,8 @@ from transfer.staging import Slot, StagingPool
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
+
+_EXISTS = {1: Status.OK, 0: Status.MISSING}
 
 _RETRY_FULL_AFTER = 0.02
 """Eviction frees space in ticks of about 10 ms; a put that found the pool full is tried once more after this."""
@@ -95,11 +97,13 @@ class Pending(Generic[R]):
         what: str,
         call: Call[list[int]] | None,
         keys: int,
+        patience: float,
         result: Callable[[Status, int], R],
     ) -> None:
         self._store = store
         self._what = what
         self._call = call
+        self._patience = patience
         self._keys = keys
         self._result = result
 
@@ -108,9 +112,10 @@ class Pending(Generic[R]):
         if self._call is None:
             return [self._result(self._store._refusal(), 0)] * self._keys
         codes = self._call.outcome([])
-        statuses = [status_of(code) for code in codes] if codes else [Status.TIMEOUT] * self._keys
-        self._store._settle(self._what, statuses)
-        return [self._result(status, code) for status, code in zip(statuses, codes or [0] * self._keys, strict=True)]
+        if not codes:
+            self._store._timed_out(self._what, self._call, self._patience)
+            return [self._result(Status.TIMEOUT, 0)] * self._keys
+        return [self._result(status_of(code), code) for code in codes]
 
 
 class MooncakeStore:
@@ -140,6 +145,8 @@ class MooncakeStore:
         self.segment_size = int(settings.segment_size if segment_size is None else segment_size)
         self._client: _Client = module.MooncakeDistributedStore()
         self._put_config = module.ReplicateConfig()
+        self._pinned = module.ReplicateConfig()
+        self._pinned.with_hard_pin = True
         self._breaker = CircuitBreaker(settings.breaker.failures)
         self._control = CallThreads("mooncake-control", 2)
         # of their own, so that a prompt on its way out does not hold up one on its way in
@@ -150,6 +157,8 @@ class MooncakeStore:
         self._state = "opening"
         self._changed = threading.Condition()
         self._setup_error = ""
+        self._mounted = False
+        """Whether `setup()` has succeeded: then the client must be closed, whatever happened afterwards."""
         self._keeper = threading.Thread(target=self._keep, name="mooncake-keeper", daemon=True)
         self._keeper.start()
 
@@ -163,6 +172,8 @@ class MooncakeStore:
                 raise PoolUnavailableError(
                     f"Mooncake master {self._master} not reachable after {timeout:g} s: {reason}"
                 )
+            if self._state == "failed":
+                raise TransferError(f"the store of master {self._master} failed: {self._setup_error}")
             if self._state != "open":
                 raise TransferError(f"the store of master {self._master} is {self._state}")
 
@@ -177,7 +188,7 @@ class MooncakeStore:
         return self._client.get_hostname() if self._state == "open" else ""
 
     def attach(self, pool: StagingPool) -> None:
-        """Register `pool`'s memory for transfers, now or as soon as the store opens."""
+        """Register `pool`'s memory for transfers, now or as soon as the store opens. TransferError if that is refused."""
         with self._changed:
             self._regions.append(pool)
             if self._state == "open":
@@ -188,7 +199,6 @@ class MooncakeStore:
         with self._changed:
             if self._state in ("closing", "closed"):
                 return
-            was_open = self._state == "open"
             self._state = "closing"
             self._changed.notify_all()
         end = time.monotonic() + self._settings.timeouts.close_ms / 1000
@@ -198,7 +208,7 @@ class MooncakeStore:
         # the keeper may be inside setup() or a probe: closing beside it would be use after free
         self._keeper.join(max(0.0, end - time.monotonic()))
         drained &= not self._keeper.is_alive()
-        if drained and was_open:
+        if drained and self._mounted:
             self._client.close()
         elif not drained:
             log.warning("a call into Mooncake outlived close(); its client is left to the end of the process")
@@ -223,19 +233,17 @@ class MooncakeStore:
             return []
         if not self.available:
             return [self._refusal()] * len(keys)
-        call = self._control.submit(lambda: self._client.batch_is_exist(keys), time.monotonic() + timeout)
-        codes = None if call is None else call.outcome([])
+        exist = self._judged("batch_is_exist", lambda: self._client.batch_is_exist(keys))
+        call = self._control.submit(exist, time.monotonic() + timeout)
+        if call is None:
+            return [self._refusal()] * len(keys)
+        codes = call.outcome([])
         if not codes:
-            self._failed("batch_is_exist")
+            self._timed_out("batch_is_exist", call, timeout)
             return [Status.TIMEOUT] * len(keys)
-        if codes[0] < 0:
-            self._failed("batch_is_exist")
-            return [status_of(code) if code < 0 else Status.POOL_DOWN for code in codes]
-        if self._breaker.succeeded():
-            log.info("pool %s is back", self._master)
         if codes.count(1) == len(codes):
             return [Status.OK] * len(codes)
-        return [Status.OK if code == 1 else Status.MISSING for code in codes]
+        return [_EXISTS.get(code) or status_of(code) for code in codes]
 
     def start_get(self, keys: list[str], slots: Sequence[Slot], *, timeout: float) -> Pending[GetResult]:
         """Begin to read each key into its slot, as far as the slot reaches.
@@ -244,8 +252,11 @@ class MooncakeStore:
         """
         self._check_batch(keys, slots)
         addresses, sizes = [slot.address for slot in slots], [slot.size for slot in slots]
-        call = self._start(self._gets, lambda: self._client.batch_get_into(keys, addresses, sizes), slots, timeout)
-        return Pending(self, "batch_get_into", call, len(keys), lambda status, code: GetResult(status, max(code, 0)))
+        get = self._judged("batch_get_into", lambda: self._client.batch_get_into(keys, addresses, sizes))
+        call = self._start(self._gets, get, slots, timeout)
+        return Pending(
+            self, "batch_get_into", call, len(keys), timeout, lambda status, code: GetResult(status, max(code, 0))
+        )
 
     def start_put(
         self, keys: list[str], slots: Sequence[Slot], sizes: Sequence[int], *, timeout: float
@@ -271,8 +282,8 @@ class MooncakeStore:
                     codes[index] = code
             return codes
 
-        call = self._start(self._puts, put, slots, timeout)
-        return Pending(self, "batch_put_from", call, len(keys), lambda status, _: status)
+        call = self._start(self._puts, self._judged("batch_put_from", put), slots, timeout)
+        return Pending(self, "batch_put_from", call, len(keys), timeout, lambda status, _: status)
 
     def remove(self, keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:
         """Remove keys; BUSY for one that is leased, unless `force`."""
@@ -280,8 +291,8 @@ class MooncakeStore:
         return [Status.TIMEOUT] * len(keys) if codes is None else [status_of(code) for code in codes]
 
     def put_small(self, key: str, value: bytes, *, timeout: float) -> Status:
-        """Write a control object through Mooncake's own buffer; OK also if the key was there before."""
-        code = self._call(lambda: self._client.put(key, value, self._put_config), timeout)
+        """Write a control object, never to be evicted, through Mooncake's own buffer; OK also if it was there before."""
+        code = self._call(lambda: self._client.put(key, value, self._pinned), timeout)
         return Status.TIMEOUT if code is None else status_of(code)
 
     def get_small(self, key: str, *, timeout: float) -> bytes | None:
@@ -315,41 +326,76 @@ class MooncakeStore:
         if not self.available:
             return None
         call = self._control.submit(lambda: [function()], time.monotonic() + timeout)
-        answer = [] if call is None else call.outcome([])
+        if call is None:
+            return None
+        answer = call.outcome([])
         if not answer:
-            self._failed("control call")
+            self._timed_out("control call", call, timeout)
             return None
         return answer[0]
 
     def _refusal(self) -> Status:
-        return Status.CLOSED if self._state in ("closing", "closed") else Status.POOL_DOWN
+        """Why a call was not begun."""
+        if self._state in ("closing", "closed"):
+            return Status.CLOSED
+        return Status.OVERLOADED if self.available else Status.POOL_DOWN
 
-    def _settle(self, what: str, statuses: Sequence[Status]) -> None:
-        """Tell the breaker how a batch went: a failure only if the pool's trouble met every key of it."""
-        if all(status in OUTAGE for status in statuses):
-            self._failed(what)
+    def _judged(self, what: str, function: Callable[[], list[int]]) -> Callable[[], list[int]]:
+        """The call, telling the breaker how it went when it returns, whether or not anybody still waits for it.
+
+        It failed if the pool's own trouble met every key.
+        """
+
+        def call() -> list[int]:
+            codes = function()
+            self._settle(what, failed=all(code < 0 and status_of(code) in OUTAGE for code in codes))
+            return codes
+
+        return call
+
+    def _settle(self, what: str, failed: bool) -> None:
+        if failed:
+            if self._breaker.failed():
+                log.warning(
+                    "pool %s counts as down: %s failed; it is asked again every %d ms",
+                    self._master,
+                    what,
+                    self._settings.breaker.probe_interval_ms,
+                )
         elif self._breaker.succeeded():
             log.info("pool %s is back", self._master)
 
-    def _failed(self, what: str) -> None:
-        if self._breaker.failed():
-            log.warning("pool %s counts as down after %s failed; probing every %d ms", self._master, what,
-                        self._settings.breaker.probe_interval_ms)  # fmt: skip
+    def _timed_out(self, what: str, call: Call[list[R]], patience: float) -> None:
+        """A deadline passed. It says something about the pool only if the call was given a fair time to run."""
+        if call.started and patience >= self._settings.timeouts.exist_ms / 1000:
+            self._settle(f"{what} (no answer in {patience:g} s)", failed=True)
 
     def _register(self, pool: StagingPool) -> None:
         code = self._client.register_buffer(pool.address, pool.nbytes)
         if code != 0:
-            raise TransferError(f"Mooncake refused to register {pool.nbytes} bytes of staging memory ({code})")
+            raise TransferError(
+                f"Mooncake refused to register {pool.nbytes} bytes of staging memory ({code}); with rdma, "
+                "raise the limit of locked memory (ulimit -l) or lower staging_size"
+            )
 
     def _keep(self) -> None:
         """The keeper thread: opens the store, then probes whenever the breaker is open, until the store closes."""
         interval = self._settings.breaker.probe_interval_ms / 1000
-        while not self._open():
-            if not self._pause(interval):
-                return
+        try:
+            while not self._open():
+                if not self._pause(interval):
+                    return
+        except TransferError as error:  # nothing that waiting will mend
+            log.error("pool %s: %s", self._master, error)
+            with self._changed:
+                self._setup_error = str(error)
+                if self._state == "opening":
+                    self._state = "failed"
+                self._changed.notify_all()
+            return
         while self._pause(interval):
-            if self._breaker.down and self._client.is_exist("pdc1/probe") >= 0 and self._breaker.succeeded():
-                log.info("pool %s is back", self._master)
+            if self._breaker.down and self._client.is_exist("pdc1/probe") >= 0:
+                self._settle("probe", failed=False)
 
     def _pause(self, seconds: float) -> bool:
         """Wait; False as soon as the store is to close."""
@@ -374,19 +420,19 @@ class MooncakeStore:
                 log.warning("Mooncake master %s: setup failed (%d), trying again until it comes", self._master, code)
             self._setup_error = f"setup() answered {code}"
             return False
+        self._mounted = True
+        name = self._client.get_hostname()
         if self.segment_size:
-            self._put_config.preferred_segment = self._client.get_hostname()
+            self._put_config.preferred_segment = name
             if settings.prefault:
                 prefault_segment(self.segment_size, self._probe_segment)
         with self._changed:
-            if self._state != "opening":
-                self._client.close()
-                return True
-            for pool in self._regions:
-                self._register(pool)
-            self._state = "open"
-            self._changed.notify_all()
-        log.info("pool %s: open, segment %d bytes as %s", self._master, self.segment_size, self._client.get_hostname())
+            if self._state == "opening":
+                for pool in self._regions:
+                    self._register(pool)
+                self._state = "open"
+                self._changed.notify_all()
+                log.info("pool %s: open, segment of %d bytes as %s", self._master, self.segment_size, name)
         return True
 
     def _probe_segment(self) -> int | None:

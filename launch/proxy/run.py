@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
 from launch.proxy.app import Proxy
+from launch.signals import stop_signals
 from pd_cache.config import ProxyConfig
 
 
@@ -20,7 +20,7 @@ def run_proxy(
     port: int,
     ready: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain for at most 5 s. Main thread only.
+    """Serve until told to stop (`stop_signals`), then drain for at most 5 s. Main thread only.
 
     `ready` is called with the base URL once connections are taken; port 0 means any. OSError if the address cannot be bound,
     ValueError as of `Proxy`.
@@ -31,7 +31,7 @@ def run_proxy(
 async def _serve(proxy: Proxy, host: str, port: int, ready: Callable[[str], None]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in stop_signals():
         loop.add_signal_handler(signum, stop.set)
     runner = web.AppRunner(proxy.app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
     await runner.setup()

@@ -64,7 +64,7 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def wait_available(self, timeout: float) -> None:
-        """Wait until it is of use; PoolUnavailableError after `timeout` seconds."""
+        """Wait until it was opened; PoolUnavailableError after `timeout` seconds."""
 
     @abstractmethod
     def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
@@ -90,7 +90,7 @@ class StorageBackend(ABC):
         """Remove keys; MISSING for one that is not there, BUSY for one that a reader holds."""
 
     @abstractmethod
-    def annotate(self, key: str, value: bytes) -> Status:
+    def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
         """Leave a small object for people and tools, such as a namespace's manifest."""
 
     @abstractmethod

@@ -87,7 +87,11 @@ class MooncakeBackend(StorageBackend):
         self.store = MooncakeStore(
             transfer, master=settings.master, host=settings.host, segment_size=settings.segment_size
         )
-        self.store.attach(self.staging)
+        try:
+            self.store.attach(self.staging)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def available(self) -> bool:
@@ -148,8 +152,8 @@ class MooncakeBackend(StorageBackend):
     def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         return self.store.remove(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms))
 
-    def annotate(self, key: str, value: bytes) -> Status:
-        return self.store.put_small(key, value, timeout=self._timeouts.put_ms / 1000)
+    def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
+        return self.store.put_small(key, value, timeout=self._seconds(timeout, self._timeouts.exist_ms))
 
     def close(self) -> None:
         self.store.close()

@@ -37,7 +37,9 @@ class LookupClient(ABC):
             extra_keys = _extra_keys(request_configs)
             return self._lookup(token_ids, block_hashes, held, extra_keys)
         except Exception as error:  # noqa: BLE001 - a lookup never fails its request: the interface says 0
-            self.metrics.trouble("lookup", f"error_{type(error).__name__}")
+            self.metrics.trouble(
+                "lookup", f"error_{type(error).__name__}", detail=f"{lookup_id or 'a lookup'}: {error}"
+            )
             return 0
 
     @abstractmethod

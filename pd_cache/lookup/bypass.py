@@ -8,14 +8,14 @@ from typing import Protocol
 from pd_cache.config import NodeSettings
 from pd_cache.lookup.base import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.tokens import CacheMetadata, ExtraKey, Tokens
+from pd_cache.tokens import CacheMetadata, ExtraKey, Namespace, Tokens
 
 
 class LooksUp(Protocol):
     """What is needed of a `CacheEngine`, which this layer does not import."""
 
     @property
-    def metadata(self) -> CacheMetadata: ...
+    def namespace(self) -> Namespace: ...
 
     def lookup(
         self,
@@ -35,8 +35,10 @@ class BypassLookupClient(LookupClient):
     ) -> None:
         """ValueError if `config` and `metadata` name another namespace than the engine's."""
         super().__init__(metrics)
-        if engine.metadata.namespace(config.cache) != metadata.namespace(config.cache):
-            raise ValueError(f"the engine serves {engine.metadata}, the client was made for {metadata}")
+        if engine.namespace != metadata.namespace(config.cache):
+            raise ValueError(
+                f"the engine serves {engine.namespace}, the client was made for {metadata.namespace(config.cache)}"
+            )
         self._engine: LooksUp | None = engine
 
     def _lookup(

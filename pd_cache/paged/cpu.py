@@ -45,9 +45,12 @@ class CpuPagedCopier(PagedCopier):
         for group in self._groups:
             part = target[done : done + len(group)]
             done += len(group)
-            if chunk.blocks is not None:
+            if chunk.blocks is not None and group.flags.c_contiguous:
                 # clip: the indices were checked, and only this mode writes to `out` without a copy in between
                 np.take(group, chunk.blocks.numpy(), axis=1, out=part, mode="clip")
+                continue
+            if chunk.blocks is not None:  # of a strided array `take` would copy all of it first
+                part[...] = group[:, chunk.blocks.numpy()]
                 continue
             block, offset = self._split(chunk)
             for plane, pages in zip(self._by_token(group), self._by_token(part), strict=True):

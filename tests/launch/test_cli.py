@@ -77,19 +77,38 @@ def test_up_refuses_a_file_whose_nodes_all_live_elsewhere(tmp_path: Path) -> Non
     assert "its hosts are 192.0.2.1" in refused("up", "-c", str(cluster_file(tmp_path, nodes=nodes)))
 
 
-def test_a_role_that_cannot_start_is_one_line_and_exit_1(tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
     engine = {**ENGINE, "model": {"name": "m", "path": str(tmp_path / "nowhere")}}
+    file = cluster_file(tmp_path, engine=engine)
+    file.write_text(file.read_text().replace("role: master\n  port: 0", "role: master\n  port: 1"))
+    for command in (["launch", "decode", "-c"], ["config", "check"], ["demo", "-c"], ["up", "-c"]):
+        message = refused(*command, str(file))
+        assert "engine.model.path" in message
+        assert "nowhere': is no Hugging Face model folder" in message
+
+
+def test_staging_memory_that_holds_no_chunk_of_the_model_is_refused(tmp_path: Path) -> None:
     nodes = [{"name": "m", "role": "master", "port": 1}, {"name": "d", "role": "decode", "port": 0}]
-    file = cluster_file(tmp_path, engine=engine, nodes=nodes)
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", "launch", "decode", "-c", str(file)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
+    file = cluster_file(tmp_path, nodes=nodes, transfer={"staging_size": "4KiB"})
+    command = [sys.executable, "-m", "launch", "launch", "decode", "-c", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert "nowhere" in done.stderr
+    assert "transfer.staging_size: 4KiB: it holds no slot of" in done.stderr
+
+
+def test_a_store_node_that_waits_for_its_master_stops_on_sigterm(tmp_path: Path) -> None:
+    nodes = [{"name": "m", "role": "master", "port": 1}, {"name": "s", "role": "store", "segment_size": "16MiB"}]
+    file = cluster_file(tmp_path, nodes=nodes)
+    command = [sys.executable, "-m", "launch", "launch", "store", "-c", str(file)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    with process.stderr:
+        while "setup failed" not in process.stderr.readline():
+            assert process.poll() is None
+        process.terminate()
+        process.stderr.read()
+    assert process.wait(20) == 0
 
 
 class Up:

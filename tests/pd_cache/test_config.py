@@ -104,6 +104,15 @@ def test_the_local_file_shows_every_key_that_there_is() -> None:
         ("segment_size: 1GiB", "protocol: udp", "transfer.protocol: 'udp': must be one of tcp, rdma"),
         ("name: test", "name: test\nname: again", "c.yaml:2: name: stands twice, first on line 1"),
         ("name: test", "name: [", "is not valid YAML"),
+        ("name: test", "name: &a [*a]", "c.yaml:1: an alias stands inside of what it names"),
+        ("1GiB", "'" + "9" * 400 + "'", "expected a size such as 512MiB"),
+        ("cache: {chunk_size: 256}", "cache: {tiers: []}", "cache.tiers: expected `array` of length >= 1"),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {hash_mode: blocks}",
+            "the reference engine has no block hashes; use tokens",
+        ),
+        ("metrics_port: 0", "metrics_port: 0, lease_ttl_ms: 500", "lease_ttl_ms: 500: a read that outlives its lease"),
         (
             "  kind: reference\n",
             "  kind: reference\n  num_blocks: 4\n",

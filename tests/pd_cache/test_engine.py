@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import struct
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from pd_cache.tokens import CacheMetadata
 from tests.support.engines import BLOCK, CHUNK, Host, host, random_slots
 from tests.support.kv import holds_token, make_cache
 from tests.support.pool import Pool
+from tests.support.waiting import wait_for
 
 LONG = 29
 """Tokens of the prompts here: three chunks and a tail of five."""
@@ -141,6 +143,37 @@ def test_bytes_and_tokens_are_counted(node: Host, tokens: list[int]) -> None:
     assert value("pd_cache_tokens_total", {"op": "lookup", "outcome": "hit"}) == 24
     assert value("pd_cache_tokens_total", {"op": "retrieve", "outcome": "loaded"}) == 24
     assert value("pd_cache_bytes_total", {"op": "retrieve"}) == 3 * node.layout.chunk_bytes(CHUNK)
+
+
+def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool: Pool, tokens: list[int]) -> None:
+    model = uuid.uuid4().hex
+    slots = list(range(LONG))
+    with host(pool, model=model) as writer:
+        writer.store(tokens, slots)
+    with host(pool, model=model) as node:
+        inside, go_on = threading.Event(), threading.Event()
+        copier = node.engine._copier(node.cache)
+        scatter = copier.scatter
+
+        def slow(*arguments: Any) -> Any:
+            inside.set()
+            go_on.wait(10)
+            return scatter(*arguments)
+
+        copier.scatter = slow  # type: ignore[method-assign]
+        results: list[list[bool]] = []
+        reader = threading.Thread(target=lambda: results.append(node.retrieve(tokens, slots)))
+        reader.start()
+        assert inside.wait(10)
+        closer = threading.Thread(target=node.engine.close)
+        closer.start()
+        wait_for(lambda: node.engine._closed)
+        assert closer.is_alive(), "close() returned while a chunk was being scattered"
+        go_on.set()
+        closer.join(20)
+        reader.join(20)
+        assert results == [[True] * 8 + [False] * 21]
+        assert not any(node.retrieve(tokens, slots))
 
 
 # --- callers' mistakes -----------------------------------------------------------------------------------------------

@@ -141,6 +141,8 @@ def test_hash_mode_takes_the_hash_of_each_chunks_last_block() -> None:
 
 
 def test_a_prompt_is_given_once() -> None:
+    with pytest.raises(ValueError, match="extra_keys go with tokens only"):
+        database(hash_mode="blocks").name_chunks(None, [b"x" * 16] * 2, ("salt",))
     for arguments in ((None, None), ([1], [b"x"])):
         with pytest.raises(ValueError, match="exactly one"):
             database().name_chunks(*arguments)

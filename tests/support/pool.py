@@ -103,14 +103,14 @@ class Pool:
     ) -> None:
         """Nothing is started yet."""
         self.port = free_port()
-        self._metrics_port = free_port()
+        self.metrics_port = free_port()
         self.file = folder / f"pool-{self.port}.yaml"
         nodes: list[dict[str, Any]] = [
             {
                 "name": "master",
                 "role": "master",
                 "port": self.port,
-                "metrics_port": self._metrics_port,
+                "metrics_port": self.metrics_port,
                 "client_ttl_s": client_ttl_s,
             }
         ]

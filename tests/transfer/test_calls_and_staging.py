@@ -17,6 +17,7 @@ from transfer.errors import Status, TransferError, status_of
 from transfer.segment import mapping_at, prefault_segment
 from transfer.settings import ByteSize
 from transfer.staging import StagingPool
+from transfer.yielding import Yielding, may_yield
 
 
 def soon(seconds: float = 5.0) -> float:
@@ -47,7 +48,6 @@ def test_a_call_that_outlives_its_deadline_is_abandoned_and_ends_later(threads: 
     assert call is not None
     assert call.outcome(False) is False
     assert not ended.is_set(), "what the call was given is let go of only when it returned"
-    wait_for(lambda: threads.overdue == 1)
     assert threads.submit(lambda: True, soon()) is None, "every thread is held by an overdue call"
     release.set()
     wait_for(ended.is_set)
@@ -67,23 +67,34 @@ def test_a_call_whose_turn_comes_too_late_never_starts(threads: CallThreads) -> 
     assert not ran
 
 
-def test_a_yielding_thread_is_hurried_by_who_waits_and_yields_again_afterwards(threads: CallThreads) -> None:
+def test_a_spinning_call_yields_until_who_waits_for_it_loses_patience(threads: CallThreads) -> None:
     def policy() -> int:
         return os.sched_getscheduler(threading.get_native_id())
 
-    def waited_for() -> int:
-        wait_for(lambda: policy() == os.SCHED_OTHER)
-        return policy()
+    def spin() -> list[int]:
+        seen = [policy()]
+        while policy() != os.SCHED_OTHER:
+            pass
+        return [*seen, policy()]
 
-    first = threads.submit(policy, soon())
-    slow = threads.submit(waited_for, soon())
-    last = threads.submit(policy, soon())
-    assert first is not None
-    assert slow is not None
-    assert last is not None
-    assert first.outcome(-1) in (os.SCHED_IDLE, os.SCHED_OTHER)  # the latter where coming back is not allowed
-    assert slow.outcome(-1) == os.SCHED_OTHER
-    assert last.outcome(-1) == first.outcome(-1)
+    call = threads.submit(spin, soon())
+    assert call is not None
+    first = os.SCHED_IDLE if may_yield() else os.SCHED_OTHER
+    assert call.outcome([]) == [first, os.SCHED_OTHER]
+
+
+def test_a_call_that_got_nothing_while_it_yielded_keeps_its_thread_from_yielding_again() -> None:
+    policies: list[int] = []
+
+    def starved() -> None:
+        policies.append(os.sched_getscheduler(threading.get_native_id()))
+        threading.Event().wait(0.05)  # as good as not being scheduled
+
+    thread = Yielding(True)
+    thread.run(starved)
+    thread.run(starved)
+    assert policies == [os.SCHED_IDLE if may_yield() else os.SCHED_OTHER, os.SCHED_OTHER]
+    assert os.sched_getscheduler(threading.get_native_id()) == os.SCHED_OTHER
 
 
 def test_a_full_queue_refuses_and_lets_go_at_once(threads: CallThreads) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -142,6 +143,56 @@ def test_bad_batches_are_refused_before_anything_moves(pool: Pool) -> None:
         slots[0].release()
 
 
+def test_an_impatient_caller_says_nothing_about_the_pool(pool: Pool) -> None:
+    with opened(pool) as (store, _):
+        for _ in range(10):
+            store.batch_exist(["k"], timeout=0.0)
+        assert store.available
+        assert store.batch_exist(["k"], timeout=1) == [Status.MISSING]
+
+
+def test_an_outage_of_some_keys_is_no_miss(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(pool) as (store, _):
+
+        class Partly:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(client, name)
+
+            def batch_is_exist(self, keys: list[str]) -> list[int]:
+                return [1, 0, -900, -901]
+
+        client = store._client
+        store._client = Partly()
+        found = store.batch_exist(["a", "b", "c", "d"], timeout=1)
+        store._client = client
+        assert found == [Status.OK, Status.MISSING, Status.POOL_DOWN, Status.POOL_DOWN]
+
+
+def test_memory_that_cannot_be_registered_fails_the_store_in_words_and_unmounts_its_segment(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transfer.store import load_mooncake
+
+    staging = StagingPool(8192, 4096, prefaulted=False)
+    settings = pool.settings().transfer
+    module = load_mooncake()
+    monkeypatch.setattr(module.MooncakeDistributedStore, "register_buffer", lambda *_: -600)
+    store = MooncakeStore(settings, master=pool.address, segment_size=16 << 20)
+    try:
+        try:
+            store.attach(staging)
+        except TransferError:
+            pass  # it was open already
+        else:
+            with pytest.raises(TransferError, match="refused to register"):
+                store.wait_open(10)
+    finally:
+        store.close()
+        staging.close()
+    with urllib.request.urlopen(f"http://127.0.0.1:{pool.metrics_port}/get_all_segments") as page:
+        assert len(page.read().decode().split()) == 1, "only the store node's segment is mounted"
+
+
 def test_a_store_opens_by_itself_when_the_master_comes(make_pool: Callable[..., Pool]) -> None:
     pool = make_pool()
     settings = pool.settings(transfer={"breaker": {"probe_interval_ms": 100}}).transfer
@@ -158,7 +209,10 @@ def test_with_the_master_dead_calls_keep_their_deadline_then_answer_at_once_and_
     make_pool: Callable[..., Pool],
 ) -> None:
     pool = make_pool().start()
-    with opened(pool, breaker={"failures": 2, "probe_interval_ms": 200}) as (store, staging):
+    with opened(pool, breaker={"failures": 2, "probe_interval_ms": 200}, timeouts={"exist_ms": 300}) as (
+        store,
+        staging,
+    ):
         assert put(store, staging, fresh(1)) == [Status.OK]
         pool.kill("master")
         for _ in range(2):

@@ -14,11 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from launch.engines.reference.engine import CacheFactory, ReferenceEngine
 from launch.engines.reference.server import make_app
+from launch.signals import stop_signals
 from pd_cache.config import HandoffConfig, ReferenceEngineConfig
 
 _logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CLEANUP_S = 2.0
 
 
@@ -33,7 +33,7 @@ def serve(
     registry: CollectorRegistry | None = None,
     grace_s: float = 4.0,
 ) -> None:
-    """Serve the reference engine on `host:port` (0 takes a free port) until SIGTERM or SIGINT; then return.
+    """Serve the reference engine on `host:port` (0 takes a free port) until told to stop (`stop_signals`); then return.
 
     For the main thread, which gets the signals. `cache` is called once, after the model is loaded, with what identifies
     this engine's weights and pages, and answers the cache to use or None. The cache stays the caller's to close; by then
@@ -92,7 +92,7 @@ async def _run_until_signal(
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in STOP_SIGNALS:
+    for number in stop_signals():
         loop.add_signal_handler(number, stop.set)
     await run_engine(engine, host, port, ready, stop, registry=registry, grace_s=grace_s)
 
@@ -112,7 +112,7 @@ def _signals_as_exceptions() -> Iterator[None]:
     def stop(number: int, _: object) -> NoReturn:
         raise _StopError(number)
 
-    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, stop) for number in stop_signals()}
     try:
         yield
     finally:

@@ -57,10 +57,11 @@ class KVCache(Protocol):
 
 
 class LoadOutcome(enum.Enum):
-    """How a load ended, for the metrics: an outage is never a plain miss."""
+    """How a load ended, for the metrics."""
 
     HIT = "hit"
-    MISS = "miss"
+    NOTHING = "nothing"
+    """Nothing was loaded: it is not there, or the pool did not answer. The cache's own counters tell which."""
     UNAVAILABLE = "unavailable"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -140,7 +141,7 @@ class PrefixCache:
             return LoadResult(LoadOutcome.CANCELLED, 0)
         wanted = self.whole_chunks(min(int(found), len(prefix.tokens)))
         if wanted <= 0:
-            return LoadResult(LoadOutcome.MISS if self._cache.available else LoadOutcome.UNAVAILABLE, 0)
+            return LoadResult(LoadOutcome.NOTHING if self._cache.available else LoadOutcome.UNAVAILABLE, 0)
         loaded = self._cache.retrieve(
             prefix.tokens[:wanted],
             None,
@@ -151,7 +152,7 @@ class PrefixCache:
         tokens = self._run_length(loaded, wanted)
         if tokens:
             return LoadResult(LoadOutcome.HIT, tokens)
-        return LoadResult(LoadOutcome.MISS if self._cache.available else LoadOutcome.UNAVAILABLE, 0)
+        return LoadResult(LoadOutcome.NOTHING if self._cache.available else LoadOutcome.UNAVAILABLE, 0)
 
     def _run_length(self, loaded: torch.Tensor, wanted: int) -> int:
         """The tokens that `loaded` says are there. ValueError if it is not what `retrieve` promises."""

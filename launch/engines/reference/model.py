@@ -185,6 +185,9 @@ def _describe(source: ModelConfig) -> str:
 @functools.cache
 def _register() -> None:
     from transformers import AttentionInterface
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # a server's log is no place for one, and each starts a thread that stays
 
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
 

@@ -237,7 +237,7 @@ class Scheduler:
         active.load = None
         active.phase = _Phase.PREFILL
         active.loaded = result.tokens
-        active.cache_answered = result.outcome in (LoadOutcome.HIT, LoadOutcome.MISS)
+        active.cache_answered = result.outcome in (LoadOutcome.HIT, LoadOutcome.NOTHING)
         # The last token is computed even where it was loaded: something has to predict the first one of the answer.
         active.position = min(result.tokens, len(active.prompt) - 1)
         self._metrics.loads.labels(result.outcome.value).inc()

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from launch.engines.reference import GenerationRequest, ReferenceEngine, load_model
 from pd_cache.config import HandoffConfig, ModelConfig, RandomModel, ReferenceEngineConfig
+
+disable_progress_bar()  # each bar of a model that is saved or loaded would start a thread that stays
 
 TINY = RandomModel(vocab_size=300, hidden_size=64, intermediate_size=96, layers=2, heads=4, kv_heads=2)
 

@@ -14,7 +14,7 @@ import urllib.request
 import pytest
 
 from launch.engines.reference import serve
-from launch.engines.reference.app import STOP_SIGNALS
+from launch.signals import stop_signals
 from pd_cache.config import HandoffConfig
 
 from .conftest import tiny_config
@@ -57,9 +57,9 @@ def test_a_process_serves_from_its_ready_line_to_its_signal():
         process.communicate()
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", stop_signals())
 def test_a_signal_before_the_server_is_up_ends_it_in_order(number):
-    handlers = [signal.getsignal(each) for each in STOP_SIGNALS]
+    handlers = [signal.getsignal(each) for each in stop_signals()]
     closed = []
 
     def cache(metadata, layout):
@@ -71,7 +71,7 @@ def test_a_signal_before_the_server_is_up_ends_it_in_order(number):
 
     serve(tiny_config(), HandoffConfig(), "127.0.0.1", 0, cache, lambda address: pytest.fail("it must not be ready"))
     assert len(closed) == 1
-    assert [signal.getsignal(each) for each in STOP_SIGNALS] == handlers
+    assert [signal.getsignal(each) for each in stop_signals()] == handlers
 
 
 def test_an_address_in_use_is_an_error_and_leaves_nothing_behind(make_engine):

@@ -187,7 +187,7 @@ def test_an_outage_is_counted_as_one_and_nothing_is_announced(make_engine, expec
     assert tokens == expected(request_of(40))
     assert stats.prefix_tokens == 0
     assert metric(engine, "loads_total", outcome="unavailable") == 1
-    assert metric(engine, "loads_total", outcome="miss") == 0
+    assert metric(engine, "loads_total", outcome="nothing") == 0
 
 
 @pytest.mark.parametrize("at", ["lookup", "retrieve"])
