@@ -20,9 +20,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_FULL = 0.05
+_FULL = 0.02
 """Share of a core below which a spinning thread was starved."""
-_WORTH_JUDGING_S = 0.005
+_WORTH_JUDGING_S = 0.1
 _ABSTAIN_S = 10.0
 
 

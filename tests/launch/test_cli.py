@@ -47,8 +47,10 @@ def test_config_check_says_what_is_in_a_good_file() -> None:
 
 
 def test_config_check_names_a_taken_port_and_can_be_told_not_to_look(tmp_path: Path, taken_port: int) -> None:
-    file = cluster_file(tmp_path, proxy={}, nodes=yaml.safe_load(cluster_file(tmp_path).read_text())["nodes"])
-    file.write_text(file.read_text().replace("name: proxy\n  port: 0", f"name: proxy\n  port: {taken_port}"))
+    file = cluster_file(tmp_path)
+    tree = yaml.safe_load(file.read_text())
+    tree["nodes"][4]["port"] = taken_port
+    file.write_text(yaml.safe_dump(tree))
     message = refused("config", "check", str(file))
     assert f"nodes[4].port: {taken_port}: is taken on 127.0.0.1" in message
     assert CliRunner().invoke(main, ["config", "check", "--file-only", str(file)]).exit_code == 0
@@ -80,7 +82,9 @@ def test_up_refuses_a_file_whose_nodes_all_live_elsewhere(tmp_path: Path) -> Non
 def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
     engine = {**ENGINE, "model": {"name": "m", "path": str(tmp_path / "nowhere")}}
     file = cluster_file(tmp_path, engine=engine)
-    file.write_text(file.read_text().replace("role: master\n  port: 0", "role: master\n  port: 1"))
+    tree = yaml.safe_load(file.read_text())
+    tree["nodes"][0]["port"] = 1  # a single node has to know its master's
+    file.write_text(yaml.safe_dump(tree))
     for command in (["launch", "decode", "-c"], ["config", "check"], ["demo", "-c"], ["up", "-c"]):
         message = refused(*command, str(file))
         assert "engine.model.path" in message
