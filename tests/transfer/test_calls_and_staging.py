@@ -88,7 +88,7 @@ def test_a_call_that_got_nothing_while_it_yielded_keeps_its_thread_from_yielding
 
     def starved() -> None:
         policies.append(os.sched_getscheduler(threading.get_native_id()))
-        threading.Event().wait(0.05)  # as good as not being scheduled
+        threading.Event().wait(0.15)  # as good as not being scheduled
 
     thread = Yielding(True)
     thread.run(starved)
