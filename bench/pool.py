@@ -10,7 +10,8 @@ from typing import Any
 
 from launch.up import quiet, running
 from pd_cache.config import ClusterConfig, MasterNode, StoreNode, dump_config, read_config
-from transfer.settings import ByteSize
+from transfer.environment import prepare
+from transfer.settings import ByteSize, TransferSettings
 from transfer.store import load_mooncake
 
 
@@ -31,7 +32,8 @@ def local_pool(segment_size: int) -> Iterator[str]:
 
 @contextmanager
 def raw_client(master: str) -> Iterator[Any]:
-    """A bare Mooncake client without a segment: the raw thing that benches compare with."""
+    """A bare Mooncake client without a segment: the raw thing that benches compare with, in the same environment."""
+    prepare(TransferSettings())  # read at the first setup() of a process, and this is it
     client = load_mooncake().MooncakeDistributedStore()
     code = client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master)
     if code != 0:

@@ -23,8 +23,6 @@ def client_variables(settings: TransferSettings) -> dict[str, str]:
         "MC_RPC_TIMEOUT_MS": str(max(1000, settings.timeouts.exist_ms)),  # 30 s for a master that is stopped
         "MC_TCP_PROGRESS_TIMEOUT_SEC": stall_seconds,
         "MC_TCP_STATUS_TIMEOUT_SEC": stall_seconds,
-        # with 4, the default, one process in three moved its bytes at 0.7 of the others' speed for as long as it lived
-        "MC_TCP_LANES_PER_PEER": "16",
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384",
         "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "16384",
         "MC_LOG_LEVEL": "ERROR",
