@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
-from launch.process import LocalProcesses, OnLine, Process, Program, Stream, die_with_parent, spawn_child
+from launch.process import LocalProcesses, OnLine, Process, Program, Stream
 from launch.signals import StopFlag, stop_on_signals
 from pd_cache.config import SupervisorConfig
 from pd_cache.errors import PdCacheError
@@ -292,8 +292,6 @@ __all__ = [
     "Supervisor",
     "SupervisorError",
     "backoff_s",
-    "die_with_parent",
-    "spawn_child",
     "stop_on_signals",
     "to_stderr",
 ]

@@ -125,7 +125,7 @@ class Proxy:
             response = ApiError(error.status, what, code=error.reason.lower().replace(" ", "_")).response()
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
-        except Exception:
+        except Exception:  # the edge: a client is told in OpenAI's shape, whatever went wrong
             log.exception("request %s: unexpected error", request_id)
             response = ApiError(500, "Internal error of the proxy", code="internal_error").response()
         if not response.prepared:
@@ -219,7 +219,7 @@ class Proxy:
             return await self._cut(exchange, ApiError(502, what, code="node_failed"))
         except _ClientGone:
             raise
-        except Exception:
+        except Exception:  # the edge: a client is told in OpenAI's shape, whatever went wrong
             log.exception("request %s: unexpected error", exchange.id)
             return await self._cut(exchange, ApiError(500, "Internal error of the proxy", code="internal_error"))
 

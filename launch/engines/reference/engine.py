@@ -195,7 +195,7 @@ class ReferenceEngine:
                 self._scheduler.tick()
                 if not self._scheduler.has_work:
                     self._sleep()
-        except Exception:
+        except Exception:  # whatever broke it: the requests that wait must be told, and /health must say so
             _logger.exception("the engine has failed")
             with self._changed:
                 self._failed = True
@@ -224,7 +224,7 @@ class ReferenceEngine:
         try:
             self._handle_inbox()
             self._scheduler.fail_all("failed" if failed else "closed")
-        except Exception:
+        except Exception:  # the requests below are ended all the same
             _logger.exception("ending the engine's requests in order failed")
         with self._changed:
             left, self._outstanding = self._outstanding, set()

@@ -309,7 +309,7 @@ class Scheduler:
     def _compute(self, parts: Sequence[StepPart]) -> torch.Tensor | None:
         try:
             return self._model.step(parts)
-        except Exception:
+        except Exception:  # whatever a model raises ends the requests of this step, not the engine
             _logger.exception("computing a step of %d requests failed", len(parts))
             return None
 
@@ -336,7 +336,7 @@ class Scheduler:
     def _emit(self, active: _Active, logits: torch.Tensor) -> None:
         try:
             token = active.sampler.choose(logits)
-        except Exception:
+        except Exception:  # logits that are no distribution end this request, not the engine
             _logger.exception("sampling failed")
             self._fail(active, GenerationError("failed", "the model's output cannot be sampled from"))
             return

@@ -183,7 +183,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return web.json_response(error_body(error.text or error.reason, status), status=status, headers=headers)
     except (ConnectionError, asyncio.CancelledError):
         raise
-    except Exception as error:
+    except Exception as error:  # the edge: a client gets an error in OpenAI's shape, whatever went wrong
         status, body = _describe(error)
         if status == 500:
             _logger.exception("a request failed")

@@ -55,7 +55,7 @@ class Workers:
         while (call := self._calls.get()) is not None:
             try:
                 call()
-            except Exception:
+            except Exception:  # a worker that died would leave every later call waiting
                 _logger.exception("a cache call's wrapper failed")
             finally:
                 with self._lock:
