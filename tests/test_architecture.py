@@ -28,7 +28,7 @@ HOMES = {
     "zmq": ("pd_cache/server/channel.py",),
     "etcd3": ("launch/discovery.py",),
     "click": ("launch/cli.py",),
-    "yaml": ("pd_cache/config.py",),
+    "yaml": ("pd_cache/config/reader.py",),
     "xxhash": ("pd_cache/backends/objects.py",),
     "numpy": ("pd_cache/paged/cpu.py",),
     "triton": ("pd_cache/paged/cuda.py",),

@@ -6,6 +6,7 @@ cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
+EXTRAS=${EXTRAS:-cpu,reference,dev}
 TORCH=${TORCH:-2.13.0}   # the newest that is tested; any from pyproject.toml's range works
 
 "$PYTHON" - <<'EOF'
@@ -44,4 +45,4 @@ if ! "$VENV/bin/python" -c "import torch" 2>/dev/null; then
 fi
 
 echo "installing pd-cache into $VENV" >&2
-pip install -e '.[cpu,reference,dev]'
+pip install -e ".[$EXTRAS]"

