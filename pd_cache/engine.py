@@ -34,15 +34,167 @@ _COPIERS = 4
 """Sets of KV tensors remembered per engine; an engine has one, tests and re-registrations a few."""
 
 
+class ChunkRun(NamedTuple):
+    """Chunks of a prompt: their keys, where their tokens lie in a paged cache, and what moves them."""
+
+    keys: list[str]
+    chunks: list[ChunkSlots]
+    copier: PagedCopier
+
+
+class StoreCounts(NamedTuple):
+    """What became of the chunks of a store."""
+
+    stored: int
+    """Newly written."""
+    present: int
+    """There already."""
+    failed: int
+    """Refused or lost; the reasons are counted in the metrics."""
+
+
 class _Request(NamedTuple):
-    """A checked call: the chunks that are wanted, and where their tokens lie."""
+    """A checked call: the chunks that are wanted."""
 
     length: int
     first: int
     """Tokens before the first wanted chunk."""
-    keys: list[str]
-    chunks: list[ChunkSlots]
-    copier: PagedCopier
+    run: ChunkRun
+
+
+class ChunkMover:
+    """Moves runs of chunks between paged caches and a backend, in overlapping steps. Thread-safe.
+
+    The backend stays its owner's. What it cannot do is counted and never raises; what a copier raises goes to the caller,
+    with all memory given back.
+    """
+
+    def __init__(self, backend: StorageBackend, chunk_size: int, metrics: CacheMetrics) -> None:
+        self.backend = backend
+        self.metrics = metrics
+        self._chunk_size = chunk_size
+        self._closed = False
+        self._active = 0
+        self._idle = threading.Condition()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def store(self, run: ChunkRun, timeout: float | None = None) -> StoreCounts:
+        """Store the chunks that the backend lacks; `timeout` (s) bounds each transfer."""
+        chunks = len(run.keys)
+        self.metrics.tokens("store", "requested", chunks * self._chunk_size)
+        with self._moving() as may_move, self.metrics.timed("store"):
+            if not chunks or not may_move:
+                return StoreCounts(0, 0, chunks)
+            statuses = self.backend.batched_contains(run.keys, timeout=timeout)
+            self.metrics.outages("store", statuses)
+            missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
+            stored = self._put(run, missing, timeout)
+        self.metrics.moved("store", stored * self.backend.payload_bytes)
+        self.metrics.tokens("store", "stored", stored * self._chunk_size)
+        present = statuses.count(Status.OK)
+        return StoreCounts(stored, present, chunks - present - stored)
+
+    def load(self, run: ChunkRun, timeout: float | None = None) -> int:
+        """Load chunks in order until the first that is missing; how many were loaded. `timeout` as for `store`."""
+        self.metrics.tokens("retrieve", "requested", len(run.keys) * self._chunk_size)
+        with self._moving() as may_move, self.metrics.timed("retrieve"):
+            if not run.keys or not may_move:
+                return 0
+            loaded = self._get(run, timeout)
+        self.metrics.moved("retrieve", loaded * self.backend.payload_bytes)
+        self.metrics.tokens("retrieve", "loaded", loaded * self._chunk_size)
+        return loaded
+
+    def close(self, timeout: float) -> bool:
+        """Begin nothing more, and wait up to `timeout` seconds for what moves. False if it was closed before."""
+        with self._idle:
+            if self._closed:
+                return False
+            self._closed = True
+            if not self._idle.wait_for(lambda: not self._active, timeout):
+                log.warning("%d cache operations outlived close()", self._active)
+            return True
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _moving(self) -> Iterator[bool]:
+        """Keep `close` waiting while bytes move; False where the engine is closed already."""
+        with self._idle:
+            may_move = not self._closed
+            self._active += may_move
+        try:
+            yield may_move
+        finally:
+            with self._idle:
+                self._active -= may_move
+                self._idle.notify_all()
+
+    def _put(self, run: ChunkRun, missing: list[int], timeout: float | None) -> int:
+        outcomes: list[PutOutcome] = []
+        done = 0
+        while done < len(missing):
+            # one chunk first: it is on its way while the others are gathered
+            indices = missing[done : done + (self.backend.batch_size if done else 1)]
+            staged = self._gather(run, indices, timeout)
+            if not staged:
+                self.metrics.trouble("store", "no_staging", len(missing) - done)
+                break
+            keys = [run.keys[index] for index in indices[: len(staged)]]
+            outcomes.append(self.backend.batched_put(keys, staged, timeout=timeout))
+            done += len(staged)
+        stored = 0
+        for outcome in outcomes:
+            statuses = outcome.results()
+            self.metrics.outages("store", statuses)
+            stored += sum(status is Status.OK for status in statuses)
+        return stored
+
+    def _gather(self, run: ChunkRun, indices: list[int], timeout: float | None) -> list[Staged]:
+        """Stage chunks of `indices`, from the first, as far as there is memory; none only if none came free in time.
+
+        Only the first waits for memory: two stores that hold some can never wait for each other.
+        """
+        staged: list[Staged] = []
+        copies: list[Completion] = []
+        try:
+            for index in indices:
+                memory = self.backend.stage(timeout=0.0 if staged else timeout)
+                if memory is None:
+                    break
+                staged.append(memory)
+                payload = torch.frombuffer(memory.payload, dtype=torch.uint8)
+                copies.append(run.copier.gather(run.chunks[index], payload))
+            for copy in copies:
+                copy.wait()
+        except BaseException:
+            for copy in copies:  # the memory may still be written to
+                copy.wait()
+            for memory in staged:
+                memory.release()
+            raise
+        return staged
+
+    def _get(self, run: ChunkRun, timeout: float | None) -> int:
+        loaded = 0
+        with contextlib.closing(self.backend.batched_get(run.keys, timeout=timeout)) as fetches:
+            for chunk, fetched in zip(run.chunks, fetches, strict=True):
+                try:
+                    if self._closed:
+                        break
+                    if fetched.payload is None:
+                        self.metrics.trouble("retrieve", fetched.reason)
+                        break
+                    # waited for at once: the transfers behind this chunk run ahead meanwhile, and a reader that holds
+                    # no memory while it waits for the next chunk can never keep another from going on
+                    run.copier.scatter(chunk, torch.frombuffer(fetched.payload, dtype=torch.uint8)).wait()
+                    loaded += 1
+                finally:
+                    fetched.release()
+        return loaded
 
 
 class CacheEngine:
@@ -69,12 +221,10 @@ class CacheEngine:
         self.metrics = metrics or CacheMetrics()
         self.database = ChunkedTokenDatabase(metadata.namespace(settings.cache))
         self.backend = backend
+        self.mover = ChunkMover(backend, self.database.chunk_size, self.metrics)
         self._copiers: OrderedDict[tuple[object, ...], PagedCopier] = OrderedDict()
         self._lock = threading.Lock()
         self._annotated = False
-        self._closed = False
-        self._active = 0
-        self._idle = threading.Condition(self._lock)
 
     @property
     def namespace(self) -> Namespace:
@@ -89,7 +239,7 @@ class CacheEngine:
     @property
     def available(self) -> bool:
         """False while the pool is known to be down: lookups are then misses and stores are dropped, at once."""
-        return not self._closed and self.backend.available
+        return not self.mover.closed and self.backend.available
 
     def wait_available(self, timeout: float) -> None:
         """Wait for the pool; PoolUnavailableError after `timeout` seconds. Serving engines have no need to."""
@@ -111,7 +261,7 @@ class CacheEngine:
         `held` tokens, from the start, are at hand already: whole chunks of them are not asked for and count as found.
         Asks once, with one request for all keys; `timeout` (s) bounds it.
         """
-        if self._closed:
+        if self.mover.closed:
             return 0
         exists = PrefixLookup(
             self.database, lambda keys: self.backend.batched_contains(keys, timeout=timeout), self.metrics
@@ -138,18 +288,9 @@ class CacheEngine:
         What the pool refuses is counted, not raised. ValueError for arguments that do not fit, before anything moved.
         """
         request = self._check(tokens, hashes, mask, kv_caches, slot_mapping, extra_keys)
-        self.metrics.tokens("store", "requested", len(request.keys) * self.chunk_size)
-        with self._moving() as may_move, self.metrics.timed("store"):
-            if not request.keys or not may_move:
-                return 0
-            statuses = self.backend.batched_contains(request.keys, timeout=timeout)
-            self.metrics.outages("store", statuses)
-            missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
-            stored = self._put(request, missing, timeout)
-            if stored:
-                self._annotate(timeout)
-        self.metrics.moved("store", stored * self.backend.payload_bytes)
-        self.metrics.tokens("store", "stored", stored * self.chunk_size)
+        stored = self.mover.store(request.run, timeout).stored
+        if stored:
+            self._annotate(timeout)
         return stored * self.chunk_size
 
     def retrieve(
@@ -171,24 +312,15 @@ class CacheEngine:
         """
         request = self._check(tokens, hashes, mask, kv_caches, slot_mapping, extra_keys)
         result = torch.zeros(request.length, dtype=torch.bool)
-        self.metrics.tokens("retrieve", "requested", len(request.keys) * self.chunk_size)
-        with self._moving() as may_move, self.metrics.timed("retrieve"):
-            if not request.keys or not may_move:
-                return result
-            loaded = self._get(request, timeout)
+        loaded = self.mover.load(request.run, timeout)
         result[request.first : request.first + loaded * self.chunk_size] = True
-        self.metrics.moved("retrieve", loaded * self.backend.payload_bytes)
-        self.metrics.tokens("retrieve", "loaded", loaded * self.chunk_size)
         return result
 
     def close(self) -> None:
         """Wait for what moves, at most `transfer.timeouts.close_ms`; close the backend, let go of the KV tensors. Idempotent."""
-        with self._idle:
-            if self._closed:
-                return
-            self._closed = True
-            if not self._idle.wait_for(lambda: not self._active, self.settings.transfer.timeouts.close_ms / 1000):
-                log.warning("%d cache operations outlived close()", self._active)
+        if not self.mover.close(self.settings.transfer.timeouts.close_ms / 1000):
+            return
+        with self._lock:
             copiers = list(self._copiers.values())
             self._copiers.clear()
         for copier in copiers:  # before the backend: the staging memory is page-locked until that closes
@@ -196,83 +328,6 @@ class CacheEngine:
         self.backend.close()
 
     # --- inside --------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _moving(self) -> Iterator[bool]:
-        """Keep `close` waiting while bytes move; False where the engine is closed already."""
-        with self._lock:
-            may_move = not self._closed
-            self._active += may_move
-        try:
-            yield may_move
-        finally:
-            with self._idle:
-                self._active -= may_move
-                self._idle.notify_all()
-
-    def _put(self, request: _Request, missing: list[int], timeout: float | None) -> int:
-        outcomes: list[PutOutcome] = []
-        done = 0
-        while done < len(missing):
-            # one chunk first: it is on its way while the others are gathered
-            indices = missing[done : done + (self.backend.batch_size if done else 1)]
-            staged = self._gather(request, indices, timeout)
-            if not staged:
-                self.metrics.trouble("store", "no_staging", len(missing) - done)
-                break
-            keys = [request.keys[index] for index in indices[: len(staged)]]
-            outcomes.append(self.backend.batched_put(keys, staged, timeout=timeout))
-            done += len(staged)
-        stored = 0
-        for outcome in outcomes:
-            statuses = outcome.results()
-            self.metrics.outages("store", statuses)
-            stored += sum(status is Status.OK for status in statuses)
-        return stored
-
-    def _gather(self, request: _Request, indices: list[int], timeout: float | None) -> list[Staged]:
-        """Stage chunks of `indices`, from the first, as far as there is memory; none only if none came free in time.
-
-        Only the first waits for memory: two stores that hold some can never wait for each other.
-        """
-        staged: list[Staged] = []
-        copies: list[Completion] = []
-        try:
-            for index in indices:
-                memory = self.backend.stage(timeout=0.0 if staged else timeout)
-                if memory is None:
-                    break
-                staged.append(memory)
-                payload = torch.frombuffer(memory.payload, dtype=torch.uint8)
-                copies.append(request.copier.gather(request.chunks[index], payload))
-            for copy in copies:
-                copy.wait()
-        except BaseException:
-            for copy in copies:  # the memory may still be written to
-                copy.wait()
-            for memory in staged:
-                memory.release()
-            raise
-        return staged
-
-    def _get(self, request: _Request, timeout: float | None) -> int:
-        """Scatter chunks in order until the first that is missing; how many were loaded."""
-        loaded = 0
-        with contextlib.closing(self.backend.batched_get(request.keys, timeout=timeout)) as fetches:
-            for chunk, fetched in zip(request.chunks, fetches, strict=True):
-                try:
-                    if self._closed:
-                        break
-                    if fetched.payload is None:
-                        self.metrics.trouble("retrieve", fetched.reason)
-                        break
-                    # waited for at once: the transfers behind this chunk run ahead meanwhile, and a reader that holds
-                    # no memory while it waits for the next chunk can never keep another from going on
-                    request.copier.scatter(chunk, torch.frombuffer(fetched.payload, dtype=torch.uint8)).wait()
-                    loaded += 1
-                finally:
-                    fetched.release()
-        return loaded
 
     def _check(
         self,
@@ -293,7 +348,7 @@ class CacheEngine:
         end = len(names) * self.chunk_size
         chunks = plan_slots(slot_mapping[min(first, end) : end], self.layout, self.chunk_size)
         keys = self.database.keys(names[first // self.chunk_size :], self.metadata.rank)
-        return _Request(length, first, keys, chunks, copier)
+        return _Request(length, first, ChunkRun(keys, chunks, copier))
 
     def _unwanted(self, mask: Mask | None, length: int) -> int:
         """Length of the mask's False prefix."""
@@ -323,7 +378,7 @@ class CacheEngine:
                 self._copiers.move_to_end(place)
                 return copier
             copier = open_copier(tensors, self.layout)
-            if self._closed:
+            if self.mover.closed:
                 return copier
             self._copiers[place] = copier
             if len(self._copiers) > _COPIERS:

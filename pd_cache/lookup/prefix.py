@@ -24,9 +24,12 @@ class PrefixLookup:
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None, held: int, extra_keys: Iterable[ExtraKey]
     ) -> int:
         """End of the longest contiguous prefix whose every shard exists, in tokens; see `LookupClient.lookup`."""
+        return self.find_named(self._database.name_chunks(tokens, hashes, extra_keys), held)
+
+    def find_named(self, names: Sequence[bytes], held: int = 0) -> int:
+        """The same for a prompt whose chunks are named already."""
         database, metrics = self._database, self._metrics
         size = database.chunk_size
-        names = database.name_chunks(tokens, hashes, extra_keys)
         skip = min(max(held, 0) // size, len(names))
         if skip == len(names):
             return skip * size
