@@ -12,10 +12,12 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch.process import spawn_child
 from launch.signals import stop_on_signals
 from pd_cache.config import (
+    CacheServerNode,
     ClusterConfig,
     DecodeNode,
     MasterNode,
@@ -27,6 +29,11 @@ from pd_cache.config import (
 )
 from pd_cache.errors import ConfigError, PdCacheError
 from transfer.errors import PoolUnavailableError
+
+if TYPE_CHECKING:
+    import torch
+
+    from launch.engines.reference import KVCache
 
 Ready = Callable[[str], None]
 """Called once, with the node's URL (or an empty string), as soon as it can be used."""
@@ -42,6 +49,8 @@ def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
         run_master(config, node, ready)
     elif isinstance(node, StoreNode):
         run_store(config, node, ready)
+    elif isinstance(node, CacheServerNode):
+        run_cache_server(config, node, ready)
     elif isinstance(node, PrefillNode | DecodeNode):
         run_engine(config, node, ready)
     else:
@@ -131,22 +140,64 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Ready) -> None:
                 stop.wait()
 
 
+def run_cache_server(config: ClusterConfig, node: CacheServerNode, ready: Ready) -> None:
+    """Hold the cache of this host's engines until told to stop."""
+    from prometheus_client import start_http_server
+
+    from pd_cache.metrics import CacheMetrics
+    from pd_cache.server.app import CacheServer
+
+    # threads that copy and threads that answer share one interpreter: a lookup does not wait 5 ms for its turn
+    sys.setswitchinterval(0.0005)
+    metrics = CacheMetrics()
+    with stop_on_signals() as stop:
+        try:
+            scraped, thread = start_http_server(node.metrics_port, node.host, metrics.registry)
+        except OSError as error:
+            raise RoleError(f"port {node.metrics_port} of {node.host}: {error.strerror}") from None
+        try:
+            server = CacheServer(
+                NodeSettings.of(config, node),
+                node,
+                config.server_url(node),
+                metrics=metrics,
+                lease_s=config.master.lease_ttl_ms / 1000,
+            )
+            try:
+                ready(server.url)
+                stop.wait()
+            finally:
+                server.close()
+        finally:
+            scraped.shutdown()
+            scraped.server_close()
+            thread.join()
+
+
 def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready) -> None:
-    """Serve the model, with a cache engine over the pool."""
+    """Serve the model, with a cache engine over the pool, or over the host's cache server."""
     from prometheus_client import CollectorRegistry
 
     from launch.engines.reference import serve
-    from pd_cache.engine import CacheEngine, CacheEngineBuilder
+    from pd_cache.engine import CacheEngineBuilder
     from pd_cache.layout import KVLayout
     from pd_cache.metrics import CacheMetrics
+    from pd_cache.server.remote import RemoteCache
     from pd_cache.tokens import CacheMetadata
 
     assert config.engine is not None  # the file's checks saw to it
     settings = NodeSettings.of(config, node)
     registry = CollectorRegistry()
 
-    def open_cache(metadata: CacheMetadata, layout: KVLayout) -> CacheEngine:
+    remote: list[RemoteCache] = []
+
+    def open_cache(metadata: CacheMetadata, layout: KVLayout, kv_caches: dict[str, torch.Tensor]) -> KVCache:
         metrics = CacheMetrics(registry)
+        server = config.node(node.cache_server) if node.cache_server else None
+        if isinstance(server, CacheServerNode):
+            url, chunk_size = config.server_url(server), config.cache.chunk_size
+            remote.append(RemoteCache(url, metadata, kv_caches, layout, chunk_size, metrics=metrics))
+            return remote[0]
         try:
             return CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=metrics)
         except ValueError as error:  # the one thing that the file cannot know: how large a chunk of this model is
@@ -160,6 +211,8 @@ def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Rea
             serve(config.engine, config.handoff, node.host, node.port, open_cache, announce, registry=registry)
         finally:
             CacheEngineBuilder.destroy(node.name)
+            for cache in remote:
+                cache.close()
 
 
 def run_proxy_node(config: ClusterConfig, node: ProxyNode, ready: Ready) -> None:

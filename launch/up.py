@@ -14,7 +14,7 @@ from launch.topology import check_machine, choose_ports, local_nodes
 from pd_cache.config import ROLES, ClusterConfig, Node, Source, dump_config
 from pd_cache.errors import ConfigError
 
-_STARTED_TOGETHER = (("master",), ("store",), ("prefill", "decode"), ("proxy",))
+_STARTED_TOGETHER = (("master",), ("store",), ("cache-server",), ("prefill", "decode"), ("proxy",))
 assert tuple(role for group in _STARTED_TOGETHER for role in group) == ROLES
 
 

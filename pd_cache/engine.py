@@ -340,30 +340,13 @@ class CacheEngine:
     ) -> _Request:
         names = self.database.name_chunks(tokens, hashes, extra_keys)
         length = len(tokens) if tokens is not None else len(hashes or ()) * self.layout.block_size
-        first = self._unwanted(mask, length)
-        if not isinstance(slot_mapping, torch.Tensor) or tuple(slot_mapping.shape) != (length,):
-            shape = tuple(slot_mapping.shape) if isinstance(slot_mapping, torch.Tensor) else type(slot_mapping).__name__
-            raise ValueError(f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {shape}")
+        first = unwanted_prefix(mask, length, self.chunk_size)
+        check_slot_mapping(slot_mapping, length)
         copier = self._copier(kv_caches)
         end = len(names) * self.chunk_size
         chunks = plan_slots(slot_mapping[min(first, end) : end], self.layout, self.chunk_size)
         keys = self.database.keys(names[first // self.chunk_size :], self.metadata.rank)
         return _Request(length, first, ChunkRun(keys, chunks, copier))
-
-    def _unwanted(self, mask: Mask | None, length: int) -> int:
-        """Length of the mask's False prefix."""
-        if mask is None:
-            return 0
-        wanted = mask if isinstance(mask, torch.Tensor) else torch.tensor(list(mask), dtype=torch.bool)
-        if wanted.dtype != torch.bool or tuple(wanted.shape) != (length,):
-            raise ValueError(f"mask must be {length} booleans, got {tuple(wanted.shape)} {wanted.dtype}")
-        first = length - int(wanted.sum())
-        if bool(wanted[:first].any()) or first % self.chunk_size:
-            raise ValueError(
-                f"mask must be a False prefix of a whole number of chunks of {self.chunk_size} tokens, then True; "
-                f"got {first} False of {length}"
-            )
-        return first
 
     def _copier(self, kv_caches: KVCaches) -> PagedCopier:
         tensors = layer_tensors(kv_caches)
@@ -391,6 +374,29 @@ class CacheEngine:
             namespace = self.database.namespace
             status = self.backend.annotate(self.database.manifest_key, namespace.manifest(), timeout=timeout)
             self._annotated = status is Status.OK
+
+
+def unwanted_prefix(mask: Mask | None, length: int, chunk_size: int) -> int:
+    """How many tokens from the first the mask of a prompt of `length` leaves out. ValueError for any other shape of mask."""
+    if mask is None:
+        return 0
+    wanted = mask if isinstance(mask, torch.Tensor) else torch.tensor(list(mask), dtype=torch.bool)
+    if wanted.dtype != torch.bool or tuple(wanted.shape) != (length,):
+        raise ValueError(f"mask must be {length} booleans, got {tuple(wanted.shape)} {wanted.dtype}")
+    first = length - int(wanted.sum())
+    if bool(wanted[:first].any()) or first % chunk_size:
+        raise ValueError(
+            f"mask must be a False prefix of a whole number of chunks of {chunk_size} tokens, then True; "
+            f"got {first} False of {length}"
+        )
+    return first
+
+
+def check_slot_mapping(slot_mapping: torch.Tensor, length: int) -> None:
+    """ValueError unless it is a tensor of one slot for each of a prompt's `length` tokens."""
+    if not isinstance(slot_mapping, torch.Tensor) or tuple(slot_mapping.shape) != (length,):
+        shape = tuple(slot_mapping.shape) if isinstance(slot_mapping, torch.Tensor) else type(slot_mapping).__name__
+        raise ValueError(f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {shape}")
 
 
 class CacheEngineBuilder:

@@ -7,6 +7,7 @@ from pd_cache.config.reader import Source, decode_custom, dump_config, load_conf
 from pd_cache.config.schema import (
     ROLES,
     CacheConfig,
+    CacheServerNode,
     ClusterConfig,
     DecodeNode,
     EngineConfig,
@@ -29,6 +30,7 @@ from pd_cache.config.schema import (
 __all__ = [
     "ROLES",
     "CacheConfig",
+    "CacheServerNode",
     "ClusterConfig",
     "DecodeNode",
     "EngineConfig",

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pd_cache.config.schema import ClusterConfig, EngineNode, MasterNode, ProxyNode, StoreNode
+from pd_cache.config.schema import CacheServerNode, ClusterConfig, EngineNode, MasterNode, ProxyNode, StoreNode
 from transfer.settings import MIN_SEGMENT
+
+_LONGEST_SOCKET = 100
+"""Of an address; the kernel takes paths of 107 bytes, and we append a few."""
 
 KeyPath = tuple[str | int, ...]
 
@@ -44,6 +47,26 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
         if size is not None and (0 < size < MIN_SEGMENT or (size == 0 and isinstance(node, StoreNode))):
             allowed = "at least 16MiB" if isinstance(node, StoreNode) else "0 for none, or at least 16MiB"
             yield Problem(("nodes", index, "segment_size"), f"must be {allowed}, the smallest that Mooncake takes")
+    for index, node in enumerate(config.nodes):
+        if isinstance(node, CacheServerNode):
+            url = config.server_url(node)
+            if url.startswith("ipc://") and len(url) > _LONGEST_SOCKET:
+                yield Problem(("nodes", index, "url"), f"{url} is longer than the {_LONGEST_SOCKET} bytes that may be")
+        if not isinstance(node, EngineNode) or node.cache_server is None:
+            continue
+        server = config.node(node.cache_server)
+        if not isinstance(server, CacheServerNode):
+            names = ", ".join(other.name for other in config.by_role("cache-server")) or "none"
+            yield Problem(("nodes", index, "cache_server"), f"is no cache-server node; there are: {names}")
+        elif server.host != node.host:
+            yield Problem(
+                ("nodes", index, "cache_server"), f"is on {server.host}, this node on {node.host}: they share memory"
+            )
+        if node.cache_server is not None and node.segment_size:
+            yield Problem(
+                ("nodes", index, "segment_size"),
+                "must be 0 or absent: the node's cache_server gives memory to the pool",
+            )
     engines = [index for index, node in enumerate(config.nodes) if isinstance(node, EngineNode)]
     if engines and config.engine is None:
         yield Problem(("engine",), f"missing, but nodes[{engines[0]}] is a {config.nodes[engines[0]].role} node")

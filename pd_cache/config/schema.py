@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
 import msgspec
@@ -130,6 +131,8 @@ class StoreNode(_Node, frozen=True, kw_only=True, tag="store"):
 
 class EngineNode(_Node, frozen=True, kw_only=True):
     port: Port = 0
+    cache_server: Name | None = None
+    """The cache-server node, on the same host, that holds this engine's cache; without one the engine has its own."""
     segment_size: ByteSize | None = None
     """Memory that this node gives to the pool; `transfer.segment_size` where it is not set."""
 
@@ -142,14 +145,31 @@ class DecodeNode(EngineNode, frozen=True, kw_only=True, tag="decode"):
     """Takes prompts' chunks from the pool, computes the rest and streams the output."""
 
 
+class CacheServerNode(_Node, frozen=True, kw_only=True, tag="cache-server"):
+    """Owns the cache of one host for the engines there that name it: the pool's client, staging memory and local tiers."""
+
+    url: Annotated[str, msgspec.Meta(pattern=r"^((ipc|tcp)://.+)?$")] = ""
+    """Where engines reach it; empty for a socket in /tmp that is named after the cluster. KV tensors are shared over
+    ipc:// only."""
+    metrics_port: Port = 0
+    segment_size: ByteSize | None = None
+    """Memory that this node gives to the pool; `transfer.segment_size` where it is not set."""
+    threads: Annotated[int, msgspec.Meta(ge=2, le=64)] = 3
+    """Threads that do what engines ask for. One of them is kept for lookups."""
+    max_in_flight: Positive = 256
+    """Operations queued or running; what is more is answered busy, which engines take for a miss."""
+    session_s: Seconds = 60.0
+    """For how long a lookup keeps what it found from eviction, if nobody loads it."""
+
+
 class ProxyNode(_Node, frozen=True, kw_only=True, tag="proxy"):
     """Where clients post their requests."""
 
     port: Port = 8000
 
 
-Node = MasterNode | StoreNode | PrefillNode | DecodeNode | ProxyNode
-ROLES = ("master", "store", "prefill", "decode", "proxy")
+Node = MasterNode | StoreNode | CacheServerNode | PrefillNode | DecodeNode | ProxyNode
+ROLES = ("master", "store", "cache-server", "prefill", "decode", "proxy")
 """In the order in which `up` starts them; it stops them in reverse."""
 
 
@@ -199,6 +219,10 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     @property
     def master_address(self) -> str:
         return f"{self.master.host}:{self.master.port}"
+
+    def server_url(self, node: CacheServerNode) -> str:
+        """Where a cache server listens. Needs the master's port to be chosen: that tells clusters of one name apart."""
+        return node.url or f"ipc:///tmp/pd-cache-{os.getuid()}/{self.name}-{self.master.port}-{node.name}.sock"
 
     def node(self, name: str) -> Node | None:
         return next((node for node in self.nodes if node.name == name), None)
