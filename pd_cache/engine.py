@@ -261,12 +261,16 @@ class CacheEngine:
         `held` tokens, from the start, are at hand already: whole chunks of them are not asked for and count as found.
         Asks once, with one request for all keys; `timeout` (s) bounds it.
         """
+        return self.lookup_named(self.database.name_chunks(tokens, hashes, extra_keys), held=held, timeout=timeout)
+
+    def lookup_named(self, names: Sequence[bytes], *, held: int = 0, timeout: float | None = None) -> int:
+        """As `lookup`, for a prompt whose chunks are named already."""
         if self.mover.closed:
             return 0
         exists = PrefixLookup(
             self.database, lambda keys: self.backend.batched_contains(keys, timeout=timeout), self.metrics
         )
-        return exists.find(tokens, hashes, held, extra_keys)
+        return exists.find_named(names, held)
 
     def store(
         self,

@@ -201,11 +201,17 @@ class ClientChannel:
     """
 
     def __init__(
-        self, url: str, context: Context[zmq.Socket[bytes]] | None, name: str, forgotten: Callable[[], None]
+        self,
+        url: str,
+        context: Context[zmq.Socket[bytes]] | None,
+        name: str,
+        forgotten: Callable[[], None],
+        *,
+        watched: bool = True,
     ) -> None:
         """`name` is what the server knows this client by; `forgotten` is called, quickly, when it turns out not to.
 
-        ValueError for an address that ZMQ does not understand.
+        `watched`: whether a thread calls `watch`, all the time. ValueError for an address that ZMQ does not understand.
         """
         self._forgotten = forgotten
         self.url = url
@@ -222,11 +228,12 @@ class ClientChannel:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor = socket.get_monitor_socket(events) if watched else None
         try:
             socket.connect(url)
         except zmq.ZMQError as error:
-            socket.disable_monitor()
+            self._unwatch(socket)
             socket.close(0)
             if self._own_context:
                 self._context.term()
@@ -311,6 +318,7 @@ class ClientChannel:
 
         Returns early when one of the descriptors becomes readable.
         """
+        assert self._monitor is not None
         if not self._monitor.poll(0):
             poll = select.poll()
             poll.register(self._monitor.getsockopt(zmq.FD), select.POLLIN)  # type: ignore[arg-type]
@@ -330,11 +338,15 @@ class ClientChannel:
         self.fail_all("the connection was closed")
         with self._changed:
             self._changed.wait_for(lambda: self._waited_for is None, 2 * _WAIT_SLICE_S)
-        self._socket.disable_monitor()
-        self._monitor.close(0)
+        self._unwatch(self._socket)
         self._wire.close()
         if self._own_context:
             self._context.term()
+
+    def _unwatch(self, socket: zmq.Socket[bytes]) -> None:
+        if self._monitor is not None:
+            socket.disable_monitor()
+            self._monitor.close(0)
 
     def _read(self) -> None:
         """Settle what has arrived. Call with the lock."""
