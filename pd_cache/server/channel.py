@@ -49,6 +49,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+_EVENTS, _READABLE, _NOW = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+"""As plain integers: enumerations cost as much as the calls."""
 _HIGH_WATER = 4096
 _OUTSTANDING = 1024
 """Requests of a client that wait for an answer; one more is refused as busy."""
@@ -102,7 +104,7 @@ class _Wire:
         if self._closed:
             return False
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
+            self._socket.send_multipart(frames, _NOW)
         except zmq.ZMQError:  # full, nobody there, or gone
             return False
         return True
@@ -112,13 +114,13 @@ class _Wire:
         if not self.readable():
             return None
         try:
-            return self._socket.recv_multipart(zmq.NOBLOCK)
+            return self._socket.recv_multipart(_NOW)
         except zmq.ZMQError:
             return None
 
     def readable(self) -> bool:
         """Whether a message is there. Call with the lock."""
-        return not self._closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return not self._closed and bool(int(self._socket.getsockopt(_EVENTS)) & _READABLE)
 
     def wait(self, timeout: float) -> None:
         """Return when a message may be there, after `wake`, or after `timeout` seconds. One thread, without the lock."""
@@ -260,14 +262,14 @@ class ClientChannel:
                 future.settle(None, ServerLostError(f"no cache server answers at {self.url}"))
             else:
                 self._futures[future.number] = future
-                self._read()
+                self._after_use()
         return future
 
     def notify(self, message: Message) -> bool:
         """Send a request that wants no answer; False if it could not be sent."""
         with self._changed:
             sent = not self._closed and self._wire.send([encode(0, message)])
-            self._read()
+            self._after_use()
         return sent
 
     def look(self) -> None:
@@ -351,7 +353,7 @@ class ClientChannel:
     def _read(self) -> None:
         """Settle what has arrived. Call with the lock."""
         settled = False
-        while (frames := self._wire.receive()) is not None:
+        while self._futures and (frames := self._wire.receive()) is not None:
             try:
                 number, answer = decode_answer(frames[-1])
             except FrameError as error:
@@ -365,6 +367,11 @@ class ClientChannel:
                 settled = True
         if settled:
             self._tell()
+
+    def _after_use(self) -> None:
+        """Make up for the edge that sending may have swallowed, if somebody waits for it. Call with the lock."""
+        if self._waited_for is not None:
+            self._read()
 
     def _tell(self) -> None:
         """Wake who waits for something that was settled. Call with the lock."""
@@ -405,12 +412,15 @@ class ServerChannel:
             raise CacheServerError(f"cannot listen at {url}: {error}") from None
         self.url = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
         self._wire = _Wire(socket)
+        self._waiting = False
+        """Whether the receiving thread has seen nothing to read, and waits, or is about to."""
 
     def receive(self, timeout: float, bad_frame: Callable[[str], None]) -> list[Incoming]:
         """What has arrived, after waiting for up to `timeout` seconds. What cannot be read is answered with `Refused`."""
         found = self._read(bad_frame)
         if not found:
             self._wire.wait(timeout)
+            self._waiting = False
             found = self._read(bad_frame)
         return found
 
@@ -431,7 +441,7 @@ class ServerChannel:
     def _send(self, client: bytes, number: int, answer: Answer) -> None:
         with self._wire.lock:
             self._wire.send([client, encode(number, answer)])
-            if self._wire.readable():
+            if self._waiting and self._wire.readable():
                 self._wire.wake()
 
     def _read(self, bad_frame: Callable[[str], None]) -> list[Incoming]:
@@ -447,4 +457,5 @@ class ServerChannel:
                 except FrameError as error:
                     bad_frame(error.reason)
                     self._wire.send([client, encode(error.number or 0, Refused(error.reason, str(error)))])
+            self._waiting = not found
         return found
