@@ -99,7 +99,13 @@ class Pool:
     """A master and its store nodes, on ports of their own."""
 
     def __init__(
-        self, folder: Path, *, segment: str = "256MiB", client_ttl_s: int = 2, metadata: str = "P2PHANDSHAKE"
+        self,
+        folder: Path,
+        *,
+        segment: str = "256MiB",
+        client_ttl_s: int = 2,
+        metadata: str = "P2PHANDSHAKE",
+        lease_ttl_ms: int = 10_000,
     ) -> None:
         """Nothing is started yet."""
         self.port = free_port()
@@ -112,10 +118,12 @@ class Pool:
                 "port": self.port,
                 "metrics_port": self.metrics_port,
                 "client_ttl_s": client_ttl_s,
+                "lease_ttl_ms": lease_ttl_ms,
             }
         ]
         nodes += [{"name": f"store-{index}", "role": "store", "segment_size": segment} for index in range(2)]
-        self.file.write_text(yaml.safe_dump({"transfer": {"metadata": metadata}, "nodes": nodes}))
+        transfer = {"metadata": metadata, "timeouts": {"get_ms": lease_ttl_ms, "put_ms": lease_ttl_ms}}
+        self.file.write_text(yaml.safe_dump({"transfer": transfer, "nodes": nodes}))
         self.nodes: dict[str, Node] = {}
 
     @property
