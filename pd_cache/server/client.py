@@ -272,7 +272,7 @@ class CacheClient:
         if self._ready and self._kv_caches is not None:
             with contextlib.suppress(CacheServerError):
                 self.ask(Unregister(), _GREETING_S)
-        self._ready = False
+        self._ready, self._kv_caches = False, None
         self._channel.close()
         if self._lifeline is not None:
             self._lifeline.close()
