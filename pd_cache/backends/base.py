@@ -94,7 +94,7 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
-        """Each key's outcome, in order. Closing the iterator early gives up what was not yielded.
+        """Each key's outcome, in order; no key may stand twice. Closing the iterator early gives up what was not yielded.
 
         The caller releases what was yielded. `timeout` bounds each transfer batch, not the whole.
         """

@@ -38,7 +38,7 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 def digest_of(key: str) -> str:
     """The 32 hexadecimal digits that stand for a key."""
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 class Found(NamedTuple):

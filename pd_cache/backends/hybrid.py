@@ -4,8 +4,9 @@
 2. A key is read from the first tier that knows it. What all but the last lack is asked of the last, the pool, and nothing
    else is. A tier that knew wrongly, or holds something damaged, is counted, and the next one is asked.
 3. While a reader waits for memory it holds none of its own: only one tier reads ahead for it at a time.
-4. A put ends when the blocking tiers have ended. The others write behind, within half of the staging memory; what does not
-   fit is dropped and counted.
+4. A put waits for the blocking tiers, and its outcome is the last one's: the pool's, where it is one of them. What another
+   tier did not take is counted, and no reason to think that nobody has it. Tiers that do not block write behind, within half
+   of the staging memory; what does not fit is dropped and counted.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class HybridBackend(StorageBackend):
                     begun.append(_begin(tier, keys, items, timeout))
                 else:
                     self._behind.put(tier, keys, items, timeout)
-            return _Through(len(keys), begun)
+            return _Through(begun) if begun else Settled([Status.OK] * len(keys))
         finally:
             for item in items:
                 item.release()
@@ -246,19 +247,13 @@ def _begin(tier: Tier, keys: Sequence[str], items: Sequence[StagedObject], timeo
 
 
 class _Through:
-    """A put to several tiers: OK where every one of them says so, else what the first that does not says."""
+    """A put to the blocking tiers, at least one."""
 
-    def __init__(self, keys: int, begun: Sequence[_Begun]) -> None:
-        self._keys = keys
+    def __init__(self, begun: Sequence[_Begun]) -> None:
         self._begun = begun
 
     def results(self) -> list[Status]:
-        statuses = [Status.OK] * self._keys
-        for write in self._begun:
-            for index, status in enumerate(write.results()):
-                if statuses[index] is Status.OK:
-                    statuses[index] = status
-        return statuses
+        return [write.results() for write in self._begun][-1]
 
 
 class _WriteBehind:
