@@ -104,6 +104,10 @@ class StagingPool:
         return self._whole[slot.index * self._stride : (slot.index + 1) * self._stride]
 
     @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
     def in_use(self) -> int:
         """Slots that are leased or quarantined."""
         with self._changed:

@@ -144,7 +144,7 @@ class LocalDiskBackend(StorageBackend):
                     ahead.append(read)
                 if not ahead:
                     for _ in keys[started:]:
-                        yield FetchedObject(None, "no_staging")
+                        yield FetchedObject(None, self.memory.refusal)
                     return
                 yield self._finish(keys[started - len(ahead)], ahead.popleft())
         finally:

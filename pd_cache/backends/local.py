@@ -183,7 +183,7 @@ class LocalBackend(StorageBackend, Generic[H]):
         staged = self._shelf.show(entry.resource, key, time.monotonic() + seconds)
         if staged is None:
             self._unpin(entry)
-            return FetchedObject(None, "no_staging")
+            return FetchedObject(None, self.memory.refusal)
         damage = inspect(key, staged.slot.view[: self.memory.object_bytes], self.payload_bytes)
         if damage is None:
             return FetchedObject(staged, on_release=lambda: self._unpin(entry))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pd_cache.backends.objects import TRAILER_BYTES, inspect, seal
+from transfer.errors import Status
 from transfer.staging import Slot, StagingPool
 
 if TYPE_CHECKING:
@@ -103,6 +104,11 @@ class ObjectMemory:
         """Memory for one payload; None if none came free within `seconds`."""
         slot = self.pool.lease(time.monotonic() + seconds)
         return None if slot is None else StagedObject(self, slot)
+
+    @property
+    def refusal(self) -> str:
+        """Why `stage` lent nothing: the reason of a miss."""
+        return Status.CLOSED.value if self.pool.closed else "no_staging"
 
     def own(self, staged: Sequence[Staged], keys: Sequence[str]) -> list[StagedObject]:
         """What `stage` lent for these keys. ValueError for anything else: another memory, or another number of pieces."""

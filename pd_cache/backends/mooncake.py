@@ -47,6 +47,7 @@ class MooncakeBackend(StorageBackend):
             transfer.staging_size + reserve, payload_bytes + TRAILER_BYTES, prefaulted=transfer.prefault, pin=pin
         )
         self.memory = ObjectMemory(self.staging, payload_bytes)
+        self._closed = False
         per_call = min(_BATCH_KEYS, _BATCH_BYTES // max(1, payload_bytes))
         self.batch_size = max(1, min(per_call, self.staging.slots // _READ_AHEAD))
         self.store = MooncakeStore(
@@ -84,7 +85,7 @@ class MooncakeBackend(StorageBackend):
                     ahead.append(_Batch(batch, slots, self.store.start_get(batch, list(slots), timeout=seconds)))
                 if not ahead:
                     for _ in keys[started:]:
-                        yield FetchedObject(None, "no_staging")
+                        yield FetchedObject(None, self.memory.refusal)
                     return
                 batch_keys, slots, call = ahead[0]
                 for key, result in zip(batch_keys, call.results(), strict=True):
@@ -102,7 +103,7 @@ class MooncakeBackend(StorageBackend):
         items = self.memory.own(staged, keys)
         try:
             if not self.store.available:
-                return Settled([Status.POOL_DOWN] * len(keys))
+                return Settled([Status.CLOSED if self._closed else Status.POOL_DOWN] * len(keys))
             sizes = [item.seal(key) for key, item in zip(keys, items, strict=True)]
             seconds = self._seconds(timeout, self._timeouts.put_ms)
             return self.store.start_put(list(keys), [item.slot for item in items], sizes, timeout=seconds)
@@ -112,12 +113,17 @@ class MooncakeBackend(StorageBackend):
                 item.release()
 
     def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+        if self._closed:
+            return [Status.CLOSED] * len(keys)
         return self.store.remove(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms))
 
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
+        if self._closed:
+            return Status.CLOSED
         return self.store.put_small(key, value, timeout=self._seconds(timeout, self._timeouts.exist_ms))
 
     def close(self) -> None:
+        self._closed = True
         self.store.close()
         self.staging.close()
 
