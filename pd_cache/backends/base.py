@@ -72,7 +72,7 @@ class StorageBackend(ABC):
     """What `stage` lends from, and what payloads are read into."""
     batch_size: int
     """Payloads that are best handed over together."""
-    settles_at_once = False
+    settles_at_once: bool = False
     """Whether a write has ended when `batched_put` returns."""
 
     @property

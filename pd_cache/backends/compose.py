@@ -31,7 +31,10 @@ def open_backend(
     try:
         pool = next((tier for tier in tiers if isinstance(tier, MooncakeTier)), None)
         if pool is not None:
-            opened.append(_open_pool(settings, pool, payload_bytes, reserve, pin))
+            # imported here: whoever has no pool needs no Mooncake
+            from pd_cache.backends.mooncake import MooncakeBackend
+
+            opened.append(MooncakeBackend(settings, payload_bytes, pin=pin, reserve=reserve, read_ahead=pool.pipelined))
             if len(tiers) == 1:
                 return opened[0]
             memory = opened[0].memory
@@ -57,21 +60,14 @@ def open_backend(
         raise
 
 
-def _open_pool(
-    settings: NodeSettings, tier: MooncakeTier, payload_bytes: int, reserve: int, pin: Pin | None
-) -> StorageBackend:
-    from pd_cache.backends.mooncake import MooncakeBackend
-
-    pool = MooncakeBackend(settings, payload_bytes, pin=pin, reserve=reserve)
-    return PipelinedBackend(pool) if tier.pipelined else pool
-
-
 def _open_tier(
     settings: NodeSettings, tier: LocalTier | DiskTier, memory: ObjectMemory, metrics: TierMetrics
 ) -> StorageBackend:
     timeouts = settings.transfer.timeouts
     if isinstance(tier, LocalTier):
-        return open_local(memory, tier.capacity, tier.policy, timeouts, metrics, device=tier.device)
+        local = open_local(memory, tier.capacity, tier.policy, timeouts, metrics, device=tier.device)
+        # copies from a device take the caller's time, unless another thread makes them
+        return local if tier.device == "cpu" else PipelinedBackend(local)
     return LocalDiskBackend(
         memory,
         Path(tier.path),

@@ -89,10 +89,10 @@ class DeviceShelf:
             staged.release()
 
     def show(self, held: int, key: str, deadline: float) -> StagedObject | None:
-        staged = self._memory.stage(max(0.0, deadline - time.monotonic()))
         slab = self._slab
-        if staged is None or slab is None:
-            return staged
+        staged = None if slab is None else self._memory.stage(max(0.0, deadline - time.monotonic()))
+        if slab is None or staged is None:
+            return None
         self._view(staged.slot.view[: self._memory.object_bytes]).copy_(slab[held])
         staged.sealed_for = key
         return staged

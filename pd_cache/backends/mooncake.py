@@ -22,7 +22,7 @@ _BATCH_BYTES = 64 << 20
 """Of one transfer call: large enough for full speed, and well below the second that a lease must outlast thrice."""
 _BATCH_KEYS = 256
 _READ_AHEAD = 4
-"""Batches in flight or being scattered."""
+"""Batches in flight or being scattered; without `read_ahead` it is one at a time."""
 
 
 class _Batch(NamedTuple):
@@ -34,15 +34,25 @@ class _Batch(NamedTuple):
 class MooncakeBackend(StorageBackend):
     """Chunk objects in the pool of one Mooncake master, through one store client and one staging pool."""
 
-    def __init__(self, settings: NodeSettings, payload_bytes: int, *, pin: Pin | None = None, reserve: int = 0) -> None:
+    def __init__(
+        self,
+        settings: NodeSettings,
+        payload_bytes: int,
+        *,
+        pin: Pin | None = None,
+        reserve: int = 0,
+        read_ahead: bool = True,
+    ) -> None:
         """Map the staging memory and begin to open the store; does not wait for the pool.
 
         `pin` page-locks the staging memory for a GPU. `reserve` bytes are mapped besides `transfer.staging_size`, for a
-        local tier that keeps objects in the same memory. ValueError if `transfer.staging_size` holds no chunk.
+        local tier that keeps objects in the same memory. With `read_ahead` the next batches are fetched while the caller
+        works on the last. ValueError if `transfer.staging_size` holds no chunk.
         """
         transfer = settings.transfer
         self.payload_bytes = payload_bytes
         self._timeouts = transfer.timeouts
+        self._read_ahead = _READ_AHEAD if read_ahead else 1
         self.staging = StagingPool(
             transfer.staging_size + reserve, payload_bytes + TRAILER_BYTES, prefaulted=transfer.prefault, pin=pin
         )
@@ -75,7 +85,7 @@ class MooncakeBackend(StorageBackend):
         started = 0
         try:
             while started < len(keys) or ahead:
-                while started < len(keys) and len(ahead) < _READ_AHEAD:
+                while started < len(keys) and len(ahead) < self._read_ahead:
                     # only a reader that holds nothing waits for a slot: two readers can never wait for each other
                     slots = self._lease(min(self.batch_size, len(keys) - started), 0.0 if ahead else seconds)
                     if not slots:

@@ -1,5 +1,9 @@
 """PipelinedBackend: the next chunks are fetched and checked while the caller works on the last. A wrapper of any backend.
 
+For backends that work on the caller's thread, such as memory on a device. The pool and the disk have threads of their own
+and run ahead by themselves: `MooncakeBackend` and `LocalDiskBackend` need no wrapper for it, and a second thread for them
+costs more than it gives (measured: docs/tiers.md).
+
 The first chunk is fetched on the caller's own thread: nothing could overlap with it, and handing it from thread to thread
 would only make it later. From then on a thread of this read runs ahead, by `depth` chunks at most.
 """
@@ -84,6 +88,7 @@ class PipelinedBackend(StorageBackend):
         self.payload_bytes = inner.payload_bytes
         self.batch_size = inner.batch_size
         self.memory = inner.memory
+        self.settles_at_once = inner.settles_at_once
         self._depth = depth
         self._pumps: set[_Pump] = set()
         self._lock = threading.Lock()

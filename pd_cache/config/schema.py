@@ -61,8 +61,8 @@ class DiskTier(_Section, frozen=True, kw_only=True, tag_field="kind", tag="disk"
 class MooncakeTier(_Section, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
     """The shared pool."""
 
-    pipelined: bool = False
-    """Whether a thread fetches and checks the next chunks while the last are scattered."""
+    pipelined: bool = True
+    """Whether the next chunks are fetched while the last are checked and scattered; else one batch at a time."""
     blocking: bool = True
     """Whether a store waits for the pool."""
 
