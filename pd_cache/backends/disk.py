@@ -32,16 +32,20 @@ log = logging.getLogger(__name__)
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _BATCH_BYTES = 64 << 20
+_PATIENCE_S = 3600.0
+"""For deletions, which nobody waits for: one that was dropped would leave a file that nobody counts."""
 
 
 class _Write:
     """One object on its way to the disk."""
 
-    __slots__ = ("call", "digest", "settled", "staged")
+    __slots__ = ("call", "digest", "evicted", "settled", "staged")
 
-    def __init__(self, digest: str, staged: StagedObject) -> None:
+    def __init__(self, digest: str, staged: StagedObject, evicted: list[str]) -> None:
         self.digest = digest
         self.staged = staged
+        self.evicted = evicted
+        """Files that made room for it and are still there."""
         self.call: Call[Status] | None = None
         self.settled = False
         """Whether its reservation was used or given back."""
@@ -167,17 +171,8 @@ class LocalDiskBackend(StorageBackend):
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
         if self._state != "on":
             return self._refusal()
-        seconds = self._timeouts.exist_ms / 1000 if timeout is None else timeout
-
-        def note() -> Status:
-            try:
-                self.folder.note(key, value)
-            except OSError as error:
-                return self._failed("a note", error)
-            return Status.OK
-
-        call = self._writes.submit(note, time.monotonic() + seconds)
-        return Status.OVERLOADED if call is None else call.outcome(Status.TIMEOUT)
+        call = self._writes.submit(functools.partial(self._note, key, value), time.monotonic() + _PATIENCE_S)
+        return Status.OVERLOADED if call is None else Status.OK
 
     def close(self) -> None:
         with self._changed:
@@ -210,33 +205,31 @@ class LocalDiskBackend(StorageBackend):
                 if under_way is not None and under_way.call is not None:
                     return under_way.call  # content is named by its key: those are the same bytes
                 room, evicted = self.index.reserve(digest)
-                write = _Write(digest, item)
+                write = _Write(digest, item, evicted)
                 if room is Room.RESERVED:
                     self._writing[digest] = write
                     # sealed before another put of the key, or a reader, could see it
                     item.seal(key)
                     write.staged = item.share()
                     write.call = self._writes.submit(
-                        functools.partial(self._write, write, evicted), deadline, functools.partial(self._ended, write)
+                        functools.partial(self._write, write), deadline, functools.partial(self._ended, write)
                     )
+                    self._metrics.evicted(len(evicted))
+                    return write.call or Status.OVERLOADED
+            self._unlink(evicted)
             self._metrics.evicted(len(evicted))
             if room is Room.PRESENT:
                 return Status.OK
-            if room is Room.NONE:
-                self._unlink(evicted)
-                return Status.CLOSED if self._state == "closed" else Status.NO_SPACE
-            if write.call is None:
-                self._unlink(evicted)
-                return Status.OVERLOADED
-            return write.call
+            return Status.CLOSED if self._state == "closed" else Status.NO_SPACE
         finally:
             item.release()
 
-    def _write(self, write: _Write, evicted: list[str]) -> Status:
+    def _write(self, write: _Write) -> Status:
         """On a writing thread: make room, write, publish."""
         try:
-            for name in evicted:
-                self.folder.unlink(name)
+            while write.evicted:
+                self.folder.unlink(write.evicted[-1])
+                write.evicted.pop()
             name = self.folder.write(write.digest, self.memory.pool.pages(write.staged.slot))
         except OSError as error:
             return self._failed("a write", error)
@@ -257,6 +250,7 @@ class LocalDiskBackend(StorageBackend):
             if not write.settled:
                 self._settle(write)
                 self.index.cancel()
+        self._unlink(write.evicted)
         write.staged.release()
 
     def _settle(self, write: _Write) -> bool:
@@ -283,11 +277,16 @@ class LocalDiskBackend(StorageBackend):
             self._count()
         return {Removal.REMOVED: Status.OK, Removal.MISSING: Status.MISSING, Removal.PINNED: Status.BUSY}[removal]
 
+    def _note(self, key: str, value: bytes) -> None:
+        try:
+            self.folder.note(key, value)
+        except OSError as error:
+            self._failed("a note", error)
+
     def _unlink(self, names: list[str]) -> None:
         """Delete files, off this thread where that can be had."""
         for name in names:
-            deadline = time.monotonic() + self._timeouts.put_ms / 1000
-            if self._writes.submit(functools.partial(self._unlink_now, name), deadline) is None:
+            if self._writes.submit(functools.partial(self._unlink_now, name), time.monotonic() + _PATIENCE_S) is None:
                 self._unlink_now(name)
 
     def _unlink_now(self, name: str) -> None:

@@ -260,6 +260,28 @@ def test_a_limit_of_the_process_counts_as_a_full_disk(open_disk: Open) -> None:
     wait_for(lambda: subject.put({"k": value("k")}) == [Status.OK], what="writes accepted again")
 
 
+def test_a_write_that_does_not_get_its_turn_leaves_no_file_of_what_made_room_for_it(
+    open_disk: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = open_disk(objects=2, threads=1, timeouts=msgspec.structs.replace(TIMEOUTS, put_ms=100), retry_s=60.0)
+    subject.put({"a": value("a")})
+    subject.put({"b": value("b")})
+    go_on = threading.Event()
+    write = ObjectFolder.write
+
+    def hang(self: ObjectFolder, digest: str, pages: memoryview) -> str:
+        go_on.wait(30)
+        return write(self, digest, pages)
+
+    monkeypatch.setattr(ObjectFolder, "write", hang)
+    try:
+        assert subject.put({"c": value("c"), "d": value("d")}) == [Status.TIMEOUT] * 2
+    finally:
+        go_on.set()
+    wait_for(lambda: [file.name[:32] for file in files(subject)] == [digest_of("c")], what="only what was written")
+    subject.check_integrity()
+
+
 def test_a_failing_disk_is_switched_off_and_tried_again(
     open_disk: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -367,6 +389,7 @@ def test_close_flushes_the_writes_that_were_accepted(open_disk: Open) -> None:
 def test_the_manifest_lies_in_the_folder_for_people_to_read(open_disk: Open) -> None:
     subject = open_disk()
     assert subject.backend.annotate("pdc1/x/manifest", b"{}") is Status.OK
+    wait_for(lambda: list(disk_of(subject).folder.root.glob("note-*")))
     (note,) = disk_of(subject).folder.root.glob("note-*")
     assert note.read_bytes() == b"{}"
     assert count(subject.metrics, "pd_cache_tier_ignored_files_total") == 0
