@@ -88,7 +88,7 @@ class ChunkMover:
         with self._moving() as may_move, self.metrics.timed("store"):
             if not chunks or not may_move:
                 return StoreCounts(0, 0, chunks)
-            statuses = self.backend.batched_contains(run.keys, timeout=timeout)
+            statuses = self.backend.batched_wants(run.keys, timeout=timeout)
             self.metrics.outages("store", statuses)
             missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
             stored = self._put(run, missing, timeout)
@@ -428,7 +428,12 @@ class CacheEngineBuilder:
             engine = cls._engines.get(instance_id)
             if engine is None:
                 payload = layout.chunk_bytes(config.cache.chunk_size)
-                opened = backend(config, payload) if backend else open_backend(config, payload, pin=host_pin())
+                metrics = metrics or CacheMetrics()
+                opened = (
+                    backend(config, payload)
+                    if backend
+                    else open_backend(config, payload, pin=host_pin(), metrics=metrics)
+                )
                 try:
                     engine = cls._engines[instance_id] = CacheEngine(opened, config, metadata, layout, metrics)
                 except BaseException:

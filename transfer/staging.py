@@ -68,7 +68,7 @@ class StagingPool:
 
     def __init__(self, size: int, slot_bytes: int, *, prefaulted: bool = True, pin: Pin | None = None) -> None:
         """Map `size` bytes. ValueError where not even one slot fits."""
-        stride = -(-slot_bytes // _PAGE) * _PAGE
+        stride = self.stride_of(slot_bytes)
         count = size // stride
         if slot_bytes <= 0 or count < 1:
             raise ValueError(f"it holds no slot of {slot_bytes} bytes; make it at least {stride}")
@@ -79,7 +79,8 @@ class StagingPool:
         if prefaulted and (seconds := prefault(self.address, self.nbytes)) is not None:
             log.info("staging: %d slots of %d bytes prefaulted in %.3f s", count, slot_bytes, seconds)
         self._unpin = pin(self.address, self.nbytes) if pin is not None else None
-        whole = memoryview(self._map)
+        self._stride = stride
+        self._whole = whole = memoryview(self._map)
         self._slots = [
             Slot(self, index, self.address + index * stride, whole[index * stride : index * stride + slot_bytes])
             for index in range(count)
@@ -89,9 +90,22 @@ class StagingPool:
         self._changed = threading.Condition()
         self._closed = False
 
+    @staticmethod
+    def stride_of(slot_bytes: int) -> int:
+        """Bytes from one slot to the next: whole pages, so that direct I/O may use them."""
+        return -(-slot_bytes // _PAGE) * _PAGE
+
     @property
     def slots(self) -> int:
         return len(self._slots)
+
+    def pages(self, slot: Slot) -> memoryview:
+        """All of the slot's pages, of which its `view` is the beginning."""
+        return self._whole[slot.index * self._stride : (slot.index + 1) * self._stride]
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     @property
     def in_use(self) -> int:

@@ -494,7 +494,7 @@ class CacheServer:
             opened = (
                 self._open_backend(settings, payload_bytes)
                 if self._open_backend
-                else open_backend(settings, payload_bytes, pin=host_pin())
+                else open_backend(settings, payload_bytes, pin=host_pin(), metrics=self.metrics)
             )
         except (ValueError, PdCacheError) as error:
             raise _RefusalError("mismatch", f"no room for chunks of {payload_bytes} bytes: {error}") from None

@@ -18,16 +18,17 @@ import pytest
 from launch.engines.reference import GenerationRequest, ReferenceEngine
 from launch.up import Cluster
 from pd_cache.config import ReferenceEngineConfig
-from tests.support.cluster import CHUNK, ENGINE, Answer, complete, kill, started
+from tests.support.cluster import CHUNK, ENGINE, Answer, complete, kill, nodes_with_server, started
 from tests.support.waiting import wait_for
 
 Tokens = list[int]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A healthy cluster that no test of this module breaks."""
-    with started(tmp_path_factory.mktemp("cluster")) as running:
+@pytest.fixture(scope="module", params=["in-process", "server"])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A healthy cluster that no test of this module breaks; in the second, the engines share a cache server."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with started(folder) if request.param == "in-process" else started(folder, nodes=nodes_with_server()) as running:
         yield running
 
 
@@ -190,3 +191,12 @@ def test_a_death_in_the_middle_of_requests_gives_no_wrong_token_and_leaves_none_
             assert answer is not None
             assert answer.status == 200
             assert answer.tokens == alone(tokens)
+
+
+def test_the_cache_server_dies_and_engines_compute_until_it_is_back(tmp_path: Path, alone: Any, prompt: Any) -> None:
+    with started(tmp_path, nodes=nodes_with_server()) as cluster:
+        tokens = prompt(5 * CHUNK + 3)
+        wait_for(lambda: complete(url_of(cluster), tokens).cached == (5 * CHUNK, 5 * CHUNK), 30)
+        kill(cluster, "cache-0")
+        answer = complete(url_of(cluster), tokens)
+        assert (answer.status, answer.tokens, answer.cached) == (200, alone(tokens), (0, 0))

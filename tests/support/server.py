@@ -41,7 +41,7 @@ def served(
     finally:
         server.close()
         for backend in server._backends.values():
-            backend.staging.check_integrity()  # type: ignore[attr-defined]
+            backend.memory.pool.check_integrity()
 
 
 class ServerProcess(Node):
