@@ -24,6 +24,7 @@ import click
 import numpy as np
 import psutil
 import torch
+import zmq
 
 from bench.engine import Prompt, size, timed
 from bench.report import Check, finish, progress
@@ -32,7 +33,9 @@ from pd_cache.config import (
     CacheConfig,
     CacheServerNode,
     ClusterConfig,
+    LocalTier,
     MasterNode,
+    MooncakeTier,
     NodeSettings,
     StoreNode,
     dump_config,
@@ -97,6 +100,38 @@ def round_trips(url: str, count: int) -> list[float]:
         client.close()
 
 
+def _echo(url: str) -> None:
+    """The other side of `raw_round_trips`: sends back what comes, until that is empty."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.bind(url)
+        while (frames := socket.recv_multipart())[1]:
+            socket.send_multipart(frames)
+
+
+def raw_round_trips(count: int) -> list[float]:
+    """What ZMQ itself takes for frames of that size between two Python processes: the floor of `round_trips`."""
+    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
+        url = f"ipc://{folder}/echo.sock"
+        other = multiprocessing.get_context("spawn").Process(target=_echo, args=(url,))
+        other.start()
+        try:
+            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+                socket.connect(url)
+
+                def trip() -> None:
+                    socket.send(b"x" * 32)
+                    socket.recv()
+
+                for _ in range(200):
+                    trip()
+                seconds = [timed(trip) for _ in range(count)]
+                socket.send(b"")
+            return seconds
+        finally:
+            other.join(10)
+            other.kill()
+
+
 def _ask_at_a_rate(url: str, model: str, rate: float, seconds: float, start: float, results: Connection) -> None:
     """One of the clients of `lookups_at_a_rate`, in a process of its own: a scheduler that asks when its turn comes."""
     adapter = SchedulerAdapter(url, None, model, 1, 0, 16)
@@ -147,9 +182,9 @@ def resident(pid: int) -> int:
     return int(memory.rss - memory.shared)
 
 
-def memory_growth(url: str, pid: int, requests: int) -> dict[str, float]:
+def memory_growth(url: str, model: str, pid: int, requests: int) -> dict[str, float]:
     """The server's memory before and after many requests, each a lookup with a session that is ended, after a warm-up."""
-    adapter = SchedulerAdapter(url, None, "bench", 1, 0, 16)
+    adapter = SchedulerAdapter(url, None, model, 1, 0, 16)
     prompt = list(range(_LOOKUP_TOKENS // 4))
 
     def ask(count: int) -> None:
@@ -258,6 +293,37 @@ def from_memory(moves: Transfers, rounds: int) -> dict[str, float]:
     return {**gbps, "memory_ratio": gbps["memory_retrieve_gbps"] / gbps["memcpy_gbps"]}
 
 
+@contextlib.contextmanager
+def small_prompt(url: str, chunk: int, block: int) -> Iterator[str]:
+    """4096 tokens of a tiny model, stored through the server: what lookups find. The model's name."""
+    caches = {"0": torch.zeros(_LOOKUP_TOKENS // block, 1, block, 8)}
+    layout = KVLayout.from_tensors(caches)
+    metadata = CacheMetadata.of(f"small-{uuid.uuid4().hex}", layout)
+    slots, prompt = torch.arange(_LOOKUP_TOKENS), list(range(_LOOKUP_TOKENS))
+    remote = RemoteCache(url, metadata, caches, layout, chunk, move_timeout_s=60)
+    try:
+
+        def stored() -> bool:
+            remote.store(prompt, kv_caches=caches, slot_mapping=slots)
+            return remote.lookup(prompt) == len(prompt)
+
+        _until(stored, 30)  # the server's client of the pool opens in the background
+        yield metadata.model
+    finally:
+        remote.close()
+
+
+@contextlib.contextmanager
+def moving(prompt: Prompt, settings: NodeSettings, url: str, chunk: int) -> Iterator[Transfers]:
+    """`Transfers`, ready."""
+    moves = Transfers(prompt, settings, url, chunk)
+    try:
+        moves.wait_ready()
+        yield moves
+    finally:
+        moves.close()
+
+
 @click.command()
 @click.option("--tokens", default=4096, show_default=True, type=click.IntRange(1))
 @click.option("--chunk", default=256, show_default=True, type=click.IntRange(1))
@@ -296,64 +362,45 @@ def main(
         )
     prompt = Prompt(tokens, chunk, block, layers, kv_heads, head_dim)
     room = int(2.5 * tokens * prompt.layout.token_bytes) + (256 << 20)
+    plain = CacheConfig(chunk_size=chunk)
+    # the whole prompt, as read from the pool or stored, fits into the server's own memory
+    capacity = ByteSize(int(1.25 * tokens * prompt.layout.token_bytes) + (64 << 20))
+    tiered = CacheConfig(chunk_size=chunk, tiers=(LocalTier(capacity=capacity), MooncakeTier()))
     results: dict[str, Any] = {}
     with progress() as bar:
-        steps = iter(bar.track(range(4), description="server"))
-        with cache_server(room, staging, CacheConfig(chunk_size=chunk)) as (settings, url, pid):
+        steps = iter(bar.track(range(5), description="server"))
+        with cache_server(room, staging, plain) as (settings, url, pid):
             next(steps)
             trips = round_trips(url, questions)
             results["empty_lookup_p50_us"] = percentile(trips, 0.5) * 1e6
             results["empty_lookup_p99_us"] = percentile(trips, 0.99) * 1e6
+            results["zmq_echo_p50_us"] = percentile(echoes := raw_round_trips(questions), 0.5) * 1e6
+            results["zmq_echo_p99_us"] = percentile(echoes, 0.99) * 1e6
             next(steps)
-            moves = Transfers(prompt, settings, url, chunk)
-            try:
-                moves.wait_ready()
+            with moving(prompt, settings, url, chunk) as moves:
                 results |= from_the_pool(moves, rounds)
-            finally:
-                moves.close()
             next(steps)
-            small = SmallPrompt(url, chunk, block)
-            try:
-                latencies = lookups_at_a_rate(url, small.model, seconds)
-            finally:
-                small.close()
+            with small_prompt(url, chunk, block) as model:
+                latencies = lookups_at_a_rate(url, model, seconds)
             results["lookup_p50_ms"] = percentile(latencies, 0.5) * 1e3
             results["lookup_p99_ms"] = percentile(latencies, 0.99) * 1e3
+        with cache_server(room, staging, tiered) as (settings, url, pid):
             next(steps)
-            results |= memory_growth(url, pid, requests)
+            with moving(prompt, settings, url, chunk) as moves:
+                results |= from_memory(moves, rounds)
+            next(steps)
+            with small_prompt(url, chunk, block) as model:
+                results |= memory_growth(url, model, pid, requests)
     checks = [
         Check("empty_lookup_p50_us", results["empty_lookup_p50_us"], 150, at_least=False),
         Check("empty_lookup_p99_us", results["empty_lookup_p99_us"], 1000, at_least=False),
         Check(f"lookup_p99_ms at {_RATE}/s", results["lookup_p99_ms"], 5, at_least=False),
         Check("store_ratio", results["store_ratio"], 0.95, at_least=True),
         Check("retrieve_ratio", results["retrieve_ratio"], 0.95, at_least=True),
+        Check("memory_ratio", results["memory_ratio"], 0.7, at_least=True),
         Check("mib_after - mib_before", results["mib_after"] - results["mib_before"], 2, at_least=False),
     ]
     finish(results, checks, as_json=as_json, strict=strict)
-
-
-class SmallPrompt:
-    """4096 tokens of a tiny model, stored through the server: what lookups find."""
-
-    def __init__(self, url: str, chunk: int, block: int) -> None:
-        self.model = f"small-{uuid.uuid4().hex}"
-        blocks = _LOOKUP_TOKENS // block
-        caches = {"0": torch.zeros(blocks, 1, block, 8)}
-        layout = KVLayout.from_tensors(caches)
-        metadata = CacheMetadata.of(self.model, layout)
-        self._remote = RemoteCache(url, metadata, caches, layout, chunk, move_timeout_s=60)
-        _until(lambda: self._remote.available, 30)
-        slots = torch.arange(_LOOKUP_TOKENS)
-        prompt = list(range(_LOOKUP_TOKENS))
-        # the server's store may still be opening: what is refused meanwhile is stored at the next try
-        _until(lambda: self._store(prompt, caches, slots), 30)
-
-    def _store(self, prompt: list[int], caches: dict[str, torch.Tensor], slots: torch.Tensor) -> bool:
-        self._remote.store(prompt, kv_caches=caches, slot_mapping=slots)
-        return self._remote.lookup(prompt) == len(prompt)
-
-    def close(self) -> None:
-        self._remote.close()
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> None:

@@ -103,6 +103,27 @@ def demo(file: Path | None, as_json: bool) -> None:
         raise SystemExit(1)
 
 
+@main.command()
+@click.option("-c", "--config", "file", type=_FILE, required=True, help="The cluster's YAML file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
+@click.option("--watch", is_flag=True, help="Show the table every two seconds until Ctrl-C.")
+def status(file: Path, as_json: bool, watch: bool) -> None:
+    """What the nodes of a file are doing: roles, up since, hit rate, bytes by tier, in flight, errors by reason."""
+    from rich.console import Console
+
+    from launch import status as shown
+    from launch.up import running_copy
+
+    copy = running_copy(file)  # where `up` runs the file, its ports are known
+    config, _ = read_config(copy if copy.exists() else file)
+    if watch:
+        shown.watch(lambda: shown.cluster_status(config))
+    elif as_json:
+        click.echo(shown.as_json(shown.cluster_status(config)))
+    else:
+        Console().print(shown.status_table(shown.cluster_status(config)))
+
+
 @main.group()
 def config() -> None:
     """Work with a cluster's file."""
@@ -122,7 +143,7 @@ def config_check(file: Path, file_only: bool) -> None:
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
-@click.argument("name", type=click.Choice(("engine", "lookup", "tiers")))
+@click.argument("name", type=click.Choice(("engine", "lookup", "server", "tiers")))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(name: str, arguments: Sequence[str]) -> None:
     """Measure against the raw thing in the same run; each bench has a --help of its own."""

@@ -142,7 +142,7 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Ready) -> None:
 
 def run_cache_server(config: ClusterConfig, node: CacheServerNode, ready: Ready) -> None:
     """Hold the cache of this host's engines until told to stop."""
-    from prometheus_client import start_http_server
+    from prometheus_client import ProcessCollector, start_http_server
 
     from pd_cache.metrics import CacheMetrics
     from pd_cache.server.app import CacheServer
@@ -150,6 +150,7 @@ def run_cache_server(config: ClusterConfig, node: CacheServerNode, ready: Ready)
     # threads that copy and threads that answer share one interpreter: a lookup does not wait 5 ms for its turn
     sys.setswitchinterval(0.0005)
     metrics = CacheMetrics()
+    ProcessCollector(registry=metrics.registry)
     with stop_on_signals() as stop:
         try:
             scraped, thread = start_http_server(node.metrics_port, node.host, metrics.registry)
@@ -176,7 +177,7 @@ def run_cache_server(config: ClusterConfig, node: CacheServerNode, ready: Ready)
 
 def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready) -> None:
     """Serve the model, with a cache engine over the pool, or over the host's cache server."""
-    from prometheus_client import CollectorRegistry
+    from prometheus_client import CollectorRegistry, ProcessCollector
 
     from launch.engines.reference import serve
     from pd_cache.engine import CacheEngineBuilder
@@ -188,6 +189,7 @@ def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Rea
     assert config.engine is not None  # the file's checks saw to it
     settings = NodeSettings.of(config, node)
     registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
 
     remote: list[RemoteCache] = []
 

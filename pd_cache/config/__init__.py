@@ -28,6 +28,7 @@ from pd_cache.config.schema import (
     StorageTier,
     StoreNode,
     SupervisorConfig,
+    runtime_folder,
 )
 
 __all__ = [
@@ -62,4 +63,5 @@ __all__ = [
     "dump_config",
     "load_config",
     "read_config",
+    "runtime_folder",
 ]

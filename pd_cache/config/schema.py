@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -268,13 +269,18 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
 
     def server_url(self, node: CacheServerNode) -> str:
         """Where a cache server listens. Needs the master's port to be chosen: that tells clusters of one name apart."""
-        return node.url or f"ipc:///tmp/pd-cache-{os.getuid()}/{self.name}-{self.master.port}-{node.name}.sock"
+        return node.url or f"ipc://{runtime_folder()}/{self.name}-{self.master.port}-{node.name}.sock"
 
     def node(self, name: str) -> Node | None:
         return next((node for node in self.nodes if node.name == name), None)
 
     def by_role(self, role: str) -> list[Node]:
         return [node for node in self.nodes if node.role == role]
+
+
+def runtime_folder() -> Path:
+    """Where this user's clusters leave sockets, and notes for `pd-cache status`. Not necessarily there."""
+    return Path(f"/tmp/pd-cache-{os.getuid()}")
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
