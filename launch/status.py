@@ -24,7 +24,7 @@ from pd_cache.errors import PdCacheError
 
 _TIMEOUT_S = 2.0
 _LARGEST_ANSWER = 16 << 20
-_IN_FLIGHT = ("pd_cache_reference_queue_length", "pd_cache_reference_running", "pd_cache_proxy_in_flight")
+_IN_FLIGHT = ("pd_cache_reference_queue_length", "pd_cache_reference_running", "pd_cache_proxy_requests_running")
 
 
 class NodeStatus(msgspec.Struct, kw_only=True):
@@ -120,8 +120,9 @@ def _read_cache(samples: Samples, row: NodeStatus) -> None:
         labels["tier"]: value for labels, value in samples.get("pd_cache_tier_bytes", ()) if "tier" in labels
     }
     row.errors = {
-        f"{labels.get('op')}.{labels.get('reason')}": value
-        for labels, value in samples.get("pd_cache_troubles_total", ())
+        f"{labels.get('op') or labels.get('hop')}.{labels.get('reason')}": value
+        for name in ("pd_cache_troubles_total", "pd_cache_proxy_hop_failures_total")
+        for labels, value in samples.get(name, ())
         if value and labels.get("reason") != "missing"
     }
     started = samples.get("process_start_time_seconds")
@@ -152,7 +153,11 @@ def _total(samples: Samples, name: str) -> float:
 
 def status_table(rows: list[NodeStatus]) -> Table:
     """The rows for people."""
-    table = Table("node", "role", "state", "up since", "hit rate", "bytes by tier", "in flight", "errors by reason")
+    table = Table()
+    for column in ("node", "role"):
+        table.add_column(column, no_wrap=True)
+    for column in ("state", "up since", "hit rate", "bytes by tier", "in flight", "errors by reason"):
+        table.add_column(column)
     for row in rows:
         table.add_row(
             row.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -14,10 +15,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
+from launch.cli import main
 from launch.engines.reference import GenerationRequest, ReferenceEngine
+from launch.status import cluster_status
 from launch.up import Cluster
-from pd_cache.config import ReferenceEngineConfig
+from pd_cache.config import ReferenceEngineConfig, dump_config
 from tests.support.cluster import CHUNK, ENGINE, Answer, complete, kill, nodes_with_server, started
 from tests.support.waiting import wait_for
 
@@ -111,8 +115,6 @@ def test_many_prompts_with_overlapping_prefixes_at_once(cluster: Cluster, alone:
 
 
 def test_a_stream_carries_the_same_tokens(cluster: Cluster, alone: Any, prompt: Any) -> None:
-    import json
-
     tokens = prompt(2 * CHUNK + 3)
     body = json.dumps({"model": "tiny", "prompt": tokens, "max_tokens": 8, "stream": True, "ignore_eos": True})
     request = urllib.request.Request(
@@ -124,6 +126,27 @@ def test_a_stream_carries_the_same_tokens(cluster: Cluster, alone: Any, prompt: 
     events = [json.loads(line) for line in lines[:-1]]
     assert [token for event in events for choice in event["choices"] for token in choice["token_ids"]] == alone(tokens)
     assert events[-1]["pd_cache"]["self"]["cached_tokens"] == 2 * CHUNK
+
+
+def test_status_tells_of_every_node(cluster: Cluster, prompt: Any, tmp_path: Path) -> None:
+    complete(url_of(cluster), prompt(2 * CHUNK))
+    file = tmp_path / "cluster.yaml"
+    file.write_text(dump_config(cluster.config))
+    done = CliRunner().invoke(main, ["status", "-c", str(file), "--json"])
+    assert done.exit_code == 0, done.output
+    rows = {row["name"]: row for row in json.loads(done.stdout)["nodes"]}
+    assert set(rows) == {node.name for node in cluster.config.nodes}
+    for name, row in rows.items():
+        assert row["state"] == "up" or row["role"] == "store", f"{name}: {row}"
+    assert rows["master"]["bytes_by_tier"]["mooncake"] > 0
+    owner = rows.get("cache-0", rows["decode-0"])
+    assert 0 < owner["hit_rate"] <= 1
+    for name in ("prefill-0", "decode-0", "proxy", *(["cache-0"] if "cache-0" in rows else [])):
+        assert 0 < time.time() - rows[name]["up_since"] < 300
+        assert rows[name]["in_flight"] == 0
+    table = CliRunner().invoke(main, ["status", "-c", str(file)])
+    assert table.exit_code == 0
+    assert "decode-0" in table.stdout
 
 
 @pytest.mark.parametrize(
@@ -200,3 +223,6 @@ def test_the_cache_server_dies_and_engines_compute_until_it_is_back(tmp_path: Pa
         kill(cluster, "cache-0")
         answer = complete(url_of(cluster), tokens)
         assert (answer.status, answer.tokens, answer.cached) == (200, alone(tokens), (0, 0))
+        status = {row.name: row.state for row in cluster_status(cluster.config)}
+        assert status["cache-0"].startswith("no answer")
+        assert status["decode-0"] == "up"
