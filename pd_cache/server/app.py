@@ -77,6 +77,8 @@ _UNMAP_S = 5.0
 _DESCRIPTORS_S = 5.0
 """How long the descriptors of a registration may take longer than its message."""
 _LEASE_BATCH = 1000
+_MOST_QUESTIONS = 16
+"""Lookups that are asked together."""
 
 
 class _RefusalError(Exception):
@@ -128,10 +130,20 @@ class _Client:
         self.last_seen = time.monotonic()
 
 
+class _Question(NamedTuple):
+    """A lookup."""
+
+    model: _Model
+    session: str
+    held: int
+    """Tokens."""
+    names: list[bytes]
+
+
 class _Work(NamedTuple):
     incoming: Incoming
     client: _Client
-    run: Callable[[], Answer]
+    job: Callable[[], Answer] | _Question
     begin_by: float
 
 
@@ -287,10 +299,10 @@ class CacheServer:
         client: _Client,
         lane: Lane,
         cost: int,
-        run: Callable[[], Answer],
+        job: Callable[[], Answer] | _Question,
         patience: float = float("inf"),
     ) -> None:
-        work = _Work(incoming, client, run, time.monotonic() + patience)
+        work = _Work(incoming, client, job, time.monotonic() + patience)
         if not self._queue.put(Item(client.hello.client, lane, cost, work)):
             self.metrics.trouble("server", "busy")
             raise _RefusalError("busy", f"{self.node.max_in_flight} operations are the most at a time")
@@ -337,45 +349,78 @@ class CacheServer:
         model = self._models.get(client.group)
         if model is None or request.held >= len(names):
             return Found(min(request.held, len(names)))
-        self._submit(
-            incoming, client, Lane.QUICK, 1, lambda: self._lookup(client, model, request.session, request.held, names)
-        )
+        question = _Question(model, request.session, request.held * model.database.chunk_size, names)
+        self._submit(incoming, client, Lane.QUICK, 1, question)
         return None
 
     # --- the pool of threads -------------------------------------------------------------------------------------
 
     def _work(self, lanes: tuple[Lane, ...]) -> None:
         while (item := self._queue.take(lanes)) is not None:
-            incoming, client, run, begin_by = item.work
+            items = [item]
+            if item.lane is Lane.QUICK:
+                items += self._queue.take_more(Lane.QUICK, _MOST_QUESTIONS - 1)
             try:
-                if client.gone:
-                    continue
-                if time.monotonic() > begin_by:
-                    raise _RefusalError("late", "its turn came after its deadline")
-                self._answer(incoming, run())
-            except _RefusalError as refusal:
-                self._answer(incoming, refusal.refused)
-            except AbandonedError:
-                self._answer(incoming, Refused("abandoned", "the engine has given it up"))
-            except (SharingError, LayoutError) as error:
-                self._answer(incoming, Refused("mismatch", str(error)))
-            except Exception as error:  # whatever one operation does, the thread goes on
-                log.exception("an operation failed")
-                self._answer(incoming, Refused("failed", f"{type(error).__name__}: {error}"))
+                if item.lane is Lane.QUICK:
+                    self._answer_questions([one.work for one in items if not one.work.client.gone])
+                elif not item.work.client.gone:
+                    self._do(item.work)
             finally:
-                self._queue.finished(item)
+                for one in items:
+                    self._queue.finished(one)
 
-    def _lookup(self, client: _Client, model: _Model, session: str, held: int, names: list[bytes]) -> Answer:
+    def _do(self, work: _Work) -> None:
+        """One store, retrieve or registration. Always answered."""
+        assert not isinstance(work.job, _Question)
+        try:
+            if time.monotonic() > work.begin_by:
+                raise _RefusalError("late", "its turn came after its deadline")
+            answer = work.job()
+        except _RefusalError as refusal:
+            answer = refusal.refused
+        except AbandonedError:
+            answer = Refused("abandoned", "the engine has given it up")
+        except (SharingError, LayoutError) as error:
+            answer = Refused("mismatch", str(error))
+        except Exception as error:  # whatever one operation does, the thread goes on
+            log.exception("an operation failed")
+            answer = Refused("failed", f"{type(error).__name__}: {error}")
+        self._answer(work.incoming, answer)
+
+    def _answer_questions(self, works: list[_Work]) -> None:
+        """Lookups that wait at the same time are one question to each backend. Always answered."""
+        by_backend: dict[int, list[tuple[_Work, _Question]]] = {}
+        for work in works:
+            assert isinstance(work.job, _Question)
+            by_backend.setdefault(id(work.job.model.mover.backend), []).append((work, work.job))
+        for group in by_backend.values():
+            try:
+                wanted = [question.model.prefix.wanted(question.names, question.held) for _, question in group]
+                backend = group[0][1].model.mover.backend
+                with self.metrics.timed("lookup"):
+                    statuses = backend.batched_contains([key for keys in wanted for key in keys])
+                start = 0
+                for (work, question), keys in zip(group, wanted, strict=True):
+                    answer = self._judge(work.client, question, statuses[start : start + len(keys)])
+                    start += len(keys)
+                    self._answer(work.incoming, answer)
+            except Exception as error:  # whatever one backend does, the thread goes on
+                log.exception("a lookup failed")
+                for work, _ in group:  # an answer that comes twice is dropped
+                    self._answer(work.incoming, Refused("failed", f"{type(error).__name__}: {error}"))
+
+    def _judge(self, client: _Client, question: _Question, statuses: list[Status]) -> Answer:
+        """What a lookup found; pinned for its session."""
+        model, names = question.model, question.names
         size = model.database.chunk_size
-        found = model.prefix.find_named(names, held * size) // size
-        if session and found > held:
+        held, found = question.held // size, model.prefix.judge(names, question.held, statuses) // size
+        if question.session and found > held:
             wanted = names[held:found]
             shards = [model.database.keys(wanted, rank) for rank in range(model.group.world_size)]
-            self.sessions.open(
-                client.hello.client, session, model.group, model.mover.backend, wanted, shards, self.node.session_s
-            )
+            backend, owner = model.mover.backend, client.hello.client
+            self.sessions.open(owner, question.session, model.group, backend, wanted, shards, self.node.session_s)
             if client.gone:  # it went while we looked: nobody else would end this one
-                self.sessions.end_client(client.hello.client)
+                self.sessions.end_client(owner)
         return Found(found)
 
     def _store(self, client: _Client, request: Move) -> Answer:

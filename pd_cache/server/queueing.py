@@ -82,13 +82,18 @@ class FairQueue(Generic[T]):
                 if self._closed:
                     return None
                 for lane in lanes:
-                    waiting = [client for client in self._clients.values() if client.waiting[lane]]
-                    if waiting:
-                        client = min(waiting, key=lambda one: one.served[lane])
-                        item = client.waiting[lane].popleft()
-                        client.served[lane] += item.cost
+                    item = self._next(lane)
+                    if item is not None:
                         return item
                 self._changed.wait()
+
+    def take_more(self, lane: Lane, most: int) -> list[Item[T]]:
+        """Up to `most` further items of a lane, without waiting: what can be done together with one that was taken."""
+        items: list[Item[T]] = []
+        with self._changed:
+            while len(items) < most and not self._closed and (item := self._next(lane)) is not None:
+                items.append(item)
+        return items
 
     def finished(self, item: Item[T]) -> None:
         """An item that was taken takes its place no longer."""
@@ -112,6 +117,15 @@ class FairQueue(Generic[T]):
             self._closed = True
             self._changed.notify_all()
             return [item for client in self._clients.values() for lane in client.waiting.values() for item in lane]
+
+    def _next(self, lane: Lane) -> Item[T] | None:
+        waiting = [client for client in self._clients.values() if client.waiting[lane]]
+        if not waiting:
+            return None
+        client = min(waiting, key=lambda one: one.served[lane])
+        item = client.waiting[lane].popleft()
+        client.served[lane] += item.cost
+        return item
 
     def _release(self, item: Item[T]) -> None:
         self._total -= 1
