@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -100,10 +101,13 @@ def test_an_engine_that_says_goodbye_takes_everything_with_it(server: CacheServe
     with Engine(server.url) as one:
         store_surely(one, TOKENS)
     wait_for(lambda: not server.status().clients, 5)
+    gc.collect()
     files, maps = shared_files(), shared_maps()
     for _ in range(10):
         with Engine(server.url, one.model) as again:
             assert again.lookup("x", TOKENS) == 4 * CHUNK
+    del again  # its tensors are a file of this process's, too
+    gc.collect()
     wait_for(lambda: not server.status().clients and not server.sessions.pinned, 5)
     wait_for(lambda: shared_files() <= files, 5, "every file being closed")
     assert shared_maps() <= maps
