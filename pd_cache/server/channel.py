@@ -55,8 +55,9 @@ _HIGH_WATER = 4096
 _OUTSTANDING = 1024
 """Requests of a client that wait for an answer; one more is refused as busy."""
 _HEARTBEAT_MS = 500
-_SILENCE_MS = 2_000
-"""A server that ZMQ has not heard of for so long counts as gone: it is stopped, or its host is."""
+_SILENCE_MS = 5_000
+"""A server that ZMQ has not heard of for so long counts as gone: it is stopped, or its host is. Requests have deadlines of
+their own, and one that dies closes its sockets: this is for those that only seem to be there."""
 _WAIT_SLICE_S = 0.5
 
 
@@ -263,6 +264,12 @@ class ClientChannel:
             else:
                 self._futures[future.number] = future
                 self._after_use()
+        return future
+
+    def lost(self, reason: str) -> Future:
+        """The future of a request that is not sent, because there is nobody to answer it."""
+        future = Future(self, 0, 0.0)
+        future.settle(None, ServerLostError(reason))
         return future
 
     def notify(self, message: Message) -> bool:

@@ -199,6 +199,8 @@ class CacheClient:
 
     def lookup(self, session: str, names: list[bytes], *, held: int = 0, timeout: float = 1.0) -> Future:
         """Ask how many of the chunks, from the first, are there; answered with `Found`. A session pins them."""
+        if not self._ready:  # a server that does not know us yet would say so too late, when it does
+            return self._channel.lost(f"no cache server at {self.url} is ready for this engine")
         return self._channel.request(Lookup(session, join_names(names), held), timeout)
 
     def end_session(self, session: str) -> None:

@@ -139,6 +139,7 @@ def test_kill_9_of_the_server_fails_what_is_outstanding_and_all_comes_back_after
             server = ServerProcess(pool, tmp_path)
             start = time.monotonic()
             wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK, 5, "hits after the restart")
+            wait_for(lambda: engine.worker.available, 5, "the worker knowing that it is registered")
             assert engine.retrieve("back", TOKENS, 30) == set()
             assert time.monotonic() - start < 5
             assert engine.holds(TOKENS, 30)
