@@ -297,6 +297,8 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, config: ClusterConfig, node: Node) -> NodeSettings:
         """The settings of one node of the file."""
         own = getattr(node, "segment_size", None)
+        if getattr(node, "cache_server", None) is not None:
+            own = 0  # that one has the cache, and gives the memory
         return cls(
             master=config.master_address,
             host=node.host,

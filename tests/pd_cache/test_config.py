@@ -76,6 +76,26 @@ def test_the_local_file_shows_every_key_that_there_is() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
+        (
+            "role: decode",
+            "role: decode, cache_server: p0",
+            "nodes[2].cache_server: 'p0': is no cache-server node; there are: none",
+        ),
+        (
+            "role: decode}",
+            "role: decode, cache_server: c}\n  - {name: c, role: cache-server, host: 10.0.0.1}",
+            "is on 10.0.0.1, this node on 127.0.0.1: they share memory",
+        ),
+        (
+            "role: decode}",
+            "role: decode, segment_size: 1GiB, cache_server: c}\n  - {name: c, role: cache-server}",
+            "nodes[2].segment_size: '1GiB': must be 0 or absent",
+        ),
+        (
+            "role: decode}",
+            "role: decode}\n  - {name: c, role: cache-server, url: 'ipc:///" + "x" * 100 + "'}",
+            "is longer than the 100 bytes that may be",
+        ),
         ("chunk_size", "chunk_sise", "c.yaml:3: cache.chunk_sise: 256: unknown key; did you mean chunk_size?"),
         ("cache:", "cach:", "c.yaml:3: cach: unknown key; did you mean cache?"),
         ("seed: 1", "sead: 1", "c.yaml:6: engine.model.random.sead: 1: unknown key; did you mean seed?"),

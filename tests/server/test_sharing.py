@@ -15,7 +15,7 @@ from pd_cache.errors import LayoutError
 from pd_cache.layout import PageKind
 from pd_cache.server import sharing
 from pd_cache.server.fence import AbandonedError, Fence, FenceView
-from pd_cache.server.messages import CpuStorage, Register
+from pd_cache.server.messages import CpuStorage, CudaStorage, Register, decode_request, encode
 from pd_cache.server.sharing import MappedTensors, Shared, SharingError, close_all, share_tensors
 from tests.support.kv import make_cache
 
@@ -133,3 +133,38 @@ def test_tensors_of_other_devices_are_refused() -> None:
         share_tensors([torch.zeros(4, 2, 4, 4, device="meta")])
     with pytest.raises(SharingError, match="no KV tensors"):
         share_tensors([])
+
+
+class OnAGpu:
+    """What is used of a CUDA tensor, its storage and an event, where there is no GPU."""
+
+    device = torch.device("cuda", 1)
+    dtype = torch.bfloat16
+    shape = torch.Size((8, 2, 4, 16))
+    _cdata = 7
+
+    def untyped_storage(self) -> OnAGpu:
+        return self
+
+    def storage_offset(self) -> int:
+        return 64
+
+    def stride(self) -> tuple[int, ...]:
+        return (128, 64, 16, 1)
+
+    def _share_cuda_(self) -> tuple[Any, ...]:
+        return 1, b"handle", 4096, 512, b"counter", 3, b"event", True
+
+    def ipc_handle(self) -> bytes:
+        return b"recorded"
+
+
+def test_a_gpu_s_tensors_travel_as_ipc_handles_without_descriptors() -> None:
+    shared = share_tensors([OnAGpu(), OnAGpu()])  # type: ignore[list-item]
+    assert shared.storages == (CudaStorage(4096, 1, b"handle", 512, b"counter", 3, b"event", True),)
+    assert shared.descriptors == []
+    assert [view.storage for view in shared.tensors] == [0, 0]
+    request = Register(uuid.uuid4().hex, shared.storages, shared.tensors)
+    assert decode_request(encode(1, request)) == (1, request)
+    assert sharing.event_handle(OnAGpu()) == b"recorded"
+    assert sharing.event_handle(None) == b""
