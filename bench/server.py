@@ -132,43 +132,50 @@ def raw_round_trips(count: int) -> list[float]:
             other.kill()
 
 
-def _ask_at_a_rate(url: str, model: str, rate: float, seconds: float, start: float, results: Connection) -> None:
-    """One of the clients of `lookups_at_a_rate`, in a process of its own: a scheduler that asks when its turn comes."""
+def _ask_at_a_rate(url: str, model: str, rate: float, seconds: float, parent: Connection) -> None:
+    """One of the clients of `lookups_at_a_rate`, in a process of its own: a scheduler that asks when its turn comes.
+
+    Tells the parent that it is ready, is told when to start, and sends the latencies.
+    """
     adapter = SchedulerAdapter(url, None, model, 1, 0, 16)
     prompt = list(range(_LOOKUP_TOKENS))
     latencies = []
     try:
+        parent.send("ready")
+        start: float = parent.recv()
         for index in range(int(rate * seconds)):
             due = start + index / rate
-            time.sleep(max(0.0, due - time.time()))
-            began = max(due, time.time() - 1.0)  # a request that waits for the one before has waited, too
+            time.sleep(max(0.0, due - time.monotonic()))
             request = str(index)
             adapter.maybe_submit_lookup_request(request, token_ids=prompt)
             while adapter.check_lookup_result(request) is None:
                 time.sleep(0.0001)
-            latencies.append(time.time() - began)
+            latencies.append(time.monotonic() - due)  # of one that had to wait for the one before, too
             assert adapter.check_lookup_result(request) == _LOOKUP_TOKENS, "a lookup missed what is there"
             adapter.end_session(request)
             adapter.cleanup_lookup_result(request)
-        results.send(latencies)
+        parent.send(latencies)
     finally:
-        results.close()
+        parent.close()
         adapter.shutdown()
 
 
 def lookups_at_a_rate(url: str, model: str, seconds: float) -> list[float]:
     """Latencies, from when each was due, of `_RATE` lookups a second that find 4096 tokens, from four processes."""
     spawn = multiprocessing.get_context("spawn")
-    start = time.time() + 4.0
     workers, ends = [], []
-    for index in range(_CLIENTS):
-        ours, theirs = spawn.Pipe(duplex=False)
-        arguments = (url, model, _RATE / _CLIENTS, seconds, start + index / _RATE, theirs)
-        workers.append(spawn.Process(target=_ask_at_a_rate, args=arguments))
+    for _ in range(_CLIENTS):
+        ours, theirs = spawn.Pipe()
+        workers.append(spawn.Process(target=_ask_at_a_rate, args=(url, model, _RATE / _CLIENTS, seconds, theirs)))
         workers[-1].start()
         theirs.close()
         ends.append(ours)
     try:
+        for end in ends:
+            assert end.recv() == "ready"
+        start = time.monotonic() + 0.5
+        for index, end in enumerate(ends):
+            end.send(start + index / _RATE)
         return [latency for end in ends for latency in end.recv()]
     finally:
         for worker in workers:
