@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
@@ -18,7 +19,7 @@ import torch
 
 from pd_cache.backends import PutOutcome, Staged, StorageBackend, open_backend
 from pd_cache.config import NodeSettings
-from pd_cache.layout import KVLayout, layer_tensors
+from pd_cache.layout import KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import ChunkSlots, Completion, PagedCopier, host_pin, open_copier, plan_slots
@@ -34,15 +35,21 @@ _COPIERS = 4
 """Sets of KV tensors remembered per engine; an engine has one, tests and re-registrations a few."""
 
 
+class _Object(NamedTuple):
+    """One shard of a wanted chunk: where its tokens lie, and what moves them."""
+
+    chunk: ChunkSlots
+    copier: PagedCopier
+
+
 class _Request(NamedTuple):
-    """A checked call: the chunks that are wanted, and where their tokens lie."""
+    """A checked call: the objects that are wanted, chunk by chunk and in each shard by shard."""
 
     length: int
     first: int
     """Tokens before the first wanted chunk."""
     keys: list[str]
-    chunks: list[ChunkSlots]
-    copier: PagedCopier
+    objects: list[_Object]
 
 
 class CacheEngine:
@@ -60,7 +67,9 @@ class CacheEngine:
         metrics: CacheMetrics | None = None,
     ) -> None:
         """Take over `backend`, which is closed with the engine. ValueError if layout and metadata disagree."""
-        described = CacheMetadata.of(metadata.model, layout, world_size=metadata.world_size, rank=metadata.rank)
+        described = CacheMetadata.of(
+            metadata.model, layout, world_size=metadata.world_size, rank=metadata.rank, held=metadata.held
+        )
         if described != metadata:
             raise ValueError(f"the KV tensors are {described}, but the metadata says {metadata}")
         self.settings = settings
@@ -69,7 +78,8 @@ class CacheEngine:
         self.metrics = metrics or CacheMetrics()
         self.database = ChunkedTokenDatabase(metadata.namespace(settings.cache))
         self.backend = backend
-        self._copiers: OrderedDict[tuple[object, ...], PagedCopier] = OrderedDict()
+        self._shard_layout = layout.shard(metadata.held)
+        self._copiers: OrderedDict[tuple[object, ...], list[PagedCopier]] = OrderedDict()
         self._lock = threading.Lock()
         self._annotated = False
         self._closed = False
@@ -126,19 +136,21 @@ class CacheEngine:
         kv_caches: KVCaches,
         slot_mapping: torch.Tensor,
         hashes: Sequence[bytes] | None = None,
+        names: Sequence[bytes] | None = None,
         extra_keys: Iterable[ExtraKey] = (),
         timeout: float | None = None,
     ) -> int:
         """Store the whole chunks of a prompt that the pool lacks; returns the tokens newly stored.
 
-        tokens: n ids, or `hashes`: one per block, n = blocks * block_size. mask: bool [n], `FFFTTT`, the False prefix a
-        whole number of chunks that need no storing. kv_caches: the engine's tensors, one a layer. slot_mapping: int
-        [n], `block * block_size + offset` of each token. timeout (s) bounds each transfer.
+        tokens: n ids; or `hashes`: one per block, n = blocks * block_size; or `names`: one per chunk, as the database's
+        `name_chunks` made them, n = chunks * chunk_size. mask: bool [n], `FFFTTT`, the False prefix a whole number of
+        chunks that need no storing. kv_caches: the engine's tensors, one a layer. slot_mapping: int [n],
+        `block * block_size + offset` of each token. timeout (s) bounds each transfer.
 
         What the pool refuses is counted, not raised. ValueError for arguments that do not fit, before anything moved.
         """
-        request = self._check(tokens, hashes, mask, kv_caches, slot_mapping, extra_keys)
-        self.metrics.tokens("store", "requested", len(request.keys) * self.chunk_size)
+        request = self._check(tokens, hashes, names, mask, kv_caches, slot_mapping, extra_keys)
+        self.metrics.tokens("store", "requested", self._tokens(len(request.keys)))
         with self._moving() as may_move, self.metrics.timed("store"):
             if not request.keys or not may_move:
                 return 0
@@ -149,8 +161,8 @@ class CacheEngine:
             if stored:
                 self._annotate(timeout)
         self.metrics.moved("store", stored * self.backend.payload_bytes)
-        self.metrics.tokens("store", "stored", stored * self.chunk_size)
-        return stored * self.chunk_size
+        self.metrics.tokens("store", "stored", self._tokens(stored))
+        return self._tokens(stored)
 
     def retrieve(
         self,
@@ -160,25 +172,28 @@ class CacheEngine:
         kv_caches: KVCaches,
         slot_mapping: torch.Tensor,
         hashes: Sequence[bytes] | None = None,
+        names: Sequence[bytes] | None = None,
         extra_keys: Iterable[ExtraKey] = (),
         timeout: float | None = None,
     ) -> torch.Tensor:
         """Load a prompt's chunks into the paged buffer, as far as the pool has them without a hole.
 
-        Arguments as for `store`; the mask's False prefix is not wanted. Returns a bool tensor [n] on the CPU: True where
-        the token's KV now lies in the buffer, one contiguous run from the mask's first True. Slots of wanted tokens that
-        come back False may have been overwritten; all other slots are untouched.
+        Arguments as for `store`, but `timeout` (s) bounds the whole; the mask's False prefix is not wanted. The wanted
+        slots may begin with whole blocks of -1, which are left as they are: the engine has them. Returns a bool tensor
+        [n] on the CPU: True where the token's KV now lies in the buffer, one contiguous run from the mask's first True.
+        Slots of wanted tokens that come back False may have been overwritten; all other slots are untouched.
         """
-        request = self._check(tokens, hashes, mask, kv_caches, slot_mapping, extra_keys)
+        request = self._check(tokens, hashes, names, mask, kv_caches, slot_mapping, extra_keys, may_leave_out=True)
         result = torch.zeros(request.length, dtype=torch.bool)
-        self.metrics.tokens("retrieve", "requested", len(request.keys) * self.chunk_size)
+        self.metrics.tokens("retrieve", "requested", self._tokens(len(request.keys)))
         with self._moving() as may_move, self.metrics.timed("retrieve"):
             if not request.keys or not may_move:
                 return result
-            loaded = self._get(request, timeout)
-        result[request.first : request.first + loaded * self.chunk_size] = True
-        self.metrics.moved("retrieve", loaded * self.backend.payload_bytes)
-        self.metrics.tokens("retrieve", "loaded", loaded * self.chunk_size)
+            objects = self._get(request, timeout)
+        loaded = objects // self.metadata.held * self.chunk_size
+        result[request.first : request.first + loaded] = True
+        self.metrics.moved("retrieve", objects * self.backend.payload_bytes)
+        self.metrics.tokens("retrieve", "loaded", loaded)
         return result
 
     def close(self) -> None:
@@ -189,13 +204,17 @@ class CacheEngine:
             self._closed = True
             if not self._idle.wait_for(lambda: not self._active, self.settings.transfer.timeouts.close_ms / 1000):
                 log.warning("%d cache operations outlived close()", self._active)
-            copiers = list(self._copiers.values())
+            copiers = [copier for shards in self._copiers.values() for copier in shards]
             self._copiers.clear()
         for copier in copiers:  # before the backend: the staging memory is page-locked until that closes
             copier.close()
         self.backend.close()
 
     # --- inside --------------------------------------------------------------------------------------------------
+
+    def _tokens(self, objects: int) -> int:
+        """How many tokens so many of this rank's objects stand for."""
+        return objects * self.chunk_size // self.metadata.held
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[bool]:
@@ -244,7 +263,8 @@ class CacheEngine:
                     break
                 staged.append(memory)
                 payload = torch.frombuffer(memory.payload, dtype=torch.uint8)
-                copies.append(request.copier.gather(request.chunks[index], payload))
+                wanted = request.objects[index]
+                copies.append(wanted.copier.gather(wanted.chunk, payload))
             for copy in copies:
                 copy.wait()
         except BaseException:
@@ -256,19 +276,23 @@ class CacheEngine:
         return staged
 
     def _get(self, request: _Request, timeout: float | None) -> int:
-        """Scatter chunks in order until the first that is missing; how many were loaded."""
+        """Scatter objects in order until the first that is missing; how many were loaded."""
         loaded = 0
+        deadline = None if timeout is None else time.monotonic() + timeout
         with contextlib.closing(self.backend.batched_get(request.keys, timeout=timeout)) as fetches:
-            for chunk, fetched in zip(request.chunks, fetches, strict=True):
+            for (chunk, copier), fetched in zip(request.objects, fetches, strict=True):
                 try:
                     if self._closed:
+                        break
+                    if deadline is not None and time.monotonic() > deadline:
+                        self.metrics.trouble("retrieve", "deadline", len(request.keys) - loaded)
                         break
                     if fetched.payload is None:
                         self.metrics.trouble("retrieve", fetched.reason)
                         break
                     # waited for at once: the transfers behind this chunk run ahead meanwhile, and a reader that holds
                     # no memory while it waits for the next chunk can never keep another from going on
-                    request.copier.scatter(chunk, torch.frombuffer(fetched.payload, dtype=torch.uint8)).wait()
+                    copier.scatter(chunk, torch.frombuffer(fetched.payload, dtype=torch.uint8)).wait()
                     loaded += 1
                 finally:
                     fetched.release()
@@ -278,22 +302,31 @@ class CacheEngine:
         self,
         tokens: Tokens | None,
         hashes: Sequence[bytes] | None,
+        names: Sequence[bytes] | None,
         mask: Mask | None,
         kv_caches: KVCaches,
         slot_mapping: torch.Tensor,
         extra_keys: Iterable[ExtraKey],
+        *,
+        may_leave_out: bool = False,
     ) -> _Request:
-        names = self.database.name_chunks(tokens, hashes, extra_keys)
-        length = len(tokens) if tokens is not None else len(hashes or ()) * self.layout.block_size
+        if names is None:
+            names = self.database.name_chunks(tokens, hashes, extra_keys)
+            length = len(tokens) if tokens is not None else len(hashes or ()) * self.layout.block_size
+        elif tokens is None and hashes is None:
+            length = len(names) * self.chunk_size
+        else:
+            raise ValueError("exactly one of tokens, block hashes and chunk names must be given")
         first = self._unwanted(mask, length)
         if not isinstance(slot_mapping, torch.Tensor) or tuple(slot_mapping.shape) != (length,):
             shape = tuple(slot_mapping.shape) if isinstance(slot_mapping, torch.Tensor) else type(slot_mapping).__name__
             raise ValueError(f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {shape}")
-        copier = self._copier(kv_caches)
+        copiers = self._copiers_of(kv_caches)
         end = len(names) * self.chunk_size
-        chunks = plan_slots(slot_mapping[min(first, end) : end], self.layout, self.chunk_size)
-        keys = self.database.keys(names[first // self.chunk_size :], self.metadata.rank)
-        return _Request(length, first, keys, chunks, copier)
+        wanted = slot_mapping[min(first, end) : end]
+        chunks = plan_slots(wanted, self.layout, self.chunk_size, may_leave_out=may_leave_out)
+        keys = self.database.keys(names[first // self.chunk_size :], self.metadata.shards)
+        return _Request(length, first, keys, [_Object(chunk, copier) for chunk in chunks for copier in copiers])
 
     def _unwanted(self, mask: Mask | None, length: int) -> int:
         """Length of the mask's False prefix."""
@@ -310,7 +343,8 @@ class CacheEngine:
             )
         return first
 
-    def _copier(self, kv_caches: KVCaches) -> PagedCopier:
+    def _copiers_of(self, kv_caches: KVCaches) -> list[PagedCopier]:
+        """One for each shard that this rank holds."""
         tensors = layer_tensors(kv_caches)
         if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise ValueError("kv_caches must hold one tensor a layer")
@@ -318,17 +352,22 @@ class CacheEngine:
         first = tensors[0]
         place = (*(tensor.data_ptr() for tensor in tensors), first.shape, first.stride(), first.dtype)
         with self._lock:
-            copier = self._copiers.get(place)
-            if copier is not None:
+            copiers = self._copiers.get(place)
+            if copiers is not None:
                 self._copiers.move_to_end(place)
-                return copier
-            copier = open_copier(tensors, self.layout)
+                return copiers
+            found = KVLayout.from_tensors(tensors, self.layout.kind)
+            if found != self.layout:
+                raise ValueError(f"these KV tensors are {found}, but the engine was built for {self.layout}")
+            shards = shard_tensors(tensors, self.metadata.held)
+            copiers = [open_copier(views, self._shard_layout) for views in shards]
             if self._closed:
-                return copier
-            self._copiers[place] = copier
+                return copiers
+            self._copiers[place] = copiers
             if len(self._copiers) > _COPIERS:
-                self._copiers.popitem(last=False)[1].close()
-            return copier
+                for copier in self._copiers.popitem(last=False)[1]:
+                    copier.close()
+            return copiers
 
     def _annotate(self, timeout: float | None) -> None:
         """Leave the namespace's manifest beside its chunks, once."""
@@ -362,7 +401,7 @@ class CacheEngineBuilder:
         with cls._lock:
             engine = cls._engines.get(instance_id)
             if engine is None:
-                payload = layout.chunk_bytes(config.cache.chunk_size)
+                payload = layout.shard(metadata.held).chunk_bytes(config.cache.chunk_size)
                 opened = backend(config, payload) if backend else open_backend(config, payload, pin=host_pin())
                 try:
                     engine = cls._engines[instance_id] = CacheEngine(opened, config, metadata, layout, metrics)

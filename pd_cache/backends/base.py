@@ -74,7 +74,7 @@ class StorageBackend(ABC):
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
         """Each key's outcome, in order. Closing the iterator early gives up what was not yielded.
 
-        The caller releases what was yielded. `timeout` bounds each transfer batch, not the whole.
+        The caller releases what was yielded. `timeout` (s) bounds the whole; without it each transfer has the configured one.
         """
 
     @abstractmethod

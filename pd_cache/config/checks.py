@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pd_cache.config.schema import ClusterConfig, EngineNode, MasterNode, ProxyNode, StoreNode
+from pd_cache.config.schema import ClusterConfig, EngineNode, MasterNode, ProxyNode, ReferenceEngineConfig, StoreNode
 from transfer.settings import MIN_SEGMENT
 
 KeyPath = tuple[str | int, ...]
@@ -63,7 +63,7 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
                 f"{config.engine.num_blocks} blocks of {block} tokens cannot hold one request of max_model_len "
                 f"{config.engine.max_model_len}; at least {-(-config.engine.max_model_len // block)} are needed",
             )
-    if config.engine is not None and config.cache.hash_mode != "tokens":
+    if isinstance(config.engine, ReferenceEngineConfig) and config.cache.hash_mode == "blocks":
         yield Problem(("cache", "hash_mode"), "the reference engine has no block hashes; use tokens")
     slowest = max(config.transfer.timeouts.get_ms, config.transfer.timeouts.put_ms)
     if masters and config.master.lease_ttl_ms < slowest:

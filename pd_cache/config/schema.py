@@ -29,8 +29,8 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
 
     chunk_size: Positive = 256
     """Tokens a chunk; a multiple of the engine's block size."""
-    hash_mode: Literal["tokens", "blocks"] = "tokens"
-    """Name chunks by hashing tokens, or by the engine's own block hashes."""
+    hash_mode: Literal["auto", "tokens", "blocks"] = "auto"
+    """Name chunks by hashing tokens, or by the engine's own block hashes; `auto` is blocks for vLLM, else tokens."""
     hash_seed: str = ""
     tiers: Annotated[tuple[MooncakeTier, ...], msgspec.Meta(min_length=1, max_length=1)] = (MooncakeTier(),)
     """Where chunks live."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import struct
@@ -13,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from pd_cache.backends import open_backend
 from pd_cache.backends.objects import TRAILER_BYTES, seal
 from pd_cache.config import CacheConfig
-from pd_cache.engine import CacheEngineBuilder
-from pd_cache.layout import KVLayout, PageKind
+from pd_cache.engine import CacheEngine, CacheEngineBuilder
+from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import CacheMetadata
 from tests.support.engines import BLOCK, CHUNK, Host, host, random_slots
-from tests.support.kv import holds_token, make_cache
+from tests.support.kv import holds_token, make_cache, write_prompt
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 
@@ -152,7 +154,7 @@ def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool: Pool, t
         writer.store(tokens, slots)
     with host(pool, model=model) as node:
         inside, go_on = threading.Event(), threading.Event()
-        copier = node.engine._copier(node.cache)
+        (copier,) = node.engine._copiers_of(node.cache)
         scatter = copier.scatter
 
         def slow(*arguments: Any) -> Any:
@@ -334,3 +336,75 @@ def test_a_pool_without_room_takes_what_it_can_and_counts_the_rest(
         assert node.store(tokens, list(range(LONG))) == 0
         assert node.troubles("store") == {"no_space": 3}
         assert node.engine.available
+
+
+def test_nodes_of_different_tensor_parallel_size_share_a_pool(pool: Pool, tokens: list[int]) -> None:
+    model, slots = uuid.uuid4().hex, list(range(LONG))
+    settings = pool.settings(CacheConfig(chunk_size=CHUNK))
+    whole = make_cache(heads=4, block_size=BLOCK)
+    layout = KVLayout.from_tensors(whole)
+    write_prompt(whole, layout, tokens, slots)
+    halves = [[view.clone() for view in views] for views in shard_tensors(whole, 2)]
+
+    def engine(cache: list[torch.Tensor], **place: int) -> CacheEngine:
+        layout = KVLayout.from_tensors(cache)
+        made = CacheEngine(
+            open_backend(settings, layout.shard(place.get("held", 1)).chunk_bytes(CHUNK)),
+            settings,
+            CacheMetadata.of(model, layout, **place),
+            layout,
+        )
+        stack.callback(made.close)
+        made.wait_available(10)
+        return made
+
+    with contextlib.ExitStack() as stack:
+        ranks = [engine(half, world_size=2, rank=rank) for rank, half in enumerate(halves)]
+        alone = engine(whole, held=2)
+        assert {one.namespace for one in ranks} == {alone.namespace}
+        mapping = torch.tensor(slots)
+
+        ranks[0].store(tokens, kv_caches=halves[0], slot_mapping=mapping)
+        assert alone.lookup(tokens) == 0, "half of a chunk is no chunk"
+        assert ranks[1].store(tokens, kv_caches=halves[1], slot_mapping=mapping) == 24
+        assert alone.lookup(tokens) == ranks[0].lookup(tokens) == 24
+
+        empty = [torch.zeros_like(layer) for layer in whole]
+        assert int(alone.retrieve(tokens, kv_caches=empty, slot_mapping=mapping).sum()) == 24
+        for now, was in zip(empty, whole, strict=True):
+            assert torch.equal(now.view(torch.int16)[:6], was.view(torch.int16)[:6])
+
+        more = [token + 500 for token in tokens]
+        assert alone.store(more, kv_caches=whole, slot_mapping=mapping) == 24
+        for rank, half in enumerate(halves):
+            blank = [torch.zeros_like(layer) for layer in half]
+            assert int(ranks[rank].retrieve(more, kv_caches=blank, slot_mapping=mapping).sum()) == 24
+            for now, was in zip(blank, half, strict=True):
+                assert torch.equal(now.view(torch.int16)[:6], was.view(torch.int16)[:6])
+
+
+def test_a_retrieve_past_its_deadline_ends_with_what_it_has(node: Host, tokens: list[int]) -> None:
+    slots = list(range(LONG))
+    node.compute(tokens, slots)
+    node.store(tokens, slots)
+    assert not any(node.retrieve(tokens, slots, timeout=0.0))
+    assert node.troubles("retrieve")
+
+
+def test_chunk_names_and_left_out_blocks_are_what_a_serving_engine_hands_over(node: Host, tokens: list[int]) -> None:
+    slots = list(range(LONG))
+    node.compute(tokens, slots)
+    node.store(tokens, slots)
+    names = node.engine.database.hash_tokens(tokens)
+    elsewhere = torch.tensor([-1] * BLOCK + list(range(100, 100 + CHUNK - BLOCK)))
+    before = [tensor.clone() for tensor in node.cache]
+    mask = node.engine.retrieve(names=names[1:2], kv_caches=node.cache, slot_mapping=elsewhere)
+    assert mask.tolist() == [True] * CHUNK
+    for index, slot in enumerate(elsewhere.tolist()):
+        if slot >= 0:
+            assert holds_token(node.cache, node.layout, tokens[: CHUNK + index + 1], slot)
+    for now, was in zip(node.cache, before, strict=True):
+        same = (now.view(torch.int16) == was.view(torch.int16)).flatten(1).all(dim=1)
+        assert [block for block, equal in enumerate(same.tolist()) if not equal] == [25]
+    with pytest.raises(ValueError, match="exactly one of"):
+        node.engine.retrieve(tokens, names=names, kv_caches=node.cache, slot_mapping=elsewhere)
