@@ -8,6 +8,7 @@ what the caller got wrong is a ValueError before anything moved.
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import threading
 import time
@@ -35,6 +36,22 @@ _COPIERS = 4
 """Sets of KV tensors remembered per engine; an engine has one, tests and re-registrations a few."""
 
 
+class Stored(enum.IntEnum):
+    """What a store did for a chunk."""
+
+    NOT = 0
+    """It is not in the pool, or not known to be."""
+    BEFORE = 1
+    """It was there already."""
+    NEW = 2
+
+    @staticmethod
+    def together(parts: Iterable[Stored]) -> Stored:
+        """Of a chunk of several parts: new if a part is, and all are there."""
+        known = list(parts)
+        return Stored.NOT if Stored.NOT in known else max(known)
+
+
 class _Object(NamedTuple):
     """One shard of a wanted chunk: where its tokens lie, and what moves them."""
 
@@ -45,9 +62,6 @@ class _Object(NamedTuple):
 class _Request(NamedTuple):
     """A checked call: the objects that are wanted, chunk by chunk and in each shard by shard."""
 
-    length: int
-    first: int
-    """Tokens before the first wanted chunk."""
     keys: list[str]
     objects: list[_Object]
 
@@ -136,33 +150,33 @@ class CacheEngine:
         kv_caches: KVCaches,
         slot_mapping: torch.Tensor,
         hashes: Sequence[bytes] | None = None,
-        names: Sequence[bytes] | None = None,
         extra_keys: Iterable[ExtraKey] = (),
         timeout: float | None = None,
     ) -> int:
         """Store the whole chunks of a prompt that the pool lacks; returns the tokens newly stored.
 
-        tokens: n ids; or `hashes`: one per block, n = blocks * block_size; or `names`: one per chunk, as the database's
-        `name_chunks` made them, n = chunks * chunk_size. mask: bool [n], `FFFTTT`, the False prefix a whole number of
-        chunks that need no storing. kv_caches: the engine's tensors, one a layer. slot_mapping: int [n],
-        `block * block_size + offset` of each token. timeout (s) bounds each transfer.
+        tokens: n ids, or `hashes`: one per block, n = blocks * block_size. mask: bool [n], `FFFTTT`, the False prefix a
+        whole number of chunks that need no storing. kv_caches: the engine's tensors, one a layer. slot_mapping: int
+        [n], `block * block_size + offset` of each token. timeout (s) bounds each transfer.
 
         What the pool refuses is counted, not raised. ValueError for arguments that do not fit, before anything moved.
         """
-        request = self._check(tokens, hashes, names, mask, kv_caches, slot_mapping, extra_keys)
-        self.metrics.tokens("store", "requested", self._tokens(len(request.keys)))
-        with self._moving() as may_move, self.metrics.timed("store"):
-            if not request.keys or not may_move:
-                return 0
-            statuses = self.backend.batched_contains(request.keys, timeout=timeout)
-            self.metrics.outages("store", statuses)
-            missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
-            stored = self._put(request, missing, timeout)
-            if stored:
-                self._annotate(timeout)
-        self.metrics.moved("store", stored * self.backend.payload_bytes)
-        self.metrics.tokens("store", "stored", self._tokens(stored))
-        return self._tokens(stored)
+        names, length = self._named(tokens, hashes, extra_keys)
+        first = self._unwanted(mask, length)
+        outcomes = self._store(self._plan(names, length, first, kv_caches, slot_mapping), timeout)
+        return self._tokens(outcomes.count(Stored.NEW))
+
+    def store_chunks(
+        self, names: Sequence[bytes], *, kv_caches: KVCaches, slot_mapping: torch.Tensor, timeout: float | None = None
+    ) -> list[Stored]:
+        """As `store`, for chunks that were named already (`database.name_chunks`); what became of each.
+
+        slot_mapping: int [chunks * chunk_size].
+        """
+        request = self._plan(names, len(names) * self.chunk_size, 0, kv_caches, slot_mapping)
+        outcomes = self._store(request, timeout)
+        held = self.metadata.held
+        return [Stored.together(outcomes[start : start + held]) for start in range(0, len(outcomes), held)]
 
     def retrieve(
         self,
@@ -172,7 +186,6 @@ class CacheEngine:
         kv_caches: KVCaches,
         slot_mapping: torch.Tensor,
         hashes: Sequence[bytes] | None = None,
-        names: Sequence[bytes] | None = None,
         extra_keys: Iterable[ExtraKey] = (),
         timeout: float | None = None,
     ) -> torch.Tensor:
@@ -183,18 +196,19 @@ class CacheEngine:
         [n] on the CPU: True where the token's KV now lies in the buffer, one contiguous run from the mask's first True.
         Slots of wanted tokens that come back False may have been overwritten; all other slots are untouched.
         """
-        request = self._check(tokens, hashes, names, mask, kv_caches, slot_mapping, extra_keys, may_leave_out=True)
-        result = torch.zeros(request.length, dtype=torch.bool)
-        self.metrics.tokens("retrieve", "requested", self._tokens(len(request.keys)))
-        with self._moving() as may_move, self.metrics.timed("retrieve"):
-            if not request.keys or not may_move:
-                return result
-            objects = self._get(request, timeout)
-        loaded = objects // self.metadata.held * self.chunk_size
-        result[request.first : request.first + loaded] = True
-        self.metrics.moved("retrieve", objects * self.backend.payload_bytes)
-        self.metrics.tokens("retrieve", "loaded", loaded)
+        names, length = self._named(tokens, hashes, extra_keys)
+        first = self._unwanted(mask, length)
+        loaded = self._retrieve(self._plan(names, length, first, kv_caches, slot_mapping, may_leave_out=True), timeout)
+        result = torch.zeros(length, dtype=torch.bool)
+        result[first : first + loaded * self.chunk_size] = True
         return result
+
+    def retrieve_chunks(
+        self, names: Sequence[bytes], *, kv_caches: KVCaches, slot_mapping: torch.Tensor, timeout: float | None = None
+    ) -> int:
+        """As `retrieve`, for chunks that were named already; how many of them, from the first, lie in the buffer now."""
+        length = len(names) * self.chunk_size
+        return self._retrieve(self._plan(names, length, 0, kv_caches, slot_mapping, may_leave_out=True), timeout)
 
     def close(self) -> None:
         """Wait for what moves, at most `transfer.timeouts.close_ms`; close the backend, let go of the KV tensors. Idempotent."""
@@ -229,7 +243,43 @@ class CacheEngine:
                 self._active -= may_move
                 self._idle.notify_all()
 
-    def _put(self, request: _Request, missing: list[int], timeout: float | None) -> int:
+    def _store(self, request: _Request, timeout: float | None) -> list[Stored]:
+        """What became of each object."""
+        outcomes = [Stored.NOT] * len(request.keys)
+        self.metrics.tokens("store", "requested", self._tokens(len(request.keys)))
+        with self._moving() as may_move, self.metrics.timed("store"):
+            if not request.keys or not may_move:
+                return outcomes
+            statuses = self.backend.batched_contains(request.keys, timeout=timeout)
+            self.metrics.outages("store", statuses)
+            missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
+            for index, status in enumerate(statuses):
+                if status is Status.OK:
+                    outcomes[index] = Stored.BEFORE
+            for index, status in zip(missing, self._put(request, missing, timeout), strict=False):
+                if status is Status.OK:
+                    outcomes[index] = Stored.NEW
+            stored = outcomes.count(Stored.NEW)
+            if stored:
+                self._annotate(timeout)
+        self.metrics.moved("store", stored * self.backend.payload_bytes)
+        self.metrics.tokens("store", "stored", self._tokens(stored))
+        return outcomes
+
+    def _retrieve(self, request: _Request, timeout: float | None) -> int:
+        """How many chunks were loaded, from the first."""
+        self.metrics.tokens("retrieve", "requested", self._tokens(len(request.keys)))
+        with self._moving() as may_move, self.metrics.timed("retrieve"):
+            if not request.keys or not may_move:
+                return 0
+            objects = self._get(request, timeout)
+        loaded = objects // self.metadata.held
+        self.metrics.moved("retrieve", objects * self.backend.payload_bytes)
+        self.metrics.tokens("retrieve", "loaded", loaded * self.chunk_size)
+        return loaded
+
+    def _put(self, request: _Request, missing: list[int], timeout: float | None) -> list[Status]:
+        """One status for each of the `missing`, in order; fewer where there was no memory for the last ones."""
         outcomes: list[PutOutcome] = []
         done = 0
         while done < len(missing):
@@ -242,12 +292,9 @@ class CacheEngine:
             keys = [request.keys[index] for index in indices[: len(staged)]]
             outcomes.append(self.backend.batched_put(keys, staged, timeout=timeout))
             done += len(staged)
-        stored = 0
-        for outcome in outcomes:
-            statuses = outcome.results()
-            self.metrics.outages("store", statuses)
-            stored += sum(status is Status.OK for status in statuses)
-        return stored
+        statuses = [status for outcome in outcomes for status in outcome.results()]
+        self.metrics.outages("store", statuses)
+        return statuses
 
     def _gather(self, request: _Request, indices: list[int], timeout: float | None) -> list[Staged]:
         """Stage chunks of `indices`, from the first, as far as there is memory; none only if none came free in time.
@@ -298,26 +345,24 @@ class CacheEngine:
                     fetched.release()
         return loaded
 
-    def _check(
+    def _named(
+        self, tokens: Tokens | None, hashes: Sequence[bytes] | None, extra_keys: Iterable[ExtraKey]
+    ) -> tuple[list[bytes], int]:
+        """The names of a prompt's whole chunks, and its length in tokens."""
+        names = self.database.name_chunks(tokens, hashes, extra_keys)
+        return names, len(tokens) if tokens is not None else len(hashes or ()) * self.layout.block_size
+
+    def _plan(
         self,
-        tokens: Tokens | None,
-        hashes: Sequence[bytes] | None,
-        names: Sequence[bytes] | None,
-        mask: Mask | None,
+        names: Sequence[bytes],
+        length: int,
+        first: int,
         kv_caches: KVCaches,
         slot_mapping: torch.Tensor,
-        extra_keys: Iterable[ExtraKey],
         *,
         may_leave_out: bool = False,
     ) -> _Request:
-        if names is None:
-            names = self.database.name_chunks(tokens, hashes, extra_keys)
-            length = len(tokens) if tokens is not None else len(hashes or ()) * self.layout.block_size
-        elif tokens is None and hashes is None:
-            length = len(names) * self.chunk_size
-        else:
-            raise ValueError("exactly one of tokens, block hashes and chunk names must be given")
-        first = self._unwanted(mask, length)
+        """The objects of the chunks from token `first` on, checked."""
         if not isinstance(slot_mapping, torch.Tensor) or tuple(slot_mapping.shape) != (length,):
             shape = tuple(slot_mapping.shape) if isinstance(slot_mapping, torch.Tensor) else type(slot_mapping).__name__
             raise ValueError(f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {shape}")
@@ -326,7 +371,7 @@ class CacheEngine:
         wanted = slot_mapping[min(first, end) : end]
         chunks = plan_slots(wanted, self.layout, self.chunk_size, may_leave_out=may_leave_out)
         keys = self.database.keys(names[first // self.chunk_size :], self.metadata.shards)
-        return _Request(length, first, keys, [_Object(chunk, copier) for chunk in chunks for copier in copiers])
+        return _Request(keys, [_Object(chunk, copier) for chunk in chunks for copier in copiers])
 
     def _unwanted(self, mask: Mask | None, length: int) -> int:
         """Length of the mask's False prefix."""

@@ -17,7 +17,7 @@ import torch
 from pd_cache.backends import open_backend
 from pd_cache.backends.objects import TRAILER_BYTES, seal
 from pd_cache.config import CacheConfig
-from pd_cache.engine import CacheEngine, CacheEngineBuilder
+from pd_cache.engine import CacheEngine, CacheEngineBuilder, Stored
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import CacheMetadata
@@ -398,13 +398,14 @@ def test_chunk_names_and_left_out_blocks_are_what_a_serving_engine_hands_over(no
     names = node.engine.database.hash_tokens(tokens)
     elsewhere = torch.tensor([-1] * BLOCK + list(range(100, 100 + CHUNK - BLOCK)))
     before = [tensor.clone() for tensor in node.cache]
-    mask = node.engine.retrieve(names=names[1:2], kv_caches=node.cache, slot_mapping=elsewhere)
-    assert mask.tolist() == [True] * CHUNK
+    assert node.engine.retrieve_chunks(names[1:2], kv_caches=node.cache, slot_mapping=elsewhere) == 1
     for index, slot in enumerate(elsewhere.tolist()):
         if slot >= 0:
             assert holds_token(node.cache, node.layout, tokens[: CHUNK + index + 1], slot)
     for now, was in zip(node.cache, before, strict=True):
         same = (now.view(torch.int16) == was.view(torch.int16)).flatten(1).all(dim=1)
         assert [block for block, equal in enumerate(same.tolist()) if not equal] == [25]
-    with pytest.raises(ValueError, match="exactly one of"):
-        node.engine.retrieve(tokens, names=names, kv_caches=node.cache, slot_mapping=elsewhere)
+    more = node.engine.database.hash_tokens([token + 500 for token in tokens])
+    mapping = torch.arange(2 * CHUNK)
+    outcomes = node.engine.store_chunks([names[0], more[0]], kv_caches=node.cache, slot_mapping=mapping)
+    assert outcomes == [Stored.BEFORE, Stored.NEW]
