@@ -15,7 +15,7 @@ PACKAGES = ("transfer", "pd_cache", "launch")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 
 LAYERS = (
-    ("errors", "config", "metrics", "tokens", "layout"),
+    ("errors", "config", "metrics", "tokens", "layout", "handoff", "weights"),
     ("paged", "backends", "lookup"),
     ("engine",),
     ("server",),
