@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from launch.errors import RoleError
 from launch.process import spawn_child
 from launch.signals import stop_on_signals
 from pd_cache.config import (
@@ -23,17 +24,15 @@ from pd_cache.config import (
     NodeSettings,
     PrefillNode,
     ProxyNode,
+    ReferenceEngineConfig,
     StoreNode,
+    VllmEngineConfig,
 )
-from pd_cache.errors import ConfigError, PdCacheError
+from pd_cache.errors import ConfigError
 from transfer.errors import PoolUnavailableError
 
 Ready = Callable[[str], None]
 """Called once, with the node's URL (or an empty string), as soon as it can be used."""
-
-
-class RoleError(PdCacheError):
-    """A role cannot do its work."""
 
 
 def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
@@ -133,6 +132,16 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Ready) -> None:
 
 def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready) -> None:
     """Serve the model, with a cache engine over the pool."""
+    if isinstance(config.engine, VllmEngineConfig):
+        from launch.engines.vllm import serve_vllm
+
+        serve_vllm(config, config.engine, node, ready)
+    else:
+        run_reference_engine(config, node, ready)
+
+
+def run_reference_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready) -> None:
+    """Serve with the engine that ships with pd-cache, in this process."""
     from prometheus_client import CollectorRegistry
 
     from launch.engines.reference import serve
@@ -141,7 +150,7 @@ def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Rea
     from pd_cache.metrics import CacheMetrics
     from pd_cache.tokens import CacheMetadata
 
-    assert config.engine is not None  # the file's checks saw to it
+    assert isinstance(config.engine, ReferenceEngineConfig)  # the file's checks saw to it
     settings = NodeSettings.of(config, node)
     registry = CollectorRegistry()
 

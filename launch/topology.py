@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from pd_cache.config import ClusterConfig, Node, NodeSettings, Problem, Source
+from pd_cache.config import ClusterConfig, Node, NodeSettings, Problem, Source, VllmEngineConfig
 from pd_cache.errors import ConfigError
 from transfer.settings import rdma_devices
 
@@ -125,12 +125,15 @@ def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
 def _model_problems(config: ClusterConfig, chosen: set[str]) -> Iterator[Problem]:
     engine = config.engine
     serving = any(node.name in chosen for node in (*config.by_role("prefill"), *config.by_role("decode")))
-    if engine is None or engine.model.path is None or not serving:
+    if engine is None or not serving:
         return
-    if not (Path(engine.model.path) / "config.json").is_file():
-        yield Problem(
-            ("engine", "model", "path"), "is no Hugging Face model folder on this machine: it has no config.json"
-        )
+    where: tuple[str, ...]
+    if isinstance(engine, VllmEngineConfig):
+        path, where = engine.model if engine.model.startswith(("/", ".")) else None, ("engine", "model")
+    else:
+        path, where = engine.model.path, ("engine", "model", "path")
+    if path is not None and not (Path(path) / "config.json").is_file():
+        yield Problem(where, "is no Hugging Face model folder on this machine: it has no config.json")
 
 
 def _device_problems(config: ClusterConfig) -> Iterator[Problem]:

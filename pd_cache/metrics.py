@@ -51,6 +51,8 @@ class CacheMetrics:
             ["op", "reason"],
             registry=self.registry,
         )
+        self.changes = 0
+        """Goes up whenever something was counted."""
         self._logged: dict[tuple[str, str], tuple[float, int]] = {}
         self._lock = threading.Lock()
 
@@ -68,6 +70,7 @@ class CacheMetrics:
         """Count chunks that ended in `reason`, and say so in the log, at most once in ten seconds for each reason."""
         if not chunks:
             return
+        self.changes += 1
         self._troubles.labels(op, reason).inc(chunks)
         now = time.monotonic()
         with self._lock:
@@ -77,6 +80,18 @@ class CacheMetrics:
                 return
             self._logged[op, reason] = (now, 0)
         log.warning("%s: %d chunks: %s%s", op, chunks + silent, reason, detail and f" ({detail})")
+
+    def totals(self) -> dict[tuple[str, ...], float]:
+        """Everything counted so far: (family, labels...) -> value; of durations the sum and the number, no buckets."""
+        found: dict[tuple[str, ...], float] = {}
+        for family in self.registry.collect():
+            for sample in family.samples:
+                if not sample.name.endswith(("_total", "_sum", "_count")):
+                    continue
+                name = sample.name.removesuffix("_total").removeprefix("pd_cache_")
+                key = (name, *sample.labels.values())
+                found[key] = sample.value
+        return found
 
     def outages(self, op: str, statuses: Sequence[Status]) -> None:
         """Count every status that is neither OK nor a plain miss."""
@@ -93,3 +108,4 @@ class CacheMetrics:
             yield
         finally:
             self._seconds[op].observe(time.perf_counter() - start)
+            self.changes += 1

@@ -34,6 +34,7 @@ HOMES = {
     "triton": ("pd_cache/paged/cuda.py",),
     "torch.cuda": ("pd_cache/paged/cuda.py", "pd_cache/server/sharing.py"),
     "vllm": ("pd_cache/vllm/",),
+    "huggingface_hub": ("pd_cache/vllm/model.py",),
     "transformers": ("launch/engines/reference/",),
     "aiohttp": ("launch/proxy/", "launch/engines/reference/"),
     "ctypes": ("transfer/staging.py", "launch/_tethered.py"),

@@ -6,8 +6,10 @@ from pd_cache.config.checks import KeyPath, Problem, consistency_problems
 from pd_cache.config.reader import Source, decode_custom, dump_config, load_config, read_config
 from pd_cache.config.schema import (
     ROLES,
+    Argument,
     CacheConfig,
     ClusterConfig,
+    ConnectorConfig,
     DecodeNode,
     EngineConfig,
     EngineNode,
@@ -24,12 +26,15 @@ from pd_cache.config.schema import (
     ReferenceEngineConfig,
     StoreNode,
     SupervisorConfig,
+    VllmEngineConfig,
 )
 
 __all__ = [
     "ROLES",
+    "Argument",
     "CacheConfig",
     "ClusterConfig",
+    "ConnectorConfig",
     "DecodeNode",
     "EngineConfig",
     "EngineNode",
@@ -49,6 +54,7 @@ __all__ = [
     "Source",
     "StoreNode",
     "SupervisorConfig",
+    "VllmEngineConfig",
     "consistency_problems",
     "decode_custom",
     "dump_config",

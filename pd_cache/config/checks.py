@@ -5,10 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pd_cache.config.schema import ClusterConfig, EngineNode, MasterNode, ProxyNode, ReferenceEngineConfig, StoreNode
+from pd_cache.config.schema import (
+    Arguments,
+    ClusterConfig,
+    EngineNode,
+    MasterNode,
+    ProxyNode,
+    ReferenceEngineConfig,
+    StoreNode,
+    tensor_parallel,
+)
 from transfer.settings import MIN_SEGMENT
 
 KeyPath = tuple[str | int, ...]
+
+
+_OURS = frozenset(("host", "port", "kv-transfer-config", "served-model-name", "model"))
+"""Flags of `vllm serve` that follow from the rest of the file."""
 
 
 class Problem(NamedTuple):
@@ -49,22 +62,7 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
         yield Problem(("engine",), f"missing, but nodes[{engines[0]}] is a {config.nodes[engines[0]].role} node")
     if any(isinstance(node, ProxyNode) for node in config.nodes) and not config.by_role("decode"):
         yield Problem(("nodes",), "a proxy needs at least one decode node to send requests to")
-    if config.engine is not None:
-        block, chunk = config.engine.block_size, config.cache.chunk_size
-        if chunk % block:
-            near = sorted({max(1, chunk // block) * block, (chunk // block + 1) * block})
-            yield Problem(
-                ("cache", "chunk_size"),
-                f"must be a multiple of engine.block_size {block}, e.g. {' or '.join(map(str, near))}",
-            )
-        if config.engine.num_blocks * block < config.engine.max_model_len:
-            yield Problem(
-                ("engine", "num_blocks"),
-                f"{config.engine.num_blocks} blocks of {block} tokens cannot hold one request of max_model_len "
-                f"{config.engine.max_model_len}; at least {-(-config.engine.max_model_len // block)} are needed",
-            )
-    if isinstance(config.engine, ReferenceEngineConfig) and config.cache.hash_mode == "blocks":
-        yield Problem(("cache", "hash_mode"), "the reference engine has no block hashes; use tokens")
+    yield from _engine_problems(config)
     slowest = max(config.transfer.timeouts.get_ms, config.transfer.timeouts.put_ms)
     if masters and config.master.lease_ttl_ms < slowest:
         yield Problem(
@@ -72,3 +70,45 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
             f"a read that outlives its lease is lost, and transfer.timeouts allow one "
             f"{slowest} ms; make this at least that",
         )
+
+
+def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
+    engine = config.engine
+    if engine is None:
+        return
+    block, chunk = engine.block_size, config.cache.chunk_size
+    if block is not None and (block < 1 or chunk % block):
+        near = sorted({max(1, chunk // max(1, block)) * block, (chunk // max(1, block) + 1) * block})
+        named = "engine.block_size" if isinstance(engine, ReferenceEngineConfig) else "engine.args.block-size"
+        yield Problem(
+            ("cache", "chunk_size"), f"must be a multiple of {named} {block}, e.g. {' or '.join(map(str, near))}"
+        )
+    if isinstance(engine, ReferenceEngineConfig):
+        if engine.num_blocks * engine.block_size < engine.max_model_len:
+            yield Problem(
+                ("engine", "num_blocks"),
+                f"{engine.num_blocks} blocks of {block} tokens cannot hold one request of max_model_len "
+                f"{engine.max_model_len}; at least {-(-engine.max_model_len // engine.block_size)} are needed",
+            )
+        if config.cache.hash_mode == "blocks":
+            yield Problem(("cache", "hash_mode"), "the reference engine has no block hashes; use tokens")
+        for index, node in enumerate(config.nodes):
+            if isinstance(node, EngineNode) and node.args:
+                yield Problem(("nodes", index, "args"), "are flags of vLLM, and engine.kind is reference")
+        return
+    for where, args in ((("engine", "args"), engine.args), *_own_args(config)):
+        for name in args:
+            if name.replace("_", "-") in _OURS:
+                yield Problem((*where, name), "is set by pd-cache itself; leave it out")
+    for index, node in enumerate(config.nodes):
+        if isinstance(node, EngineNode) and config.shards % tensor_parallel(engine, node):
+            yield Problem(
+                ("cache", "shards"),
+                f"must be a multiple of the tensor-parallel size {tensor_parallel(engine, node)} of nodes[{index}]",
+            )
+
+
+def _own_args(config: ClusterConfig) -> Iterator[tuple[KeyPath, Arguments]]:
+    for index, node in enumerate(config.nodes):
+        if isinstance(node, EngineNode):
+            yield ("nodes", index, "args"), node.args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -32,6 +33,9 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
     hash_mode: Literal["auto", "tokens", "blocks"] = "auto"
     """Name chunks by hashing tokens, or by the engine's own block hashes; `auto` is blocks for vLLM, else tokens."""
     hash_seed: str = ""
+    shards: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    """Into how many parts a chunk's KV heads are cut: a common multiple of the tensor-parallel sizes of all nodes that shall
+    share chunks. 0 takes the least one of the nodes in this file."""
     tiers: Annotated[tuple[MooncakeTier, ...], msgspec.Meta(min_length=1, max_length=1)] = (MooncakeTier(),)
     """Where chunks live."""
 
@@ -91,7 +95,54 @@ class ReferenceEngineConfig(_Section, frozen=True, kw_only=True, tag_field="kind
     """Compute threads; 0 leaves it to torch."""
 
 
-EngineConfig = ReferenceEngineConfig
+Argument = bool | int | float | str | list[int | float | str]
+Arguments = dict[Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_.-]*$")], Argument]
+"""Flags of `vllm serve` without the dashes: `max-model-len: 8192`; true is the bare flag, false its `--no-` form."""
+
+
+class VllmEngineConfig(_Section, frozen=True, kw_only=True, tag_field="kind", tag="vllm"):
+    """vLLM: prefill and decode nodes run `vllm serve` with pd-cache's connector."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1)]
+    """A model folder, or a name that vLLM finds in its cache."""
+    name: str | None = None
+    """What clients write into `model`; the model itself where it is not set."""
+    args: Arguments = {}
+    env: dict[str, str] = {}
+    executable: str = "vllm"
+    """A path, or what PATH has; beside this Python where it is there."""
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens a block, if the file says it; otherwise vLLM chooses."""
+        value = argument(self.args, "block-size")
+        return value if isinstance(value, int) else None
+
+
+def argument(args: Arguments, name: str) -> Argument | None:
+    """An argument of `vllm serve`, whichever way its name is spelled."""
+    return next((value for key, value in args.items() if key.replace("_", "-") == name), None)
+
+
+EngineConfig = ReferenceEngineConfig | VllmEngineConfig
+
+
+class ConnectorConfig(_Section, frozen=True, kw_only=True):
+    """The `connector` section: pd-cache inside of vLLM."""
+
+    load: Literal["async", "sync"] = "async"
+    """Load while other requests compute, or before the forward pass of the step that needs the KV."""
+    lookup_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 50
+    """How long a lookup may hold up the scheduler."""
+    load_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=600_000)] = 10_000
+    """After this a request computes what was not loaded."""
+    store_queue: Positive = 256
+    """Chunks that wait to be stored, or are being stored; their blocks are kept until then. What comes while there are so
+    many is not stored, and counted."""
+    store_generated: bool = False
+    """Store generated tokens too, not only prompts."""
+    revision: str = ""
+    """What the weights are, in place of the digest of their files: for models that are not read from files."""
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
@@ -132,6 +183,8 @@ class EngineNode(_Node, frozen=True, kw_only=True):
     port: Port = 0
     segment_size: ByteSize | None = None
     """Memory that this node gives to the pool; `transfer.segment_size` where it is not set."""
+    args: Arguments = {}
+    """vLLM: flags of this node alone, over those of `engine.args`."""
 
 
 class PrefillNode(EngineNode, frozen=True, kw_only=True, tag="prefill"):
@@ -146,6 +199,15 @@ class ProxyNode(_Node, frozen=True, kw_only=True, tag="proxy"):
     """Where clients post their requests."""
 
     port: Port = 8000
+
+
+def tensor_parallel(engine: VllmEngineConfig, node: EngineNode) -> int:
+    """The tensor-parallel size of a node that runs vLLM."""
+    for args in (node.args, engine.args):
+        value = argument(args, "tensor-parallel-size") or argument(args, "tp")
+        if isinstance(value, int) and value > 0:
+            return value
+    return 1
 
 
 Node = MasterNode | StoreNode | PrefillNode | DecodeNode | ProxyNode
@@ -187,6 +249,7 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig | None = None
     """Needed where there are prefill or decode nodes."""
+    connector: ConnectorConfig = ConnectorConfig()
     handoff: HandoffConfig = HandoffConfig()
     proxy: ProxyConfig = ProxyConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
@@ -202,6 +265,14 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
 
     def node(self, name: str) -> Node | None:
         return next((node for node in self.nodes if node.name == name), None)
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts the nodes of this file cut a chunk's KV heads."""
+        if self.cache.shards or not isinstance(self.engine, VllmEngineConfig):
+            return self.cache.shards or 1
+        sizes = (tensor_parallel(self.engine, node) for node in self.nodes if isinstance(node, EngineNode))
+        return math.lcm(*sizes)
 
     def by_role(self, role: str) -> list[Node]:
         return [node for node in self.nodes if node.role == role]

@@ -245,6 +245,17 @@ class CudaPagedCopier(PagedCopier):
         self._in.close()
 
 
+def mark(device: torch.device) -> Callable[[], None]:
+    """Mark this point of the current stream; calling the result makes the then current stream wait for it."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+
+    def follow() -> None:
+        torch.cuda.current_stream(device).wait_event(event)
+
+    return follow
+
+
 def is_available() -> bool:
     """Whether this process can use a CUDA device."""
     return bool(torch.cuda.is_available())
