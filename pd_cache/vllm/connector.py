@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.pd_cache")  # below vLLM's own logger, whose handlers and level it takes
 
 R = TypeVar("R")
 
@@ -226,6 +226,10 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Ask the worker's engine where it lives in this process, else the pool's master."""
         seconds = self._settings.connector.lookup_timeout_ms / 1000
         engine = CacheEngineBuilder.get(worker.instance) if worker.pid == os.getpid() else None
+        logger.info(
+            "pd-cache: lookups ask %s",
+            f"the master at {self._settings.node.master}" if engine is None else "the worker's engine",
+        )
         if engine is not None:
             bounded = _Bounded(engine, seconds)
             bypass = BypassLookupClient(self._settings.node, worker.metadata, bounded, metrics=self._metrics)

@@ -29,9 +29,10 @@ def free_port() -> int:
 
 
 class Node:
-    """One role in a process of its own; ready when the constructor returns."""
+    """One role in a process of its own; ready when the constructor returns, or with `wait` false when `wait_ready` does."""
 
-    def __init__(self, role: str, name: str, file: Path, timeout: float = 60.0) -> None:
+    def __init__(self, role: str, name: str, file: Path, *, wait: bool = True) -> None:
+        self.role, self.name = role, name
         self.process = spawn_child(
             [sys.executable, "-m", "launch", "launch", role, "-c", str(file), "--node", name],
             death_signal=signal.SIGTERM,
@@ -41,20 +42,26 @@ class Node:
             env={**os.environ, "MC_LOG_LEVEL": "ERROR"},
         )
         self.errors: list[str] = []
-        lines: queue.Queue[str] = queue.Queue()
+        self.address = ""
+        self._lines: queue.Queue[str] = queue.Queue()
         self._readers = [
-            threading.Thread(target=self._read_out, args=(lines,), daemon=True),
+            threading.Thread(target=self._read_out, args=(self._lines,), daemon=True),
             threading.Thread(target=self._read_errors, daemon=True),
         ]
         for reader in self._readers:
             reader.start()
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self, timeout: float = 60.0) -> None:
+        """AssertionError, with the last lines that it printed, if it does not get ready."""
         try:
-            line = lines.get(timeout=timeout)
+            line = self._lines.get(timeout=timeout)
         except queue.Empty:
             line = ""
         if not line.startswith("ready "):
             self.kill()
-            raise AssertionError(f"{role} {name} did not get ready: {''.join(self.errors)[-2000:]}")
+            raise AssertionError(f"{self.role} {self.name} did not get ready: {''.join(self.errors)[-4000:]}")
         self.address = line.split()[2]
 
     def _read_out(self, lines: queue.Queue[str]) -> None:
