@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from tests.support.leaks import no_leaks
 from tests.support.pool import Pool
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
@@ -60,14 +58,5 @@ def raw_client(pool: Pool) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Every thread and child process that a test started is gone after it; fixtures of wider scope start before."""
-    threads = set(threading.enumerate())
-    children = {child.pid for child in psutil.Process().children(recursive=True)}
-    yield
-    end = time.monotonic() + 10
-    while True:
-        new_threads = [thread for thread in threading.enumerate() if thread not in threads]
-        new_children = [child for child in psutil.Process().children(recursive=True) if child.pid not in children]
-        if not new_threads and not new_children:
-            return
-        assert time.monotonic() < end, f"left behind: threads {new_threads}, processes {new_children}"
-        time.sleep(0.02)
+    with no_leaks():
+        yield

@@ -44,11 +44,11 @@ class Node:
         self.errors: list[str] = []
         self.address = ""
         self._lines: queue.Queue[str] = queue.Queue()
-        self._readers = [
+        self.readers = [
             threading.Thread(target=self._read_out, args=(self._lines,), daemon=True),
             threading.Thread(target=self._read_errors, daemon=True),
         ]
-        for reader in self._readers:
+        for reader in self.readers:
             reader.start()
         if wait:
             self.wait_ready()
@@ -91,7 +91,7 @@ class Node:
             if self.process.poll() is None:
                 self.process.kill()
                 self.process.wait()
-            for reader in self._readers:
+            for reader in self.readers:
                 reader.join(5)
             for pipe in (self.process.stdout, self.process.stderr):
                 if pipe is not None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.leaks import no_leaks
 from tests.support.pool import Pool, free_port
 from tests.vllm.model import VOCABULARY, write_model
 from tests.vllm.servers import PdCacheServer, PlainServer, Reference, cluster_file, running
@@ -30,6 +31,13 @@ def vllm_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield pool.start()
     finally:
         pool.stop()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(vllm_pool: Pool) -> Iterator[None]:
+    """As everywhere, but tests may start the shared pool's nodes anew."""
+    with no_leaks(lambda: [vllm_pool]):
+        yield
 
 
 @pytest.fixture(scope="session")
