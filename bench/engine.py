@@ -51,6 +51,15 @@ class RawPool:
     def remove(self, keys: list[str]) -> None:
         assert not any(self._client.batch_remove(keys, True))
 
+    def close(self) -> None:
+        """Remove what is in the pool, and give the memory back."""
+        self._client.batch_remove(self.keys, True)
+        self._client.unregister_buffer(self._memory.address)
+        for slot in self._slots:
+            if slot is not None:
+                slot.release()
+        self._memory.close()
+
 
 class Prompt:
     """One prompt's KV in random blocks of a paged cache, and other random blocks to load it into."""

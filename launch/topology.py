@@ -32,6 +32,12 @@ def local_nodes(config: ClusterConfig) -> list[Node]:
     return [node for node in config.nodes if local[node.host]]
 
 
+def free_port(host: str) -> int:
+    """A port of `host` that nobody had a moment ago."""
+    with _socket_at(host, 0) as bound:
+        return int(bound.getsockname()[1])
+
+
 def choose_ports(config: ClusterConfig) -> ClusterConfig:
     """The same cluster with a free port wherever this machine's nodes say 0."""
     mine = {node.name for node in local_nodes(config)}

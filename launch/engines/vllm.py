@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from pd_cache.config import (
 )
 
 _POLL_S = 0.2
+_REFUSAL = re.compile(r"\bpd_cache\.[\w.]+Error: (.+)")
 
 
 def serve_vllm(
@@ -38,11 +40,12 @@ def serve_vllm(
         # vLLM starts processes of its own, which a guard ends with it, however that ends
         guarded = LocalProcesses(settings.stop_grace_s)
         program = Program(node.name, tuple(command(engine, node, file)), engine.env)
-        vllm = guarded.spawn(program, lambda _, line: print(line, file=sys.stderr, flush=True))
+        output = _Output()
+        vllm = guarded.spawn(program, output.pass_on)
         try:
             deadline = time.monotonic() + settings.ready_timeout_s
             while not stop.is_set() and not _healthy(node):
-                _check_alive(vllm)
+                _check_alive(vllm, output)
                 if time.monotonic() > deadline:
                     raise RoleError(
                         f"vLLM not ready after {settings.ready_timeout_s:g} s; a large model needs a larger "
@@ -52,7 +55,7 @@ def serve_vllm(
             if not stop.is_set():
                 ready(f"http://{node.host}:{node.port}")
             while not stop.wait(_POLL_S):
-                _check_alive(vllm)
+                _check_alive(vllm, output)
         finally:
             _end(vllm, 0.8 * settings.stop_grace_s)  # before whoever stops us loses patience
             guarded.close()
@@ -97,10 +100,22 @@ def _executable(engine: VllmEngineConfig) -> str:
     return found
 
 
-def _check_alive(vllm: Process) -> None:
+class _Output:
+    """Passes on what vLLM prints, and remembers what the connector refused: the reason stands many lines before the end."""
+
+    def __init__(self) -> None:
+        self.refusal = ""
+
+    def pass_on(self, stream: str, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        if match := _REFUSAL.search(line):
+            self.refusal = match[1]
+
+
+def _check_alive(vllm: Process, output: _Output) -> None:
     status = vllm.poll()
     if status is not None:
-        raise RoleError(f"vLLM ended with {status}; its last lines say why")
+        raise RoleError(f"vLLM ended with {status}: {output.refusal or 'its last lines say why'}")
 
 
 def _end(vllm: Process, grace_s: float) -> None:

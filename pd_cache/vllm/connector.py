@@ -80,7 +80,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 transfer.kv_load_failure_policy,
             )
         settings = read_settings(transfer.kv_connector_extra_config, transfer.kv_role)
-        self._settings = _with_hash_seed(settings, vllm_config)
+        self._settings = with_hash_seed(settings, vllm_config)
         self._metrics = CacheMetrics()
         self._stats = CacheStatsSource(self._metrics)
         self._scheduler: SchedulerSide | None = None
@@ -356,7 +356,7 @@ class _Bounded:
         return self._engine.lookup(*arguments, timeout=self._seconds, **options)
 
 
-def _with_hash_seed(settings: Settings, vllm_config: VllmConfig) -> Settings:
+def with_hash_seed(settings: Settings, vllm_config: VllmConfig) -> Settings:
     """Let the namespace say what vLLM's block hashes depend on besides tokens."""
     cache = settings.node.cache
     if cache.hash_mode != "blocks":

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
+from bench.model import VOCABULARY, write_model
 from tests.support.leaks import no_leaks
 from tests.support.pool import Pool, free_port
-from tests.vllm.model import VOCABULARY, write_model
 from tests.vllm.servers import PdCacheServer, PlainServer, Reference, cluster_file, running
 
 

@@ -162,9 +162,6 @@ class PdCacheServer(Server):
         self.node.wait_ready(_READY_S)
         self.url = self.node.address
 
-    def stop(self) -> None:
-        assert self.node.stop(timeout=60) == 0, "".join(self.node.errors)[-3000:]
-
 
 class PlainServer(Server):
     """`vllm serve` without a connector."""
@@ -227,6 +224,7 @@ def cluster_file(
     nodes: dict[str, dict[str, Any]],
     *,
     args: dict[str, Any] | None = None,
+    env: dict[str, str] | None = None,
     **sections: Any,
 ) -> Path:
     """A file that describes prefill and decode nodes (`prefill-0`, …) over a pool that runs already."""
@@ -243,7 +241,7 @@ def cluster_file(
             "model": str(model),
             "name": MODEL_NAME,
             "args": {**ARGS, **(args or {})},
-            "env": ENV,
+            "env": {**ENV, **(env or {})},
         },
         "handoff": {"wait_ms": 3000},
         "supervisor": {"ready_timeout_s": _READY_S, "stop_grace_s": 30},
@@ -264,8 +262,8 @@ def running(file: Path, *names: str) -> Iterator[list[PdCacheServer]]:
             server.wait_ready()
         yield servers
     finally:
-        for server in servers:
-            server.stop()
+        statuses = [server.node.stop(timeout=60) for server in servers]
+    assert not any(statuses), "".join(line for server in servers for line in server.node.errors[-40:])
 
 
 __all__ = [

@@ -38,9 +38,13 @@ def test_what_a_stores_b_takes_from_the_pool(pair: Pair, plain: Reference, new_p
     first = pair.a.complete(prompt)
     assert (first.cached, first.tokens) == (0, plain.tokens(prompt))
     wait_for(lambda: not pair.a.blocks_in_use)
+    lookups = pair.b.metric("vllm:pd_cache_ops_total", op="lookup")
     second = pair.b.complete(prompt)
     assert second.cached == whole_chunks(1000)
     assert second.tokens == plain.tokens(prompt)
+    assert pair.b.metric("vllm:pd_cache_ops_total", op="lookup") == lookups + 1, (
+        "asked for once, however many steps it took"
+    )
 
 
 def test_a_full_hit_leaves_one_token_to_compute(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
