@@ -39,7 +39,7 @@ def serve_vllm(
         file.write_text(dump_config(config), encoding="utf-8")
         # vLLM starts processes of its own, which a guard ends with it, however that ends
         guarded = LocalProcesses(settings.stop_grace_s)
-        program = Program(node.name, tuple(command(engine, node, file)), engine.env)
+        program = Program(node.name, tuple(command(engine, node, file)), {**engine.env, **node.env})
         output = _Output()
         vllm = guarded.spawn(program, output.pass_on)
         try:

@@ -93,8 +93,9 @@ def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
         if config.cache.hash_mode == "blocks":
             yield Problem(("cache", "hash_mode"), "the reference engine has no block hashes; use tokens")
         for index, node in enumerate(config.nodes):
-            if isinstance(node, EngineNode) and node.args:
-                yield Problem(("nodes", index, "args"), "are flags of vLLM, and engine.kind is reference")
+            for field in ("args", "env"):
+                if getattr(node, field, None):
+                    yield Problem(("nodes", index, field), "is for vLLM, and engine.kind is reference")
         return
     for where, args in ((("engine", "args"), engine.args), *_own_args(config)):
         for name in args:

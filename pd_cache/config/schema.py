@@ -185,6 +185,8 @@ class EngineNode(_Node, frozen=True, kw_only=True):
     """Memory that this node gives to the pool; `transfer.segment_size` where it is not set."""
     args: Arguments = {}
     """vLLM: flags of this node alone, over those of `engine.args`."""
+    env: dict[str, str] = {}
+    """vLLM: likewise for `engine.env`, e.g. CUDA_VISIBLE_DEVICES."""
 
 
 class PrefillNode(EngineNode, frozen=True, kw_only=True, tag="prefill"):

@@ -224,7 +224,6 @@ def cluster_file(
     nodes: dict[str, dict[str, Any]],
     *,
     args: dict[str, Any] | None = None,
-    env: dict[str, str] | None = None,
     **sections: Any,
 ) -> Path:
     """A file that describes prefill and decode nodes (`prefill-0`, …) over a pool that runs already."""
@@ -241,7 +240,7 @@ def cluster_file(
             "model": str(model),
             "name": MODEL_NAME,
             "args": {**ARGS, **(args or {})},
-            "env": {**ENV, **(env or {})},
+            "env": ENV,
         },
         "handoff": {"wait_ms": 3000},
         "supervisor": {"ready_timeout_s": _READY_S, "stop_grace_s": 30},

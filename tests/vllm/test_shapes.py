@@ -30,9 +30,9 @@ WHOLE = LENGTH // CHUNK * CHUNK
 def test_tensor_parallel_nodes_share_with_each_other_and_with_nodes_of_another_size(
     model: Path, vllm_pool: Pool, plain: Reference, new_prompt: NewPrompt, tmp_path: Path
 ) -> None:
-    two = {"args": {"tensor-parallel-size": 2}}
+    two = {"args": {"tensor-parallel-size": 2}, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
     nodes = {"prefill-0": two, "decode-0": two, "decode-1": {}}
-    file = cluster_file(tmp_path, vllm_pool, model, nodes, env={"VLLM_CPU_OMP_THREADS_BIND": "auto"})
+    file = cluster_file(tmp_path, vllm_pool, model, nodes)
     with running(file, "prefill-0", "decode-0", "decode-1") as (prefill, decode, alone):
         prompt = new_prompt(LENGTH)
         assert prefill.complete(prompt).tokens == plain.tokens(prompt)
