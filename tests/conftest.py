@@ -27,6 +27,22 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         pool.stop()
 
 
+@pytest.fixture(scope="session")
+def host_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """As `pool`, with a `mooncake_client` whose memory its clients share."""
+    pool = Pool(tmp_path_factory.mktemp("host-pool"), client="host")
+    try:
+        yield pool.start()
+    finally:
+        pool.stop()
+
+
+@pytest.fixture(scope="session", params=["embedded", "host"])
+def any_pool(request: pytest.FixtureRequest) -> Pool:
+    """The healthy pool of each way to be a client."""
+    return request.getfixturevalue("pool" if request.param == "embedded" else "host_pool")  # type: ignore[no-any-return]
+
+
 @pytest.fixture
 def make_pool(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
     """Pools of a test's own, to be broken; whatever still runs is killed afterwards."""

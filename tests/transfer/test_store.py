@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from transfer.errors import PoolUnavailableError, Status, TransferError
-from transfer.settings import TransferSettings
+from transfer.settings import ByteSize, Placement, TransferSettings
 from transfer.staging import Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore
 
@@ -24,11 +25,19 @@ SLOT = 4096
 
 
 @contextmanager
-def opened(pool: Pool, *, slots: int = 8, slot: int = SLOT, segment_size: int = 0, **transfer: Any) -> Iterator[Any]:
+def opened(
+    pool: Pool,
+    *,
+    slots: int = 8,
+    slot: int = SLOT,
+    segment_size: int = 0,
+    placement: Placement | None = None,
+    **transfer: Any,
+) -> Iterator[Any]:
     settings = pool.settings(transfer=transfer).transfer
-    with MooncakeStore(settings, master=pool.address, segment_size=segment_size) as store:
-        staging = StagingPool(slots * (slot + 4096), slot, prefaulted=False)
-        store.attach(staging)
+    settings = msgspec.structs.replace(settings, staging_size=ByteSize(slots * (-(-slot // 4096) * 4096)))
+    with MooncakeStore(settings, master=pool.address, segment_size=segment_size, placement=placement) as store:
+        staging = store.staging(slot)
         store.wait_open(10)
         yield store, staging
     staging.check_integrity()
