@@ -36,8 +36,8 @@ class RawPool:
         self._client = client
         self._memory = memory
         assert memory.register_with(client) == 0
-        self._slots = [memory.lease(0.0) for _ in keys]
-        self._addresses = [slot.address for slot in self._slots if slot is not None]
+        self.slots = [slot for _ in keys if (slot := memory.try_lease()) is not None]
+        self._addresses = [slot.address for slot in self.slots]
         self._sizes = [object_bytes] * len(keys)
         self.keys = keys
 

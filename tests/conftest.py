@@ -56,17 +56,16 @@ def make_pool(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
         yield make
     finally:
         for one in pools:
-            for name in list(one.nodes):
-                one.kill(name)
+            one.end()
 
 
 @pytest.fixture
-def raw_client(pool: Pool) -> Iterator[Any]:
-    """A bare Mooncake client: what puts bad data into the pool behind pd-cache's back."""
+def raw_client(any_pool: Pool) -> Iterator[Any]:
+    """A bare, full Mooncake client: what puts bad data into the pool behind pd-cache's back."""
     from transfer.store import load_mooncake
 
     client = load_mooncake().MooncakeDistributedStore()
-    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", pool.address) == 0
+    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", any_pool.address) == 0
     try:
         yield client
     finally:

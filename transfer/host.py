@@ -60,7 +60,7 @@ def runs(address: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_CONNECT_S)
         try:
-            probe.connect(f"\0mooncake_client_{address.rpartition(':')[2]}.sock")
+            probe.connect(f"\0@mooncake_client_{address.rpartition(':')[2]}.sock")
             pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
         except OSError:  # gone, or of another process namespace: then calls fail at once, or nobody can tell

@@ -15,6 +15,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from launch.process import spawn_child
@@ -165,6 +166,15 @@ class Pool:
 
     def kill(self, name: str) -> None:
         self.nodes.pop(name).kill()
+
+    def end(self) -> None:
+        """Kill whatever still runs, children too: nobody tidies up."""
+        for node in self.nodes.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(node.process.pid).children():
+                    child.kill()
+            node.kill()
+        self.nodes.clear()
 
     def settings(
         self, cache: CacheConfig | None = None, transfer: dict[str, Any] | None = None, segment_size: int = 0
