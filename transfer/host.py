@@ -10,8 +10,8 @@ and does its calls for it. What a dummy client does not do by itself (docs/moonc
 
 Both end the *connection*: it is abandoned with its memory, which is never handed out again, and the store opens anew.
 
-3. `setup_dummy` and `close` hold the GIL until `mooncake_client` answers, or for 4 s where there is none: nothing of this
-   process would run meanwhile. So it is looked after first.
+3. `setup_dummy` and `close` hold the GIL until `mooncake_client` answers, up to 30 s, or for 4 s where there is none:
+   nothing of this process would run meanwhile. So neither is called before a look at whether it is there and not stopped.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ class HostClient:
             return code
 
     def unregister_buffer(self, address: int) -> int:
-        """Share it no more."""
+        """Share it no more. Refused while `mooncake_client` is stopped."""
+        if not runs(self._address):
+            return _UNREACHABLE
         with self._calling() as connection:
             return int(connection.client.unregister_buffer(address)) if connection else _UNREACHABLE
 
