@@ -137,6 +137,35 @@ def test_a_stopped_mooncake_client_costs_the_deadline_and_quarantines_the_slots(
         wait_for(lambda: store.available, 20, "the pool being found back")
 
 
+@pytest.mark.slow
+def test_a_read_that_a_stopped_mooncake_client_carries_out_later_writes_to_memory_that_nobody_is_given(
+    make_pool: Callable[..., Pool],
+) -> None:
+    pool = make_pool(client="host", segment="64MiB", client_ttl_s=90).start()
+    with opened(pool, slots=4, **FAST) as (store, staging):
+        key = fresh(1)
+        assert put(store, staging, key, b"l") == [Status.OK]
+        old = range(staging.address, staging.address + staging.nbytes)
+        slot = leased(staging, 1)[0]
+        slot.view[:] = bytes(SLOT)
+        (client,) = clients_of(pool)
+        client.suspend()
+        try:
+            assert store.start_get(key, [slot], timeout=0.5).results()[0].status is Status.TIMEOUT
+            wait_for(lambda: staging.address == 0, 40, "the stuck call to give up, and its memory to be retired")
+        finally:
+            client.resume()
+        wait_for(
+            lambda: bytes(slot.view) == b"l" * SLOT, 20, "the late write, to a slot that only this test still holds"
+        )
+        wait_for(lambda: store.available, 20, "the store opening anew")
+        slots = leased(staging, 4)
+        assert all(other.address not in old for other in slots)
+        for other in (slot, *slots):
+            other.release()
+        assert get(store, staging, key[0]) == (GetResult(Status.OK, SLOT), b"l" * SLOT)
+
+
 def test_the_store_role_has_its_segment_resident_when_it_is_ready_and_unmounts_it_when_it_is_stopped(
     own_pool: Pool,
 ) -> None:
