@@ -208,10 +208,18 @@ class SharedStagingPool(StagingPool):
         self._lay_out(size, slot_bytes, pin)
         self._retired: list[int] = []
         self._retired_leased = 0
+        self._let_go = False
+        """Whether the `mooncake_client` has let go of the retired memory: it may carry out a late write of it till then."""
         self._reusable = False
 
     def register_with(self, client: Registrar) -> int:
-        """Take memory that `client` shares with its `mooncake_client`, and cut it into slots; a return code."""
+        """Take memory that `client` shares with its `mooncake_client`, and cut it into slots; a return code.
+
+        Its earlier connections are closed: nobody else uses memory that was retired.
+        """
+        with self._changed:
+            self._let_go = True
+            self._discard_retired()
         with _spare_lock:
             spare = _spare.get(self.nbytes)
             address = spare.pop() if spare else 0
@@ -226,7 +234,7 @@ class SharedStagingPool(StagingPool):
             memory = (ctypes.c_ubyte * self.nbytes).from_address(address)
             self._populate(address, memoryview(memory).cast("B"))
         else:
-            self._spare(address)
+            self._leave_to_next(address)
         return code
 
     def unregister_from(self, client: Registrar) -> None:
@@ -242,15 +250,15 @@ class SharedStagingPool(StagingPool):
                 self._retired_leased += len(self._slots) - len(self._free)
             self._slots, self._free = [], []
             self.address = 0
+            self._let_go = False
             self._changed.notify_all()
-            self._discard_retired()
 
     def close(self) -> None:
         super().close()
         with self._changed:
             if self._reusable and len(self._free) == len(self._slots):
                 self._reusable = False
-                self._spare(self.address)
+                self._leave_to_next(self.address)
 
     def _returned(self, slot: Slot) -> None:
         if self._slots and self._slots[slot.index] is slot:
@@ -259,14 +267,14 @@ class SharedStagingPool(StagingPool):
             self._retired_leased -= 1
             self._discard_retired()
 
-    def _spare(self, address: int) -> None:
+    def _leave_to_next(self, address: int) -> None:
         _discard(address, self.nbytes)
         with _spare_lock:
             _spare.setdefault(self.nbytes, []).append(address)
 
     def _discard_retired(self) -> None:
         """Only the address range of retired memory stays: Mooncake has no call that frees it."""
-        while self._retired and not self._retired_leased:
+        while self._retired and self._let_go and not self._retired_leased:
             _discard(self._retired.pop(), self.nbytes)
 
 
