@@ -7,8 +7,8 @@ interleaved, raw and ours in turn, and medians are compared. Each is held agains
 - `raw_put_copied`, `raw_get_copied`: the same, with the one copy that a paged buffer makes necessary: while a call moves a
   batch, a plain copy brings the next into shared memory, or the last out of it. No gather, no scatter, no checksum.
 
-`copy` is a plain copy of as many bytes by one thread. Where one copy takes all that the machine's memory gives, two take
-twice as long, and nobody comes near `raw_put` who has to copy first.
+`copy` is a plain copy of as many bytes by one thread, `…_at_once` what both processes reach together. Where two copies at once
+are hardly faster than one, memory is the limit, and nobody comes near `raw_put` who has to copy first.
 
     pd-cache bench host_mode --json         or  python -m bench.host_mode --json
 """
@@ -221,6 +221,7 @@ def rounds_of(writer: Engine, reader: Engine, nbytes: int, rounds: Iterable[int]
 
     def one_round() -> None:
         note("copy", writer.do("copy"))
+        note("copy_at_once", at_once(writer, "copy", reader, "copy"))
         note("raw_put_copied", writer.do("raw_put_copied"))
         writer.do("raw_remove")
         note("raw_put", writer.do("raw_put"))
@@ -240,7 +241,7 @@ def rounds_of(writer: Engine, reader: Engine, nbytes: int, rounds: Iterable[int]
     for _ in rounds:
         one_round()
     gbps = {f"{name}_gbps": nbytes / statistics.median(took) / 1e9 for name, took in seconds.items()}
-    for name in ("raw_get_at_once", "retrieve_at_once"):
+    for name in ("copy_at_once", "raw_get_at_once", "retrieve_at_once"):
         gbps[f"{name}_gbps"] *= 2  # both moved as many bytes
     return {
         **gbps,
