@@ -49,6 +49,7 @@ from pd_cache.config import (
 from pd_cache.lookup import MooncakeLookupClient
 from pd_cache.tokens import CacheMetadata
 from transfer.settings import ByteSize, TransferSettings
+from transfer.staging import StagingPool
 
 CHUNK, BLOCK = 256, 128
 SHAPE = {"hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 8, "positions": 32768}
@@ -291,12 +292,12 @@ def main(lengths: tuple[int, ...], rounds: int, as_json: bool, strict: bool) -> 
         with servers(model, folder, pool, 2 * longest) as up, raw_client(up.master) as client:
             bar.update(started, completed=1)
             for tokens in bar.track(lengths, description="prompt lengths"):
-                raw = RawPool(client, tokens // CHUNK, CHUNK * TOKEN_BYTES)
-                try:
-                    raw.put()
-                    row = measure(up, tokens, rounds, raw)
-                finally:
-                    raw.close()
+                count, size = tokens // CHUNK, CHUNK * TOKEN_BYTES
+                memory = StagingPool(count * size, size)
+                raw = RawPool(client, memory, [f"raw/{uuid.uuid4().hex}" for _ in range(count)], size)
+                raw.put()
+                row = measure(up, tokens, rounds, raw)
+                raw.remove(raw.keys)
                 limit = 1.25 * (row["warm_ms"] + row["raw_get_ms"])
                 results.append({"tokens": tokens, **row, "limit_ms": limit})
                 checks += [

@@ -119,13 +119,23 @@ def check_machine(config: ClusterConfig, source: Source, nodes: Iterable[Node]) 
 def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
     """A port 0 that `launch` cannot work with, because other processes have to know it."""
     for index, other in enumerate(config.nodes):
-        needed = other.role == "master" or (node.role == "proxy" and other.role in ("prefill", "decode"))
+        needed = (
+            other.role == "master"
+            or (node.role == "proxy" and other.role in ("prefill", "decode"))
+            or (_shares_memory(config, node) and other.role == "store" and other.host == node.host)
+        )
         if needed and getattr(other, "port", None) == 0 and other.name != node.name:
             return Problem(
                 ("nodes", index, "port"),
                 f"a {node.role} node has to know this port: write one, or let `pd-cache up` choose for all nodes",
             )
     return None
+
+
+def _shares_memory(config: ClusterConfig, node: Node) -> bool:
+    """Whether the node's process has to know the address of its host's `mooncake_client` from the file."""
+    transfer = config.transfer
+    return transfer.client == "host" and not transfer.client_address and node.role in ("prefill", "decode")
 
 
 def _model_problems(config: ClusterConfig, chosen: set[str]) -> Iterator[Problem]:

@@ -25,6 +25,22 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         pool.stop()
 
 
+@pytest.fixture(scope="session")
+def host_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """As `pool`, with a `mooncake_client` whose memory its clients share."""
+    pool = Pool(tmp_path_factory.mktemp("host-pool"), client="host")
+    try:
+        yield pool.start()
+    finally:
+        pool.stop()
+
+
+@pytest.fixture(scope="session", params=["embedded", "host"])
+def any_pool(request: pytest.FixtureRequest) -> Pool:
+    """The healthy pool of each way to be a client."""
+    return request.getfixturevalue("pool" if request.param == "embedded" else "host_pool")  # type: ignore[no-any-return]
+
+
 @pytest.fixture
 def make_pool(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
     """Pools of a test's own, to be broken; whatever still runs is killed afterwards."""
@@ -38,17 +54,16 @@ def make_pool(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
         yield make
     finally:
         for one in pools:
-            for name in list(one.nodes):
-                one.kill(name)
+            one.end()
 
 
 @pytest.fixture
-def raw_client(pool: Pool) -> Iterator[Any]:
-    """A bare Mooncake client: what puts bad data into the pool behind pd-cache's back."""
+def raw_client(any_pool: Pool) -> Iterator[Any]:
+    """A bare, full Mooncake client: what puts bad data into the pool behind pd-cache's back."""
     from transfer.store import load_mooncake
 
     client = load_mooncake().MooncakeDistributedStore()
-    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", pool.address) == 0
+    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", any_pool.address) == 0
     try:
         yield client
     finally:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pd_cache.backends.base import Fetched, PutOutcome, Staged, StorageBackend
 from pd_cache.backends.objects import TRAILER_BYTES, inspect, seal
-from pd_cache.config import NodeSettings
+from pd_cache.config import MooncakeTier, NodeSettings
 from transfer.errors import Status
 from transfer.staging import Pin, Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore, Pending
@@ -80,18 +80,20 @@ class MooncakeBackend(StorageBackend):
         transfer = settings.transfer
         self.payload_bytes = payload_bytes
         self._timeouts = transfer.timeouts
-        self.staging = StagingPool(
-            transfer.staging_size, payload_bytes + TRAILER_BYTES, prefaulted=transfer.prefault, pin=pin
-        )
-        self.batch_size = max(1, min(_BATCH_KEYS, _BATCH_BYTES // payload_bytes, self.staging.slots // _READ_AHEAD))
+        placement = next((tier for tier in settings.cache.tiers if isinstance(tier, MooncakeTier)), MooncakeTier())
         self.store = MooncakeStore(
-            transfer, master=settings.master, host=settings.host, segment_size=settings.segment_size
+            transfer,
+            master=settings.master,
+            host=settings.host,
+            segment_size=settings.segment_size,
+            placement=placement,
         )
         try:
-            self.store.attach(self.staging)
+            self.staging: StagingPool = self.store.staging(payload_bytes + TRAILER_BYTES, pin=pin)
         except BaseException:
-            self.close()
+            self.store.close()
             raise
+        self.batch_size = max(1, min(_BATCH_KEYS, _BATCH_BYTES // payload_bytes, self.staging.slots // _READ_AHEAD))
 
     @property
     def available(self) -> bool:
@@ -120,8 +122,9 @@ class MooncakeBackend(StorageBackend):
                     started += len(slots)
                     ahead.append(_Batch(batch, slots, self.store.start_get(batch, list(slots), timeout=seconds)))
                 if not ahead:
+                    reason = "no_staging" if self.store.available else Status.POOL_DOWN.value
                     for _ in keys[started:]:
-                        yield _FetchedSlot(None, None, "no_staging")
+                        yield _FetchedSlot(None, None, reason)
                     return
                 batch_keys, slots, call = ahead[0]
                 for key, result in zip(batch_keys, call.results(), strict=True):

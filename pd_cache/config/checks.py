@@ -10,6 +10,7 @@ from pd_cache.config.schema import (
     ClusterConfig,
     EngineNode,
     MasterNode,
+    MooncakeTier,
     ProxyNode,
     ReferenceEngineConfig,
     StoreNode,
@@ -57,6 +58,8 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
         if size is not None and (0 < size < MIN_SEGMENT or (size == 0 and isinstance(node, StoreNode))):
             allowed = "at least 16MiB" if isinstance(node, StoreNode) else "0 for none, or at least 16MiB"
             yield Problem(("nodes", index, "segment_size"), f"must be {allowed}, the smallest that Mooncake takes")
+    yield from _host_client_problems(config)
+    yield from _placement_problems(config)
     engines = [index for index, node in enumerate(config.nodes) if isinstance(node, EngineNode)]
     if engines and config.engine is None:
         yield Problem(("engine",), f"missing, but nodes[{engines[0]}] is a {config.nodes[engines[0]].role} node")
@@ -113,3 +116,51 @@ def _own_args(config: ClusterConfig) -> Iterator[tuple[KeyPath, Arguments]]:
     for index, node in enumerate(config.nodes):
         if isinstance(node, EngineNode):
             yield ("nodes", index, "args"), node.args
+
+
+def _host_client_problems(config: ClusterConfig) -> Iterator[Problem]:
+    """`transfer.client: host` needs one `mooncake_client` a host, and that owns all of the host's memory."""
+    if config.transfer.client != "host":
+        return
+    for index, node in enumerate(config.nodes):
+        if not isinstance(node, EngineNode):
+            continue
+        if node.segment_size:
+            yield Problem(
+                ("nodes", index, "segment_size"), "with transfer.client: host only store nodes give memory to the pool"
+            )
+        stores = config.stores_of(node.host)
+        if len(stores) != 1 and not config.transfer.client_address:
+            there = f"{len(stores)} store nodes have" if stores else "no store node has"
+            yield Problem(
+                ("nodes", index, "host"),
+                f"{there} this host, and transfer.client: host needs exactly one beside its engines, or a "
+                "transfer.client_address",
+            )
+
+
+def _placement_problems(config: ClusterConfig) -> Iterator[Problem]:
+    segments = [
+        node
+        for node in config.nodes
+        if isinstance(node, StoreNode)
+        or (
+            isinstance(node, EngineNode)
+            and (config.transfer.segment_size if node.segment_size is None else node.segment_size)
+        )
+    ]
+    # of a store node with port 0 the name is not known yet
+    names = [f"{node.host}:{node.port}" for node in segments if isinstance(node, StoreNode)]
+    for index, tier in enumerate(config.cache.tiers):
+        if not isinstance(tier, MooncakeTier):
+            continue
+        if segments and tier.replicas > len(segments):
+            yield Problem(
+                ("cache", "tiers", index, "replicas"),
+                f"each needs a segment of its own, and only {len(segments)} nodes give memory to the pool",
+            )
+        if tier.preferred_segment not in ("own", "any", *names):
+            known = ", ".join(name for name in names if not name.endswith(":0")) or "none; give a store node a port"
+            yield Problem(
+                ("cache", "tiers", index, "preferred_segment"), f"is no store node's host:port; there are: {known}"
+            )

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from transfer.settings import ByteSize, Positive, TransferSettings
+from transfer.settings import ByteSize, Placement, Positive, TransferSettings
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
@@ -21,8 +21,8 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 # --- cache -----------------------------------------------------------------------------------------------------------
 
 
-class MooncakeTier(_Section, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
-    """The shared pool."""
+class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
+    """The shared pool, and where in it this node's chunks go."""
 
 
 class CacheConfig(_Section, frozen=True, kw_only=True):
@@ -174,9 +174,14 @@ class MasterNode(_Node, frozen=True, kw_only=True, tag="master"):
 
 
 class StoreNode(_Node, frozen=True, kw_only=True, tag="store"):
-    """A node that only gives memory to the pool."""
+    """A node that only gives memory to the pool. With `transfer.client: host` it runs the `mooncake_client` that owns the
+    memory, and that the engines of its host share memory with."""
 
     segment_size: ByteSize
+    port: Port = 0
+    """Its segment is named `host:port`. With `transfer.client: host`, its `mooncake_client` listens here."""
+    threads: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
+    """Calls that its `mooncake_client` works on at once; 0 is as many as the engines of its host can have under way."""
 
 
 class EngineNode(_Node, frozen=True, kw_only=True):
@@ -265,6 +270,10 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     def master_address(self) -> str:
         return f"{self.master.host}:{self.master.port}"
 
+    def stores_of(self, host: str) -> list[StoreNode]:
+        """The store nodes of a host."""
+        return [node for node in self.nodes if isinstance(node, StoreNode) and node.host == host]
+
     def node(self, name: str) -> Node | None:
         return next((node for node in self.nodes if node.name == name), None)
 
@@ -294,10 +303,14 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, config: ClusterConfig, node: Node) -> NodeSettings:
         """The settings of one node of the file."""
         own = getattr(node, "segment_size", None)
+        transfer = config.transfer
+        if transfer.client == "host" and not transfer.client_address and (stores := config.stores_of(node.host)):
+            address = f"{node.host}:{stores[0].port}"
+            transfer = msgspec.structs.replace(transfer, client_address=address)
         return cls(
             master=config.master_address,
             host=node.host,
             cache=config.cache,
-            transfer=config.transfer,
+            transfer=transfer,
             segment_size=int(config.transfer.segment_size if own is None else own),
         )

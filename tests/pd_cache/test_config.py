@@ -118,6 +118,29 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
             "  kind: reference\n  num_blocks: 4\n",
             "cannot hold one request of max_model_len 8192",
         ),
+        ("segment_size: 1GiB", "client: shared", "transfer.client: 'shared': must be one of embedded, host"),
+        ("segment_size: 1GiB", "client_address: 'h:1'", "only client: host uses it"),
+        ("segment_size: 1GiB", "client: host, segment_size: 1GiB", "with client: host only store nodes give memory"),
+        (
+            "segment_size: 1GiB",
+            "client: host",
+            "c.yaml:9: nodes[1].segment_size: '512MiB': with transfer.client: host only store nodes give memory",
+        ),
+        (
+            "{segment_size: 1GiB}\ncache: {chunk_size: 256}",
+            "{}\ncache: {tiers: [{kind: mooncake, replicas: 2}]}",
+            "c.yaml:3: cache.tiers[0].replicas: 2: each needs a segment of its own, and only 1 nodes give memory",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: mooncake, preferred_segment: '127.0.0.1:5'}]}",
+            "preferred_segment: '127.0.0.1:5': is no store node's host:port; there are: none; give a store node a port",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: mooncake, pin: firm}]}",
+            "must be one of none, soft, hard",
+        ),
         (
             "port: 8000",
             "port: 8000}\n  - {name: q, role: proxy, port: 8000",
@@ -160,3 +183,32 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
 
 def test_nodes_know_their_role() -> None:
     assert StoreNode(name="s", segment_size=ByteSize(16 << 20)).role == "store"
+
+
+HOST = """\
+transfer: {client: host}
+engine: {kind: reference, model: {name: tiny, random: {seed: 1}}}
+nodes:
+  - {name: master, role: master}
+  - {name: s0, role: store, segment_size: 1GiB, port: 50052}
+  - {name: p0, role: prefill, port: 8100}
+"""
+
+
+def test_engines_share_memory_with_the_store_node_of_their_host(tmp_path: Path) -> None:
+    config = load(tmp_path, HOST)
+    engine, store = config.node("p0"), config.node("s0")
+    assert engine is not None
+    assert store is not None
+    assert NodeSettings.of(config, engine).transfer.client_address == "127.0.0.1:50052"
+    assert NodeSettings.of(config, engine).segment_size == 0
+    elsewhere = HOST.replace("client: host", "client: host, client_address: '127.0.0.1:7'")
+    assert NodeSettings.of(load(tmp_path, elsewhere), engine).transfer.client_address == "127.0.0.1:7"
+
+
+def test_a_host_client_needs_exactly_one_store_node_beside_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nodes\[2\].host: '10.0.0.9': no store node has this host"):
+        load(tmp_path, HOST.replace("role: prefill", "role: prefill, host: 10.0.0.9"))
+    second = "  - {name: s1, role: store, segment_size: 1GiB, port: 50053}\n"
+    with pytest.raises(ConfigError, match=r"nodes\[2\].host: 2 store nodes have this host"):
+        load(tmp_path, HOST + second)

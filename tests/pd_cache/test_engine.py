@@ -7,6 +7,7 @@ import itertools
 import random
 import struct
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,9 @@ from tests.support.engines import BLOCK, CHUNK, Host, host, random_slots
 from tests.support.kv import holds_token, make_cache, write_prompt
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
+from transfer.errors import Status
+from transfer.settings import Placement
+from transfer.store import MooncakeStore
 
 LONG = 29
 """Tokens of the prompts here: three chunks and a tail of five."""
@@ -33,8 +37,8 @@ _prompts = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def shared_node(pool: Pool) -> Iterator[Host]:
-    with host(pool) as node:
+def shared_node(any_pool: Pool) -> Iterator[Host]:
+    with host(any_pool) as node:
         yield node
 
 
@@ -73,6 +77,22 @@ def test_what_one_node_stores_another_retrieves_into_other_slots(pool: Pool, tok
         mask = decode.retrieve(tokens, other)
         assert mask == [True] * 24 + [False] * 5
         assert loaded(decode, tokens, other, mask)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("embedded", "host"), ("host", "embedded"), ("host", "host")], ids="-to-".join
+)
+def test_engines_of_either_way_to_be_a_client_use_each_others_chunks(
+    host_pool: Pool, tokens: list[int], writer: str, reader: str
+) -> None:
+    model, slots = uuid.uuid4().hex, list(range(LONG))
+    clients = [{} if client == "host" else {"client": client, "client_address": ""} for client in (writer, reader)]
+    with host(host_pool, model=model, **clients[0]) as prefill, host(host_pool, model=model, **clients[1]) as decode:
+        prefill.compute(tokens, slots)
+        assert prefill.store(tokens, slots) == 24
+        mask = decode.retrieve(tokens, slots)
+        assert mask == [True] * 24 + [False] * 5
+        assert loaded(decode, tokens, slots, mask)
 
 
 def test_a_masked_prefix_is_neither_stored_nor_loaded(node: Host, tokens: list[int]) -> None:
@@ -117,9 +137,9 @@ def test_hash_mode_works_from_block_hashes_alone(pool: Pool, tokens: list[int]) 
         assert node.engine.retrieve(**options).tolist() == [True] * 16 + [False] * 4
 
 
-def test_prompts_longer_than_the_staging_memory_pass_through_it(pool: Pool) -> None:
+def test_prompts_longer_than_the_staging_memory_pass_through_it(any_pool: Pool) -> None:
     tokens = list(range(200))
-    with host(pool, staging_size="8KiB", prefault=True) as node:
+    with host(any_pool, staging_size="8KiB", prefault=True) as node:
         assert node.engine.backend.staging.slots == 2  # type: ignore[attr-defined]
         slots = random_slots(random.Random(2), 200, True)
         node.compute(tokens, slots)
@@ -409,3 +429,26 @@ def test_chunk_names_and_left_out_blocks_are_what_a_serving_engine_hands_over(no
     mapping = torch.arange(2 * CHUNK)
     outcomes = node.engine.store_chunks([names[0], more[0]], kv_caches=node.cache, slot_mapping=mapping)
     assert outcomes == [Stored.BEFORE, Stored.NEW]
+
+
+def test_a_full_pool_is_counted_and_stores_go_on_when_there_is_room(
+    make_pool: Callable[..., Pool], tokens: list[int]
+) -> None:
+    pool = make_pool(segment="16MiB").start()
+    slots = list(range(LONG))
+    settings = pool.settings(transfer={"staging_size": "16MiB"}).transfer
+    with host(pool) as node, MooncakeStore(settings, master=pool.address, placement=Placement(pin="hard")) as filler:
+        memory = filler.staging(16 << 20)
+        filler.wait_open(10)
+        slot = memory.lease(time.monotonic() + 5)
+        assert slot is not None
+        assert filler.start_put(["filler"], [slot], [slot.size], timeout=5).results() == [Status.OK]
+        slot.release()
+        node.compute(tokens, slots)
+        assert node.store(tokens, slots) == 0
+        assert node.troubles("store") == {"no_space": 3}
+        assert not any(node.retrieve(tokens, slots))
+        assert node.engine.available, "a full pool is not a pool that is down"
+        assert filler.remove(["filler"], timeout=5, force=True) == [Status.OK]
+        assert node.store(tokens, slots) == 24
+        memory.close()

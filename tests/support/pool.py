@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from launch.process import spawn_child
@@ -106,9 +109,18 @@ class Pool:
     """A master and its store nodes, on ports of their own."""
 
     def __init__(
-        self, folder: Path, *, segment: str = "256MiB", client_ttl_s: int = 2, metadata: str = "P2PHANDSHAKE"
+        self,
+        folder: Path,
+        *,
+        segment: str = "256MiB",
+        client_ttl_s: int = 2,
+        metadata: str = "P2PHANDSHAKE",
+        client: str = "embedded",
+        **master: Any,
     ) -> None:
-        """Nothing is started yet."""
+        """Nothing is started yet. With `client="host"`, store nodes run a `mooncake_client`; clients share that of
+        `store-0`. Further options are keys of the master."""
+        self.client = client
         self.port = free_port()
         self.metrics_port = free_port()
         self.file = folder / f"pool-{self.port}.yaml"
@@ -119,15 +131,35 @@ class Pool:
                 "port": self.port,
                 "metrics_port": self.metrics_port,
                 "client_ttl_s": client_ttl_s,
+                **master,
             }
         ]
-        nodes += [{"name": f"store-{index}", "role": "store", "segment_size": segment} for index in range(2)]
-        self.file.write_text(yaml.safe_dump({"transfer": {"metadata": metadata}, "nodes": nodes}))
+        self.store_ports = [free_port(), free_port()]
+        nodes += [
+            {"name": f"store-{index}", "role": "store", "segment_size": segment, "port": port}
+            for index, port in enumerate(self.store_ports)
+        ]
+        self.file.write_text(yaml.safe_dump({"transfer": {"metadata": metadata, "client": client}, "nodes": nodes}))
         self.nodes: dict[str, Node] = {}
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    def segment(self, store: int) -> str:
+        """The name of a store node's segment, and the address of its `mooncake_client`."""
+        return f"127.0.0.1:{self.store_ports[store]}"
+
+    def ask(self, path: str) -> str:
+        """What the master's HTTP service answers."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=5) as page:
+            return str(page.read().decode())
+
+    def used(self, store: int) -> int:
+        """Bytes that objects take of a store node's segment."""
+        match = re.search(r"Used\(bytes\)\s*:\s*(\d+)", self.ask(f"/query_segment?segment={self.segment(store)}"))
+        assert match is not None
+        return int(match[1])
 
     def start(self, *names: str) -> Pool:
         """Start the named nodes; `master` and `store-0` if none is named."""
@@ -142,6 +174,15 @@ class Pool:
     def kill(self, name: str) -> None:
         self.nodes.pop(name).kill()
 
+    def end(self) -> None:
+        """Kill whatever still runs, children too: nobody tidies up."""
+        for node in self.nodes.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(node.process.pid).children():
+                    child.kill()
+            node.kill()
+        self.nodes.clear()
+
     def settings(
         self, cache: CacheConfig | None = None, transfer: dict[str, Any] | None = None, segment_size: int = 0
     ) -> NodeSettings:
@@ -151,6 +192,8 @@ class Pool:
         from pd_cache.config import decode_custom
 
         options = {"staging_size": "16MiB", "prefault": False, **(transfer or {})}
+        if self.client == "host":
+            options = {"client": "host", "client_address": self.segment(0), **options}
         return NodeSettings(
             master=self.address,
             cache=cache or CacheConfig(),
