@@ -23,7 +23,7 @@ class LoadOp:
 
     request_id: str
     names: list[bytes]
-    """Hashes of the chunks, in order."""
+    """Hashes of the chunks, in order; none for a load that shall fail."""
     blocks: list[int]
     """The blocks of those chunks; those at the start that the engine holds already are -1."""
 

@@ -51,6 +51,17 @@ class _Found(NamedTuple):
     end: int
 
 
+class _Proposal(NamedTuple):
+    """A load that vLLM was told of, and has not taken yet."""
+
+    start: int
+    """Tokens that the engine holds."""
+    end: int
+    """Whole chunks up to here are in the pool."""
+    tokens: int
+    """What vLLM was told."""
+
+
 class _Tracked:
     """What is known of one request."""
 
@@ -63,8 +74,7 @@ class _Tracked:
         self.found: _Found | None = None
         self.next_poll = 0.0
         self.poll_s = _FIRST_POLL_S
-        self.load: tuple[int, int] | None = None
-        """First and last token of a load that was proposed to vLLM."""
+        self.load: _Proposal | None = None
         self.loaded = 0
         """Tokens that were loaded, for the handoff."""
         self.may_load = True
@@ -155,7 +165,7 @@ class SchedulerSide:
         external = min(found.end, request.num_tokens - 1) - computed
         if external <= 0:
             return 0, False
-        tracked.load = (computed, found.end)
+        tracked.load = _Proposal(computed, found.end, external)
         return external, self._options.load == "async"
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
@@ -164,13 +174,13 @@ class SchedulerSide:
         proposed, tracked.load = tracked.load, None
         if external <= 0 or proposed is None:
             return
-        start, end = proposed
-        first, last = start // self._chunk, end // self._chunk
+        first, last = proposed.start // self._chunk, proposed.end // self._chunk
         ids = blocks.get_block_ids()[0][first * self._blocks_per_chunk : last * self._blocks_per_chunk]
-        held = start // self._block_size - first * self._blocks_per_chunk
-        names = self._names(tracked, last)[first:]
+        held = proposed.start // self._block_size - first * self._blocks_per_chunk
+        # of another number of tokens than was proposed nobody knows which: load none, and vLLM computes all of them
+        names = self._names(tracked, last)[first:] if external == proposed.tokens else []
         self._loads.append(LoadOp(request.request_id, names, [-1] * held + list(ids[held:])))
-        tracked.loaded = end - start
+        tracked.loaded = external
         if first <= tracked.planned:
             tracked.planned = max(tracked.planned, last)
 
@@ -219,7 +229,8 @@ class SchedulerSide:
         if tracked is None or self._database is None:
             return None
         computed = request.num_computed_tokens - request.num_in_flight_tokens
-        self._late += self._plan_stores(tracked, computed)
+        if self._options.load == "sync":  # otherwise all was planned, and what was still being loaded is not computed
+            self._late += self._plan_stores(tracked, computed)
         if not tracked.handoff.announce:
             return None
         computed = min(computed, request.num_prompt_tokens)

@@ -166,6 +166,8 @@ class WorkerSide:
 
     def _load(self, op: LoadOp, deadline: float) -> set[int]:
         """Load, and return the blocks that are not as they should be."""
+        if not op.names:
+            return _blocks(op.blocks)
         loaded = 0
         try:
             remaining = deadline - time.monotonic()
