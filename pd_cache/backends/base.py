@@ -89,7 +89,10 @@ class StorageBackend(ABC):
         """OK or MISSING for each key; another status where the backend cannot tell."""
 
     def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
-        """As `batched_contains`, but MISSING also for a key that a put would still write somewhere."""
+        """As `batched_contains`, for whoever is about to put: MISSING where that would be of use.
+
+        They differ where there are several tiers: a key may be found in one, and still be missing where others look.
+        """
         return self.batched_contains(keys, timeout=timeout)
 
     @abstractmethod

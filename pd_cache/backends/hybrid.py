@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -24,6 +25,8 @@ from pd_cache.backends.base import Fetched, PutOutcome, Settled, Staged, Storage
 from pd_cache.backends.memory import FetchedObject, StagedObject
 from pd_cache.metrics import TierMetrics
 from transfer.errors import PoolUnavailableError, Status
+
+log = logging.getLogger(__name__)
 
 Promotion = Literal["always", "second_hit", "never"]
 
@@ -93,11 +96,16 @@ class HybridBackend(StorageBackend):
         return statuses
 
     def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
-        statuses = [Status.OK] * len(keys)
-        for tier in self.tiers:
-            for index, answer in enumerate(tier.backend.batched_wants(keys, timeout=timeout)):
-                if answer is not Status.OK and statuses[index] is not Status.MISSING:
-                    statuses[index] = answer
+        """MISSING for a key that the last tier lacks, or that no tier has while the last one cannot tell."""
+        statuses = self.tiers[-1].backend.batched_wants(keys, timeout=timeout)
+        unsure = [index for index, status in enumerate(statuses) if status not in (Status.OK, Status.MISSING)]
+        others = [tier.backend for tier in self.tiers[:-1] if tier.backend.available]
+        if unsure and others:
+            asked = [keys[index] for index in unsure]
+            answers = [other.batched_contains(asked, timeout=timeout) for other in others]
+            for index, found in zip(unsure, zip(*answers, strict=True), strict=True):
+                if Status.OK not in found:
+                    statuses[index] = Status.MISSING
         return statuses
 
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
@@ -278,12 +286,11 @@ class _WriteBehind:
             _begin(tier, keys, items, timeout).results()
             return
         with self._changed:
-            fits = self._chunks + len(keys) <= self._limit
-            if fits and not self._closed:
-                self._chunks += len(keys)
-                self._jobs.put(_begin(tier, keys, items, timeout))
-                return
-        tier.metrics.dropped((Status.CLOSED if self._closed else Status.OVERLOADED).value, len(keys))
+            fits = 0 if self._closed else min(len(keys), self._limit - self._chunks)
+            if fits:
+                self._chunks += fits
+                self._jobs.put(_begin(tier, keys[:fits], items[:fits], timeout))
+        tier.metrics.dropped((Status.CLOSED if self._closed else Status.OVERLOADED).value, len(keys) - fits)
 
     def flush(self, timeout: float) -> bool:
         with self._changed:
@@ -300,7 +307,11 @@ class _WriteBehind:
 
     def _run(self) -> None:
         while (write := self._jobs.get()) is not None:
-            write.results()
-            with self._changed:
-                self._chunks -= write.chunks
-                self._changed.notify_all()
+            try:
+                write.results()
+            except Exception:
+                log.exception("tier %s: a write behind broke", write.tier.metrics.tier)
+            finally:
+                with self._changed:
+                    self._chunks -= write.chunks
+                    self._changed.notify_all()
