@@ -52,7 +52,8 @@ class MooncakeBackend(StorageBackend):
         transfer = settings.transfer
         self.payload_bytes = payload_bytes
         self._timeouts = transfer.timeouts
-        self._read_ahead = _READ_AHEAD if read_ahead else 1
+        self.read_ahead = _READ_AHEAD if read_ahead else 1
+        """Batches that a reader has in flight or scatters."""
         self.staging = StagingPool(
             transfer.staging_size + reserve, payload_bytes + TRAILER_BYTES, prefaulted=transfer.prefault, pin=pin
         )
@@ -85,7 +86,7 @@ class MooncakeBackend(StorageBackend):
         started = 0
         try:
             while started < len(keys) or ahead:
-                while started < len(keys) and len(ahead) < self._read_ahead:
+                while started < len(keys) and len(ahead) < self.read_ahead:
                     # only a reader that holds nothing waits for a slot: two readers can never wait for each other
                     slots = self._lease(min(self.batch_size, len(keys) - started), 0.0 if ahead else seconds)
                     if not slots:

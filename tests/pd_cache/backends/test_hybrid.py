@@ -325,7 +325,7 @@ def test_the_pool_alone_is_not_wrapped_and_reads_ahead_unless_told_otherwise(poo
         config = CacheConfig(tiers=(MooncakeTier(pipelined=pipelined),))
         backend = open_backend(pool.settings(config), PAYLOAD)
         assert isinstance(backend, MooncakeBackend)
-        assert (backend._read_ahead > 1) == pipelined
+        assert (backend.read_ahead > 1) == pipelined
         backend.close()
 
 
