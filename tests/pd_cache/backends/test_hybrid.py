@@ -377,7 +377,7 @@ def test_less_staging_than_one_chunk_needs_is_a_mistake_that_is_named() -> None:
         open_backend(
             NodeSettings(
                 master="nobody:1",
-                cache=CacheConfig(tiers=(LocalTier(capacity=ByteSize(0)),)),
+                cache=CacheConfig(tiers=(LocalTier(capacity=ByteSize(1 << 20)),)),
                 transfer=TransferSettings(staging_size=ByteSize(100)),
             ),
             PAYLOAD,
