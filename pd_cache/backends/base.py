@@ -99,7 +99,8 @@ class StorageBackend(ABC):
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
         """Each key's outcome, in order; no key may stand twice. Closing the iterator early gives up what was not yielded.
 
-        The caller releases what was yielded. `timeout` bounds each transfer batch, not the whole.
+        The caller releases what was yielded. `timeout` (s) bounds the whole; without it each transfer has the configured
+        one.
         """
 
     @abstractmethod

@@ -109,10 +109,11 @@ class HybridBackend(StorageBackend):
         return statuses
 
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
+        deadline = None if timeout is None else time.monotonic() + timeout
         done = 0
         floor = 0  # of the next key: the first tier that it was not looked for in vain
         while done < len(keys):
-            with contextlib.closing(self._read_runs(keys[done:], floor, timeout)) as outcomes:
+            with contextlib.closing(self._read_runs(keys[done:], floor, deadline)) as outcomes:
                 for level, key, fetched in outcomes:
                     if fetched.payload is None and level + 1 < len(self.tiers):
                         self.tiers[level].metrics.missed(fetched.reason)
@@ -121,7 +122,7 @@ class HybridBackend(StorageBackend):
                         break
                     if fetched.payload is not None:
                         self.tiers[level].metrics.hit()
-                        self._promote(level, key, fetched, timeout)
+                        self._promote(level, key, fetched)
                     floor = 0
                     done += 1
                     yield fetched
@@ -173,14 +174,14 @@ class HybridBackend(StorageBackend):
     # --- reading -------------------------------------------------------------------------------------------------
 
     def _read_runs(
-        self, keys: Sequence[str], floor: int, timeout: float | None
+        self, keys: Sequence[str], floor: int, deadline: float | None
     ) -> Generator[tuple[int, str, Fetched], None, None]:
         """Each key's outcome in the first tier that knows it, with that tier's number. The first key from `floor` on."""
-        levels = self._levels(keys, floor, timeout)
+        levels = self._levels(keys, floor, _seconds_to(deadline))
         start = 0
         for level, run in groupby(levels):
             stop = start + len(list(run))
-            fetches = self.tiers[level].backend.batched_get(keys[start:stop], timeout=timeout)
+            fetches = self.tiers[level].backend.batched_get(keys[start:stop], timeout=_seconds_to(deadline))
             with contextlib.closing(fetches):
                 for key, fetched in zip(keys[start:stop], fetches, strict=True):
                     yield level, key, fetched
@@ -202,16 +203,20 @@ class HybridBackend(StorageBackend):
             unknown = [index for index in unknown if levels[index] == last]
         return levels
 
-    def _promote(self, level: int, key: str, fetched: Fetched, timeout: float | None) -> None:
+    def _promote(self, level: int, key: str, fetched: Fetched) -> None:
         """Put what was read from one tier into those before it, as their policies say."""
         for tier, seen in zip(self.tiers[:level], self._seen, strict=False):
             if tier.promote == "never" or (seen is not None and not seen.again(key)):
                 continue
             if isinstance(fetched, FetchedObject) and (staged := fetched.share()) is not None:
                 try:
-                    self._behind.put(tier, [key], [staged], timeout)
+                    self._behind.put(tier, [key], [staged], None)
                 finally:
                     staged.release()
+
+
+def _seconds_to(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 class _SecondHit:

@@ -81,12 +81,14 @@ class MooncakeBackend(StorageBackend):
         return self.store.batch_exist(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms))
 
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
-        seconds = self._seconds(timeout, self._timeouts.get_ms)
+        longest = self._timeouts.get_ms / 1000
+        deadline = None if timeout is None else time.monotonic() + timeout
         ahead: deque[_Batch] = deque()
         started = 0
         try:
             while started < len(keys) or ahead:
                 while started < len(keys) and len(ahead) < self.read_ahead:
+                    seconds = longest if deadline is None else min(longest, max(0.0, deadline - time.monotonic()))
                     # only a reader that holds nothing waits for a slot: two readers can never wait for each other
                     slots = self._lease(min(self.batch_size, len(keys) - started), 0.0 if ahead else seconds)
                     if not slots:
