@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from pd_cache.config import ClusterConfig, Node, NodeSettings, Problem, Source, VllmEngineConfig
+from pd_cache.config import ClusterConfig, LocalTier, Node, NodeSettings, Problem, Source, VllmEngineConfig
 from pd_cache.errors import ConfigError
 from transfer.settings import rdma_devices
 
@@ -94,6 +94,11 @@ def machine_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
     yield from _model_problems(config, chosen)
     if config.transfer.staging_size > memory:
         yield Problem(("transfer", "staging_size"), f"is more than this machine's memory of {_gib(memory)}")
+    for index, tier in enumerate(config.cache.tiers):
+        if isinstance(tier, LocalTier) and tier.device == "cpu" and tier.capacity > memory:
+            yield Problem(
+                ("cache", "tiers", index, "capacity"), f"is more than this machine's memory of {_gib(memory)}"
+            )
     for index, node in enumerate(config.nodes):
         if node.name in chosen:
             for field in _PORT_FIELDS:

@@ -250,7 +250,7 @@ class CacheEngine:
         with self._moving() as may_move, self.metrics.timed("store"):
             if not request.keys or not may_move:
                 return outcomes
-            statuses = self.backend.batched_contains(request.keys, timeout=timeout)
+            statuses = self.backend.batched_wants(request.keys, timeout=timeout)
             self.metrics.outages("store", statuses)
             missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
             for index, status in enumerate(statuses):
@@ -447,7 +447,12 @@ class CacheEngineBuilder:
             engine = cls._engines.get(instance_id)
             if engine is None:
                 payload = layout.shard(metadata.held).chunk_bytes(config.cache.chunk_size)
-                opened = backend(config, payload) if backend else open_backend(config, payload, pin=host_pin())
+                metrics = metrics or CacheMetrics()
+                opened = (
+                    backend(config, payload)
+                    if backend
+                    else open_backend(config, payload, pin=host_pin(), metrics=metrics)
+                )
                 try:
                     engine = cls._engines[instance_id] = CacheEngine(opened, config, metadata, layout, metrics)
                 except BaseException:

@@ -58,17 +58,21 @@ class Registrar(Protocol):
 
 
 class Slot:
-    """A leased piece of staging memory of `size` bytes at `address`; `view` is the same bytes, writable."""
+    """A leased piece of staging memory of `size` bytes at `address`; `view` is the same bytes, writable.
 
-    __slots__ = ("_pool", "_references", "address", "index", "size", "view")
+    `pages` are the whole pages that begin with them.
+    """
 
-    def __init__(self, pool: StagingPool, index: int, address: int, view: memoryview) -> None:
+    __slots__ = ("_pool", "_references", "address", "index", "pages", "size", "view")
+
+    def __init__(self, pool: StagingPool, index: int, address: int, pages: memoryview, size: int) -> None:
         self._pool = pool
         self._references = 0
         self.index = index
         self.address = address
-        self.view = view
-        self.size = len(view)
+        self.pages = pages
+        self.view = pages[:size]
+        self.size = size
 
     def retain(self) -> None:
         """Take one more reference; the caller must hold one already."""
@@ -91,8 +95,13 @@ class StagingPool:
             log.info("staging: %d slots of %d bytes prefaulted in %.3f s", self.slots, slot_bytes, seconds)
         self._populate(address, memoryview(self._map))
 
+    @staticmethod
+    def stride_of(slot_bytes: int) -> int:
+        """Bytes from one slot to the next: whole pages, so that direct I/O may use them."""
+        return -(-slot_bytes // _PAGE) * _PAGE
+
     def _lay_out(self, size: int, slot_bytes: int, pin: Pin | None) -> None:
-        stride = -(-slot_bytes // _PAGE) * _PAGE
+        stride = self.stride_of(slot_bytes)
         count = size // stride
         if slot_bytes <= 0 or count < 1:
             raise ValueError(f"it holds no slot of {slot_bytes} bytes; make it at least {stride}")
@@ -113,7 +122,7 @@ class StagingPool:
         if self._pin is not None:
             self._unpins.append(self._pin(address, self.nbytes))
         slots = [
-            Slot(self, index, address + index * stride, memory[index * stride : index * stride + self.slot_bytes])
+            Slot(self, index, address + index * stride, memory[index * stride : (index + 1) * stride], self.slot_bytes)
             for index in range(self.slots)
         ]
         with self._changed:
@@ -129,6 +138,10 @@ class StagingPool:
 
     def unregister_from(self, client: Registrar) -> None:
         """Take the memory back from a client that is about to be closed. A full client lets go of it by itself."""
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     @property
     def in_use(self) -> int:

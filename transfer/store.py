@@ -225,12 +225,12 @@ class MooncakeStore:
         """Who has to be there for this store to open, in words."""
         return f"mooncake_client {self._settings.client_address}" if self._shared else f"Mooncake master {self._master}"
 
-    def staging(self, slot_bytes: int, *, pin: Pin | None = None) -> StagingPool:
-        """Memory of `staging_size` bytes in slots of `slot_bytes`, which this store can transfer from and to.
+    def staging(self, slot_bytes: int, *, reserve: int = 0, pin: Pin | None = None) -> StagingPool:
+        """Memory of `staging_size` and `reserve` bytes in slots of `slot_bytes`, which this store can transfer from and to.
 
         A host client has it when the store opens. ValueError where not even one slot fits, TransferError as of `attach`.
         """
-        size = int(self._settings.staging_size)
+        size = int(self._settings.staging_size) + reserve
         pool = (
             SharedStagingPool(size, slot_bytes, pin=pin)
             if self._shared

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pd_cache.config.schema import (
     Arguments,
     ClusterConfig,
+    DiskTier,
     EngineNode,
+    LocalTier,
     MasterNode,
     MooncakeTier,
     ProxyNode,
     ReferenceEngineConfig,
+    StorageTier,
     StoreNode,
     tensor_parallel,
 )
@@ -66,6 +69,12 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
     if any(isinstance(node, ProxyNode) for node in config.nodes) and not config.by_role("decode"):
         yield Problem(("nodes",), "a proxy needs at least one decode node to send requests to")
     yield from _engine_problems(config)
+    yield from _tier_problems(config.cache.tiers)
+    pool = any(isinstance(tier, MooncakeTier) for tier in config.cache.tiers)
+    if engines and not pool:
+        yield Problem(
+            ("cache", "tiers"), "prefill and decode nodes share chunks through the pool; add {kind: mooncake}"
+        )
     slowest = max(config.transfer.timeouts.get_ms, config.transfer.timeouts.put_ms)
     if masters and config.master.lease_ttl_ms < slowest:
         yield Problem(
@@ -164,3 +173,18 @@ def _placement_problems(config: ClusterConfig) -> Iterator[Problem]:
             yield Problem(
                 ("cache", "tiers", index, "preferred_segment"), f"is no store node's host:port; there are: {known}"
             )
+
+
+def _tier_problems(tiers: Sequence[StorageTier]) -> Iterator[Problem]:
+    """Tiers in an order, or of a kind, that cannot work."""
+    for index, tier in enumerate(tiers):
+        before = tiers[:index]
+        if any(isinstance(other, MooncakeTier) for other in before):
+            yield Problem(("cache", "tiers", index), "stands after the pool; {kind: mooncake} must be the last tier")
+        if isinstance(tier, LocalTier):
+            if any(isinstance(other, DiskTier) for other in before):
+                yield Problem(("cache", "tiers", index), "memory stands after a disk; the fastest tier comes first")
+            if any(isinstance(other, LocalTier) and other.device == tier.device for other in before):
+                yield Problem(("cache", "tiers", index), f"is the second local tier on {tier.device}; make it one")
+        if isinstance(tier, DiskTier) and any(isinstance(o, DiskTier) and o.path == tier.path for o in before):
+            yield Problem(("cache", "tiers", index, "path"), "is the path of another tier already")

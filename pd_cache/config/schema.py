@@ -21,8 +21,54 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 # --- cache -----------------------------------------------------------------------------------------------------------
 
 
+EvictionName = Literal["lru", "lfu", "s3fifo"]
+PromotionName = Literal["always", "second_hit", "never"]
+
+
+class LocalTier(_Section, frozen=True, kw_only=True, tag_field="kind", tag="local"):
+    """Memory of each process that caches."""
+
+    capacity: ByteSize
+    device: Literal["cpu", "cuda"] = "cpu"
+    """On the CPU it shares one registered memory with `transfer.staging_size`, so that nothing is copied."""
+    policy: EvictionName = "lru"
+    promote: PromotionName = "always"
+    """When a chunk that was read from a later tier is put into this one."""
+    blocking: bool = True
+    """Whether a store waits for this tier; a memory is never waited for in fact."""
+
+
+class DiskTier(_Section, frozen=True, kw_only=True, tag_field="kind", tag="disk"):
+    """Files, which survive a restart."""
+
+    path: Annotated[str, msgspec.Meta(pattern="^/")]
+    """An absolute folder. Processes that share one each take a folder of their own below it."""
+    capacity: ByteSize
+    """Of each process."""
+    policy: EvictionName = "lru"
+    promote: PromotionName = "always"
+    blocking: bool = False
+    """Whether a store waits for the disk, or writes behind."""
+    direct: bool = True
+    """Past the page cache, where the file system can."""
+    sync: bool = False
+    """Whether a file is on the medium before its name appears. A torn file is found out and costs a miss."""
+    threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    """Files read at the same time, and as many written."""
+    retry_s: Seconds = 30.0
+    """How long a disk that failed, or is full, is left alone."""
+
+
 class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
     """The shared pool, and where in it this node's chunks go."""
+
+    pipelined: bool = True
+    """Whether the next chunks are fetched while the last are checked and scattered; else one batch at a time."""
+    blocking: bool = True
+    """Whether a store waits for the pool."""
+
+
+StorageTier = LocalTier | DiskTier | MooncakeTier
 
 
 class CacheConfig(_Section, frozen=True, kw_only=True):
@@ -36,8 +82,8 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
     shards: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     """Into how many parts a chunk's KV heads are cut: a common multiple of the tensor-parallel sizes of all nodes that shall
     share chunks. 0 takes the least one of the nodes in this file."""
-    tiers: Annotated[tuple[MooncakeTier, ...], msgspec.Meta(min_length=1, max_length=1)] = (MooncakeTier(),)
-    """Where chunks live."""
+    tiers: Annotated[tuple[StorageTier, ...], msgspec.Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
+    """Where chunks live, fastest first."""
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------

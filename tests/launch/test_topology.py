@@ -12,10 +12,13 @@ import pytest
 from launch import topology
 from launch.roles import client_command
 from pd_cache.config import (
+    CacheConfig,
     ClusterConfig,
     DecodeNode,
+    LocalTier,
     MasterNode,
     ModelConfig,
+    MooncakeTier,
     ProxyNode,
     RandomModel,
     ReferenceEngineConfig,
@@ -96,6 +99,9 @@ def test_memory_that_is_not_there_is_named() -> None:
     assert "nodes[1].segment_size: '1024TiB': is more than this machine's memory" in message
     (message,) = messages(cluster(transfer=TransferSettings(staging_size=much)))
     assert "transfer.staging_size: '1024TiB': is more than this machine's memory" in message
+    tiers = (LocalTier(capacity=much), MooncakeTier())
+    (message,) = messages(cluster(cache=CacheConfig(tiers=tiers)))
+    assert "cache.tiers[0].capacity: '1024TiB': is more than this machine's memory" in message
     half = ByteSize(topology.machine_memory() * 6 // 10)
     both = [StoreNode(name=name, segment_size=half) for name in ("s", "t")]
     (message,) = messages(cluster(*both))

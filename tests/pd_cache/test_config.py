@@ -109,6 +109,56 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         ("cache: {chunk_size: 256}", "cache: {tiers: []}", "cache.tiers: expected `array` of length >= 1"),
         (
             "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: mooncake}, {kind: local, capacity: 1GiB}]}",
+            "c.yaml:3: cache.tiers[1]: stands after the pool; {kind: mooncake} must be the last tier",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: disk, path: /a, capacity: 1GiB}, {kind: local, capacity: 1GiB}, {kind: mooncake}]}",
+            "cache.tiers[1]: memory stands after a disk; the fastest tier comes first",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: local, capacity: 1GiB}, {kind: local, capacity: 2GiB}, {kind: mooncake}]}",
+            "cache.tiers[1]: is the second local tier on cpu; make it one",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: disk, path: /a, capacity: 1GiB}, {kind: disk, path: /a, capacity: 1GiB}]}",
+            "cache.tiers[1].path: '/a': is the path of another tier already",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: local, capacity: 1GiB}]}",
+            "c.yaml:3: cache.tiers: prefill and decode nodes share chunks through the pool; add {kind: mooncake}",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: disk, path: here, capacity: 1GiB}, {kind: mooncake}]}",
+            "cache.tiers[0].path: 'here': expected `str` matching regex",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: local}, {kind: mooncake}]}",
+            "cache.tiers[0]: the key capacity is missing",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: local, capacity: 1GiB, polcy: lfu}, {kind: mooncake}]}",
+            "cache.tiers[0].polcy: 'lfu': unknown key; did you mean policy?",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: local, capacity: 1GiB, policy: lru2}, {kind: mooncake}]}",
+            "cache.tiers[0].policy: 'lru2': must be one of lru, lfu, s3fifo",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: locl}]}",
+            "cache.tiers[0].kind: 'locl': must be one of local, disk, mooncake",
+        ),
+        (
+            "cache: {chunk_size: 256}",
             "cache: {hash_mode: blocks}",
             "the reference engine has no block hashes; use tokens",
         ),
