@@ -26,6 +26,8 @@ import click
 import numpy as np
 
 from bench.engine import Prompt, size, timed
+from bench.host_mode import LLAMA_8B
+from bench.host_mode import measure as measure_host
 from bench.pool import local_pool
 from bench.report import Check, finish, progress
 from bench.svg import Bars, bar_plot, line_plot
@@ -376,13 +378,9 @@ def measure_pool(tokens: int, rounds: int) -> dict[str, Any]:
     return figures
 
 
-def measure_host_mode() -> tuple[dict[str, Any], list[Check]]:
-    """Two engines that share one host's memory: figures and targets of `bench/host_mode.py`, in a tree that has it."""
-    if not Path(__file__).with_name("host_mode.py").exists():
-        return {}, []
-    from bench import host_mode
-
-    figures, checks = host_mode.measure()
+def measure_host_mode(tokens: int) -> tuple[dict[str, Any], list[Check]]:
+    """Two engines that share one host's memory: figures and targets of `bench/host_mode.py`."""
+    figures, checks = measure_host(LLAMA_8B._replace(tokens=tokens))
     return {f"host_{name}": value for name, value in figures.items()}, list(checks)
 
 
@@ -496,7 +494,7 @@ def main(
         figures |= measure_disk(chunk, objects, rounds, Path(folder), threads)
         bar.advance(parts)
         figures |= measure_pool(tokens, 2 * rounds)
-        host_figures, host_checks = measure_host_mode()
+        host_figures, host_checks = measure_host_mode(tokens)
         figures |= host_figures
         bar.advance(parts)
         for policy in POLICIES:
