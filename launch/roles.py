@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.errors import RoleError
 from launch.process import spawn_child
 from launch.signals import stop_on_signals
 from pd_cache.config import (
@@ -25,10 +28,14 @@ from pd_cache.config import (
     NodeSettings,
     PrefillNode,
     ProxyNode,
+    ReferenceEngineConfig,
     StoreNode,
+    VllmEngineConfig,
 )
-from pd_cache.errors import ConfigError, PdCacheError
+from pd_cache.errors import ConfigError
+from transfer.environment import host_environment
 from transfer.errors import PoolUnavailableError
+from transfer.host import WAITS_FOR
 
 if TYPE_CHECKING:
     import torch
@@ -37,10 +44,6 @@ if TYPE_CHECKING:
 
 Ready = Callable[[str], None]
 """Called once, with the node's URL (or an empty string), as soon as it can be used."""
-
-
-class RoleError(PdCacheError):
-    """A role cannot do its work."""
 
 
 def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
@@ -62,14 +65,10 @@ def master_command(node: MasterNode, metadata: str = "P2PHANDSHAKE") -> list[str
 
     Where `metadata` is an http address on the master's own host, the master serves that, too.
     """
-    beside = Path(sys.executable).with_name("mooncake_master")
-    binary = str(beside) if beside.exists() else shutil.which("mooncake_master")
-    if binary is None:
-        raise RoleError("mooncake_master is not installed; install pd-cache with one of the extras cpu, cuda12, cuda13")
     server = urllib.parse.urlsplit(metadata)
     serves_metadata = server.scheme == "http" and server.hostname == node.host
     return [
-        binary,
+        _mooncake("mooncake_master"),
         f"--rpc_address={node.host}",
         f"--rpc_port={node.port}",
         f"--metrics_host={node.host}",
@@ -117,15 +116,81 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Ready) -> None:
             _end(child, config.supervisor.stop_grace_s)
 
 
+def client_command(config: ClusterConfig, node: StoreNode) -> list[str]:
+    """The `mooncake_client` of a host. RoleError if the wheel is not installed.
+
+    Its segment is named by the address that it listens at, so that whoever knows the one knows the other.
+    """
+    clients = sum(other.host == node.host for other in config.caching_nodes())
+    # each can have its transfers under way in both directions, two control calls and a ping
+    threads = node.threads or max(4, clients * (2 * config.transfer.threads + 3))
+    return [
+        _mooncake("mooncake_client"),
+        f"--host={node.host}:{node.port}",
+        f"--port={node.port}",
+        f"--master_server_address={config.master_address}",
+        f"--metadata_server={config.transfer.metadata}",
+        f"--protocol={config.transfer.protocol}",
+        f"--device_names={','.join(config.transfer.devices)}",
+        f"--global_segment_size={int(node.segment_size)}",
+        f"--threads={threads}",
+        "--logtostderr",
+    ]
+
+
 def run_store(config: ClusterConfig, node: StoreNode, ready: Ready) -> None:
     """Give memory to the pool until told to stop, then unmount it, so that no key points at a node that is gone."""
+    if config.transfer.client == "host":
+        _run_host_client(config, node, ready)
+    else:
+        _run_segment(config, node, ready)
+
+
+def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Ready) -> None:
+    """Run a host's `mooncake_client` as a child that ends with this process, and unmounts its segment as it ends."""
+    with stop_on_signals() as stop:
+        deadline = time.monotonic() + config.supervisor.ready_timeout_s
+        while not _listening(config.master_address):  # without a master, mooncake_client aborts
+            if time.monotonic() > deadline:
+                raise PoolUnavailableError(f"Mooncake master {config.master_address} not reachable")
+            if stop.wait(0.2):
+                return
+        child = spawn_child(
+            client_command(config, node),
+            death_signal=signal.SIGTERM,
+            blocked=WAITS_FOR,
+            env=host_environment(config.transfer),
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            while not stop.is_set() and not _listening(f"{node.host}:{node.port}"):
+                if child.poll() is not None:
+                    raise RoleError(
+                        f"mooncake_client ended with {child.returncode} before it served; is the port {node.port} of "
+                        f"{node.host} free, and is there memory for {node.segment_size}?"
+                    )
+                if time.monotonic() > deadline:
+                    raise RoleError(f"mooncake_client not serving after {config.supervisor.ready_timeout_s:g} s")
+                stop.wait(0.05)
+            if not stop.is_set():
+                ready(f"{node.host}:{node.port}")
+            while not stop.wait(0.2):
+                if child.poll() is not None:
+                    raise RoleError(f"mooncake_client ended with {child.returncode}")
+        finally:
+            _end(child, config.supervisor.stop_grace_s)
+
+
+def _run_segment(config: ClusterConfig, node: StoreNode, ready: Ready) -> None:
+    """Mount the segment from this process."""
     from transfer.store import MooncakeStore
 
     settings = NodeSettings.of(config, node)
+    named = f"{settings.host}:{node.port}" if node.port else settings.host
     with (
         stop_on_signals() as stop,
         MooncakeStore(
-            settings.transfer, master=settings.master, host=settings.host, segment_size=settings.segment_size
+            settings.transfer, master=settings.master, host=named, segment_size=settings.segment_size
         ) as store,
     ):
         deadline = time.monotonic() + config.supervisor.ready_timeout_s
@@ -177,6 +242,16 @@ def run_cache_server(config: ClusterConfig, node: CacheServerNode, ready: Ready)
 
 def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready) -> None:
     """Serve the model, with a cache engine over the pool, or over the host's cache server."""
+    if isinstance(config.engine, VllmEngineConfig):
+        from launch.engines.vllm import serve_vllm
+
+        serve_vllm(config, config.engine, node, ready)
+    else:
+        run_reference_engine(config, node, ready)
+
+
+def run_reference_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready) -> None:
+    """Serve with the engine that ships with pd-cache, in this process."""
     from prometheus_client import CollectorRegistry, ProcessCollector
 
     from launch.engines.reference import serve
@@ -186,7 +261,7 @@ def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Rea
     from pd_cache.server.remote import RemoteCache
     from pd_cache.tokens import CacheMetadata
 
-    assert config.engine is not None  # the file's checks saw to it
+    assert isinstance(config.engine, ReferenceEngineConfig)  # the file's checks saw to it
     settings = NodeSettings.of(config, node)
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -233,6 +308,24 @@ def _serving(node: MasterNode) -> bool:
             return bool(json.load(answer).get("service_ready"))
     except (OSError, urllib.error.URLError, ValueError):
         return False
+
+
+def _listening(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _mooncake(program: str) -> str:
+    """The path of one of the wheel's programs. RoleError if the wheel is not installed."""
+    beside = Path(sys.executable).with_name(program)
+    path = str(beside) if beside.exists() else shutil.which(program)
+    if path is None:
+        raise RoleError(f"{program} is not installed; install pd-cache with one of the extras cpu, cuda12, cuda13")
+    return path
 
 
 def _end(child: subprocess.Popen[bytes], grace: float) -> None:

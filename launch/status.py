@@ -24,7 +24,15 @@ from pd_cache.errors import PdCacheError
 
 _TIMEOUT_S = 2.0
 _LARGEST_ANSWER = 16 << 20
-_IN_FLIGHT = ("pd_cache_reference_queue_length", "pd_cache_reference_running", "pd_cache_proxy_requests_running")
+_VLLM = "vllm:"
+"""Before the names of metrics, ours included, that vLLM gives out."""
+_IN_FLIGHT = (
+    "pd_cache_reference_queue_length",
+    "pd_cache_reference_running",
+    "pd_cache_proxy_requests_running",
+    "num_requests_running",
+    "num_requests_waiting",
+)
 
 
 class NodeStatus(msgspec.Struct, kw_only=True):
@@ -61,7 +69,7 @@ def _ask(config: ClusterConfig, node: Node) -> NodeStatus:
         elif isinstance(node, MasterNode):
             _ask_master(node, row)
         elif isinstance(node, StoreNode):
-            row.state = "not asked: it has no address; its memory shows in the master's row"
+            row.state = "not asked: it takes no questions; its memory shows in the master's row"
         else:
             _ask_http(node.host, node.port, row)
     except (OSError, urllib.error.URLError) as error:
@@ -140,7 +148,7 @@ def _samples(text: str) -> Samples:
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+            found.setdefault(sample.name.removeprefix(_VLLM), []).append((sample.labels, sample.value))
     return found
 
 

@@ -8,8 +8,10 @@ what the caller got wrong is a ValueError before anything moved.
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
@@ -18,7 +20,7 @@ import torch
 
 from pd_cache.backends import PutOutcome, Staged, StorageBackend, open_backend
 from pd_cache.config import NodeSettings
-from pd_cache.layout import KVLayout, layer_tensors
+from pd_cache.layout import KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import ChunkSlots, Completion, PagedCopier, host_pin, open_copier, plan_slots
@@ -34,32 +36,40 @@ _COPIERS = 4
 """Sets of KV tensors remembered per engine; an engine has one, tests and re-registrations a few."""
 
 
+class Stored(enum.IntEnum):
+    """What a store did for a chunk."""
+
+    NOT = 0
+    """It is not in the pool, or not known to be."""
+    BEFORE = 1
+    """It was there already."""
+    NEW = 2
+
+    @staticmethod
+    def together(parts: Iterable[Stored]) -> Stored:
+        """Of a chunk of several parts: new if a part is, and all are there."""
+        known = list(parts)
+        return Stored.NOT if Stored.NOT in known else max(known)
+
+
 class ChunkRun(NamedTuple):
-    """Chunks of a prompt: their keys, where their tokens lie in a paged cache, and what moves them."""
+    """Chunks of a prompt: the keys of their objects, where their tokens lie in a paged cache, and what moves them."""
 
     keys: list[str]
+    """Chunk by chunk, and in each shard by shard."""
     chunks: list[ChunkSlots]
-    copier: PagedCopier
+    copiers: list[PagedCopier]
+    """One for each shard."""
 
+    def gather(self, index: int, payload: torch.Tensor) -> Completion:
+        """Begin to copy the tokens of the object with the key of this index into `payload`."""
+        chunk, shard = divmod(index, len(self.copiers))
+        return self.copiers[shard].gather(self.chunks[chunk], payload)
 
-class StoreCounts(NamedTuple):
-    """What became of the chunks of a store."""
-
-    stored: int
-    """Newly written."""
-    present: int
-    """There already."""
-    failed: int
-    """Refused or lost; the reasons are counted in the metrics."""
-
-
-class _Request(NamedTuple):
-    """A checked call: the chunks that are wanted."""
-
-    length: int
-    first: int
-    """Tokens before the first wanted chunk."""
-    run: ChunkRun
+    def scatter(self, index: int, payload: torch.Tensor) -> Completion:
+        """Begin to copy the object with the key of this index to where its tokens belong."""
+        chunk, shard = divmod(index, len(self.copiers))
+        return self.copiers[shard].scatter(self.chunks[chunk], payload)
 
 
 class ChunkMover:
@@ -69,10 +79,11 @@ class ChunkMover:
     with all memory given back.
     """
 
-    def __init__(self, backend: StorageBackend, chunk_size: int, metrics: CacheMetrics) -> None:
+    def __init__(self, backend: StorageBackend, database: ChunkedTokenDatabase, metrics: CacheMetrics) -> None:
         self.backend = backend
         self.metrics = metrics
-        self._chunk_size = chunk_size
+        self._database = database
+        self._annotated = False
         self._closed = False
         self._active = 0
         self._idle = threading.Condition()
@@ -81,31 +92,39 @@ class ChunkMover:
     def closed(self) -> bool:
         return self._closed
 
-    def store(self, run: ChunkRun, timeout: float | None = None) -> StoreCounts:
-        """Store the chunks that the backend lacks; `timeout` (s) bounds each transfer."""
-        chunks = len(run.keys)
-        self.metrics.tokens("store", "requested", chunks * self._chunk_size)
+    def store(self, run: ChunkRun, timeout: float | None = None) -> list[Stored]:
+        """Store the objects that the backend lacks; what became of each. `timeout` (s) bounds each transfer."""
+        outcomes = [Stored.NOT] * len(run.keys)
+        self.metrics.tokens("store", "requested", self._tokens(run, len(run.keys)))
         with self._moving() as may_move, self.metrics.timed("store"):
-            if not chunks or not may_move:
-                return StoreCounts(0, 0, chunks)
+            if not run.keys or not may_move:
+                return outcomes
             statuses = self.backend.batched_wants(run.keys, timeout=timeout)
             self.metrics.outages("store", statuses)
             missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
-            stored = self._put(run, missing, timeout)
+            for index, status in enumerate(statuses):
+                if status is Status.OK:
+                    outcomes[index] = Stored.BEFORE
+            for index, status in zip(missing, self._put(run, missing, timeout), strict=False):
+                if status is Status.OK:
+                    outcomes[index] = Stored.NEW
+            stored = outcomes.count(Stored.NEW)
+            if stored:
+                self._annotate(timeout)
         self.metrics.moved("store", stored * self.backend.payload_bytes)
-        self.metrics.tokens("store", "stored", stored * self._chunk_size)
-        present = statuses.count(Status.OK)
-        return StoreCounts(stored, present, chunks - present - stored)
+        self.metrics.tokens("store", "stored", self._tokens(run, stored))
+        return outcomes
 
     def load(self, run: ChunkRun, timeout: float | None = None) -> int:
-        """Load chunks in order until the first that is missing; how many were loaded. `timeout` as for `store`."""
-        self.metrics.tokens("retrieve", "requested", len(run.keys) * self._chunk_size)
+        """Load chunks in order until the first that is missing; how many were loaded. `timeout` (s) bounds the whole."""
+        self.metrics.tokens("retrieve", "requested", self._tokens(run, len(run.keys)))
         with self._moving() as may_move, self.metrics.timed("retrieve"):
             if not run.keys or not may_move:
                 return 0
-            loaded = self._get(run, timeout)
-        self.metrics.moved("retrieve", loaded * self.backend.payload_bytes)
-        self.metrics.tokens("retrieve", "loaded", loaded * self._chunk_size)
+            objects = self._get(run, timeout)
+        loaded = objects // len(run.copiers)
+        self.metrics.moved("retrieve", objects * self.backend.payload_bytes)
+        self.metrics.tokens("retrieve", "loaded", loaded * self._database.chunk_size)
         return loaded
 
     def close(self, timeout: float) -> bool:
@@ -120,9 +139,13 @@ class ChunkMover:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
+    def _tokens(self, run: ChunkRun, objects: int) -> int:
+        """How many tokens so many objects of a run stand for."""
+        return objects * self._database.chunk_size // len(run.copiers)
+
     @contextlib.contextmanager
     def _moving(self) -> Iterator[bool]:
-        """Keep `close` waiting while bytes move; False where the engine is closed already."""
+        """Keep `close` waiting while bytes move; False where it is closed already."""
         with self._idle:
             may_move = not self._closed
             self._active += may_move
@@ -133,7 +156,8 @@ class ChunkMover:
                 self._active -= may_move
                 self._idle.notify_all()
 
-    def _put(self, run: ChunkRun, missing: list[int], timeout: float | None) -> int:
+    def _put(self, run: ChunkRun, missing: list[int], timeout: float | None) -> list[Status]:
+        """One status for each of the `missing`, in order; fewer where there was no memory for the last ones."""
         outcomes: list[PutOutcome] = []
         done = 0
         while done < len(missing):
@@ -146,15 +170,12 @@ class ChunkMover:
             keys = [run.keys[index] for index in indices[: len(staged)]]
             outcomes.append(self.backend.batched_put(keys, staged, timeout=timeout))
             done += len(staged)
-        stored = 0
-        for outcome in outcomes:
-            statuses = outcome.results()
-            self.metrics.outages("store", statuses)
-            stored += sum(status is Status.OK for status in statuses)
-        return stored
+        statuses = [status for outcome in outcomes for status in outcome.results()]
+        self.metrics.outages("store", statuses)
+        return statuses
 
     def _gather(self, run: ChunkRun, indices: list[int], timeout: float | None) -> list[Staged]:
-        """Stage chunks of `indices`, from the first, as far as there is memory; none only if none came free in time.
+        """Stage objects of `indices`, from the first, as far as there is memory; none only if none came free in time.
 
         Only the first waits for memory: two stores that hold some can never wait for each other.
         """
@@ -166,8 +187,7 @@ class ChunkMover:
                 if memory is None:
                     break
                 staged.append(memory)
-                payload = torch.frombuffer(memory.payload, dtype=torch.uint8)
-                copies.append(run.copier.gather(run.chunks[index], payload))
+                copies.append(run.gather(index, torch.frombuffer(memory.payload, dtype=torch.uint8)))
             for copy in copies:
                 copy.wait()
         except BaseException:
@@ -179,22 +199,33 @@ class ChunkMover:
         return staged
 
     def _get(self, run: ChunkRun, timeout: float | None) -> int:
+        """Scatter objects in order until the first that is missing; how many were loaded."""
         loaded = 0
+        deadline = None if timeout is None else time.monotonic() + timeout
         with contextlib.closing(self.backend.batched_get(run.keys, timeout=timeout)) as fetches:
-            for chunk, fetched in zip(run.chunks, fetches, strict=True):
+            for index, fetched in zip(range(len(run.keys)), fetches, strict=True):
                 try:
                     if self._closed:
+                        break
+                    if deadline is not None and time.monotonic() > deadline:
+                        self.metrics.trouble("retrieve", "deadline", len(run.keys) - loaded)
                         break
                     if fetched.payload is None:
                         self.metrics.trouble("retrieve", fetched.reason)
                         break
                     # waited for at once: the transfers behind this chunk run ahead meanwhile, and a reader that holds
                     # no memory while it waits for the next chunk can never keep another from going on
-                    run.copier.scatter(chunk, torch.frombuffer(fetched.payload, dtype=torch.uint8)).wait()
+                    run.scatter(index, torch.frombuffer(fetched.payload, dtype=torch.uint8)).wait()
                     loaded += 1
                 finally:
                     fetched.release()
         return loaded
+
+    def _annotate(self, timeout: float | None) -> None:
+        """Leave the namespace's manifest beside its chunks, once."""
+        if not self._annotated:
+            key, manifest = self._database.manifest_key, self._database.namespace.manifest()
+            self._annotated = self.backend.annotate(key, manifest, timeout=timeout) is Status.OK
 
 
 class CacheEngine:
@@ -212,7 +243,9 @@ class CacheEngine:
         metrics: CacheMetrics | None = None,
     ) -> None:
         """Take over `backend`, which is closed with the engine. ValueError if layout and metadata disagree."""
-        described = CacheMetadata.of(metadata.model, layout, world_size=metadata.world_size, rank=metadata.rank)
+        described = CacheMetadata.of(
+            metadata.model, layout, world_size=metadata.world_size, rank=metadata.rank, held=metadata.held
+        )
         if described != metadata:
             raise ValueError(f"the KV tensors are {described}, but the metadata says {metadata}")
         self.settings = settings
@@ -221,10 +254,10 @@ class CacheEngine:
         self.metrics = metrics or CacheMetrics()
         self.database = ChunkedTokenDatabase(metadata.namespace(settings.cache))
         self.backend = backend
-        self.mover = ChunkMover(backend, self.database.chunk_size, self.metrics)
-        self._copiers: OrderedDict[tuple[object, ...], PagedCopier] = OrderedDict()
+        self.mover = ChunkMover(backend, self.database, self.metrics)
+        self._shard_layout = layout.shard(metadata.held)
+        self._copiers: OrderedDict[tuple[object, ...], list[PagedCopier]] = OrderedDict()
         self._lock = threading.Lock()
-        self._annotated = False
 
     @property
     def namespace(self) -> Namespace:
@@ -291,11 +324,22 @@ class CacheEngine:
 
         What the pool refuses is counted, not raised. ValueError for arguments that do not fit, before anything moved.
         """
-        request = self._check(tokens, hashes, mask, kv_caches, slot_mapping, extra_keys)
-        stored = self.mover.store(request.run, timeout).stored
-        if stored:
-            self._annotate(timeout)
-        return stored * self.chunk_size
+        names, length = self._named(tokens, hashes, extra_keys)
+        first = unwanted_prefix(mask, length, self.chunk_size)
+        outcomes = self.mover.store(self._plan(names, length, first, kv_caches, slot_mapping), timeout)
+        return outcomes.count(Stored.NEW) * self.chunk_size // self.metadata.held
+
+    def store_chunks(
+        self, names: Sequence[bytes], *, kv_caches: KVCaches, slot_mapping: torch.Tensor, timeout: float | None = None
+    ) -> list[Stored]:
+        """As `store`, for chunks that were named already (`database.name_chunks`); what became of each.
+
+        slot_mapping: int [chunks * chunk_size].
+        """
+        run = self._plan(names, len(names) * self.chunk_size, 0, kv_caches, slot_mapping)
+        outcomes = self.mover.store(run, timeout)
+        held = self.metadata.held
+        return [Stored.together(outcomes[start : start + held]) for start in range(0, len(outcomes), held)]
 
     def retrieve(
         self,
@@ -310,22 +354,33 @@ class CacheEngine:
     ) -> torch.Tensor:
         """Load a prompt's chunks into the paged buffer, as far as the pool has them without a hole.
 
-        Arguments as for `store`; the mask's False prefix is not wanted. Returns a bool tensor [n] on the CPU: True where
-        the token's KV now lies in the buffer, one contiguous run from the mask's first True. Slots of wanted tokens that
-        come back False may have been overwritten; all other slots are untouched.
+        Arguments as for `store`, but `timeout` (s) bounds the whole; the mask's False prefix is not wanted. The wanted
+        slots may begin with whole blocks of -1, which are left as they are: the engine has them. Returns a bool tensor
+        [n] on the CPU: True where the token's KV now lies in the buffer, one contiguous run from the mask's first True.
+        Slots of wanted tokens that come back False may have been overwritten; all other slots are untouched.
         """
-        request = self._check(tokens, hashes, mask, kv_caches, slot_mapping, extra_keys)
-        result = torch.zeros(request.length, dtype=torch.bool)
-        loaded = self.mover.load(request.run, timeout)
-        result[request.first : request.first + loaded * self.chunk_size] = True
+        names, length = self._named(tokens, hashes, extra_keys)
+        first = unwanted_prefix(mask, length, self.chunk_size)
+        run = self._plan(names, length, first, kv_caches, slot_mapping, may_leave_out=True)
+        loaded = self.mover.load(run, timeout)
+        result = torch.zeros(length, dtype=torch.bool)
+        result[first : first + loaded * self.chunk_size] = True
         return result
+
+    def retrieve_chunks(
+        self, names: Sequence[bytes], *, kv_caches: KVCaches, slot_mapping: torch.Tensor, timeout: float | None = None
+    ) -> int:
+        """As `retrieve`, for chunks that were named already; how many of them, from the first, lie in the buffer now."""
+        length = len(names) * self.chunk_size
+        run = self._plan(names, length, 0, kv_caches, slot_mapping, may_leave_out=True)
+        return self.mover.load(run, timeout)
 
     def close(self) -> None:
         """Wait for what moves, at most `transfer.timeouts.close_ms`; close the backend, let go of the KV tensors. Idempotent."""
         if not self.mover.close(self.settings.transfer.timeouts.close_ms / 1000):
             return
         with self._lock:
-            copiers = list(self._copiers.values())
+            copiers = [copier for shards in self._copiers.values() for copier in shards]
             self._copiers.clear()
         for copier in copiers:  # before the backend: the staging memory is page-locked until that closes
             copier.close()
@@ -333,26 +388,33 @@ class CacheEngine:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _check(
+    def _named(
+        self, tokens: Tokens | None, hashes: Sequence[bytes] | None, extra_keys: Iterable[ExtraKey]
+    ) -> tuple[list[bytes], int]:
+        """The names of a prompt's whole chunks, and its length in tokens."""
+        names = self.database.name_chunks(tokens, hashes, extra_keys)
+        return names, len(tokens) if tokens is not None else len(hashes or ()) * self.layout.block_size
+
+    def _plan(
         self,
-        tokens: Tokens | None,
-        hashes: Sequence[bytes] | None,
-        mask: Mask | None,
+        names: Sequence[bytes],
+        length: int,
+        first: int,
         kv_caches: KVCaches,
         slot_mapping: torch.Tensor,
-        extra_keys: Iterable[ExtraKey],
-    ) -> _Request:
-        names = self.database.name_chunks(tokens, hashes, extra_keys)
-        length = len(tokens) if tokens is not None else len(hashes or ()) * self.layout.block_size
-        first = unwanted_prefix(mask, length, self.chunk_size)
+        *,
+        may_leave_out: bool = False,
+    ) -> ChunkRun:
+        """The chunks from token `first` on, checked."""
         check_slot_mapping(slot_mapping, length)
-        copier = self._copier(kv_caches)
+        copiers = self._copiers_of(kv_caches)
         end = len(names) * self.chunk_size
-        chunks = plan_slots(slot_mapping[min(first, end) : end], self.layout, self.chunk_size)
-        keys = self.database.keys(names[first // self.chunk_size :], self.metadata.rank)
-        return _Request(length, first, ChunkRun(keys, chunks, copier))
+        wanted = slot_mapping[min(first, end) : end]
+        chunks = plan_slots(wanted, self.layout, self.chunk_size, may_leave_out=may_leave_out)
+        return ChunkRun(self.database.keys(names[first // self.chunk_size :], self.metadata.shards), chunks, copiers)
 
-    def _copier(self, kv_caches: KVCaches) -> PagedCopier:
+    def _copiers_of(self, kv_caches: KVCaches) -> list[PagedCopier]:
+        """One for each shard that this rank holds."""
         tensors = layer_tensors(kv_caches)
         if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise ValueError("kv_caches must hold one tensor a layer")
@@ -360,24 +422,22 @@ class CacheEngine:
         first = tensors[0]
         place = (*(tensor.data_ptr() for tensor in tensors), first.shape, first.stride(), first.dtype)
         with self._lock:
-            copier = self._copiers.get(place)
-            if copier is not None:
+            copiers = self._copiers.get(place)
+            if copiers is not None:
                 self._copiers.move_to_end(place)
-                return copier
-            copier = open_copier(tensors, self.layout)
+                return copiers
+            found = KVLayout.from_tensors(tensors, self.layout.kind)
+            if found != self.layout:
+                raise ValueError(f"these KV tensors are {found}, but the engine was built for {self.layout}")
+            shards = shard_tensors(tensors, self.metadata.held)
+            copiers = [open_copier(views, self._shard_layout) for views in shards]
             if self.mover.closed:
-                return copier
-            self._copiers[place] = copier
+                return copiers
+            self._copiers[place] = copiers
             if len(self._copiers) > _COPIERS:
-                self._copiers.popitem(last=False)[1].close()
-            return copier
-
-    def _annotate(self, timeout: float | None) -> None:
-        """Leave the namespace's manifest beside its chunks, once."""
-        if not self._annotated:
-            namespace = self.database.namespace
-            status = self.backend.annotate(self.database.manifest_key, namespace.manifest(), timeout=timeout)
-            self._annotated = status is Status.OK
+                for copier in self._copiers.popitem(last=False)[1]:
+                    copier.close()
+            return copiers
 
 
 def unwanted_prefix(mask: Mask | None, length: int, chunk_size: int) -> int:
@@ -427,7 +487,7 @@ class CacheEngineBuilder:
         with cls._lock:
             engine = cls._engines.get(instance_id)
             if engine is None:
-                payload = layout.chunk_bytes(config.cache.chunk_size)
+                payload = layout.shard(metadata.held).chunk_bytes(config.cache.chunk_size)
                 metrics = metrics or CacheMetrics()
                 opened = (
                     backend(config, payload)

@@ -101,6 +101,8 @@ class CacheMetrics:
             ["op", "reason"],
             registry=self.registry,
         )
+        self.changes = 0
+        """Goes up whenever something was counted."""
         tier, registry = ["tier"], self.registry
         self._tier_hits = Counter("pd_cache_tier_hits", "Chunks read, by tier", tier, registry=registry)
         self._tier_misses = Counter(
@@ -142,6 +144,7 @@ class CacheMetrics:
         """Count chunks that ended in `reason`, and say so in the log, at most once in ten seconds for each reason."""
         if not chunks:
             return
+        self.changes += 1
         self._troubles.labels(op, reason).inc(chunks)
         self.say(op, reason, chunks, detail)
 
@@ -163,6 +166,18 @@ class CacheMetrics:
                 self._tiers[name] = TierMetrics(self, name)
             return self._tiers[name]
 
+    def totals(self) -> dict[tuple[str, ...], float]:
+        """Everything counted so far: (family, labels...) -> value; of durations the sum and the number, no buckets."""
+        found: dict[tuple[str, ...], float] = {}
+        for family in self.registry.collect():
+            for sample in family.samples:
+                if not sample.name.endswith(("_total", "_sum", "_count")):
+                    continue
+                name = sample.name.removesuffix("_total").removeprefix("pd_cache_")
+                key = (name, *sample.labels.values())
+                found[key] = sample.value
+        return found
+
     def outages(self, op: str, statuses: Sequence[Status]) -> None:
         """Count every status that is neither OK nor a plain miss."""
         if statuses.count(Status.OK) + statuses.count(Status.MISSING) < len(statuses):
@@ -178,3 +193,4 @@ class CacheMetrics:
             yield
         finally:
             self._seconds[op].observe(time.perf_counter() - start)
+            self.changes += 1

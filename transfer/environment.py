@@ -29,6 +29,19 @@ def client_variables(settings: TransferSettings) -> dict[str, str]:
     }
 
 
+def host_environment(settings: TransferSettings) -> dict[str, str]:
+    """The whole environment of a host's `mooncake_client`, which is the client of all processes of its host.
+
+    It allocates its segment with malloc and does not touch it; the first writer of each page would pay for the fault.
+    With `prefault`, glibc is asked for huge pages, and to fill what it allocates: that happens before the segment is
+    mounted.
+    """
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if settings.prefault:
+        tunables = ":".join(filter(None, ("glibc.malloc.hugetlb=1:glibc.malloc.perturb=85", tunables)))
+    return {**client_variables(settings), **os.environ, "GLIBC_TUNABLES": tunables}
+
+
 def prepare(settings: TransferSettings) -> None:
     """Set what is not set yet."""
     for name, value in client_variables(settings).items():

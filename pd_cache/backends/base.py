@@ -89,14 +89,18 @@ class StorageBackend(ABC):
         """OK or MISSING for each key; another status where the backend cannot tell."""
 
     def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
-        """As `batched_contains`, but MISSING also for a key that a put would still write somewhere."""
+        """As `batched_contains`, for whoever is about to put: MISSING where that would be of use.
+
+        They differ where there are several tiers: a key may be found in one, and still be missing where others look.
+        """
         return self.batched_contains(keys, timeout=timeout)
 
     @abstractmethod
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
         """Each key's outcome, in order; no key may stand twice. Closing the iterator early gives up what was not yielded.
 
-        The caller releases what was yielded. `timeout` bounds each transfer batch, not the whole.
+        The caller releases what was yielded. `timeout` (s) bounds the whole; without it each transfer has the configured
+        one.
         """
 
     @abstractmethod

@@ -27,6 +27,10 @@ def open_backend(
     tiers = settings.cache.tiers
     metrics = metrics or CacheMetrics()
     reserve = sum(_reserved(tier, payload_bytes) for tier in tiers)
+    if not slots_of(settings.transfer.staging_size, payload_bytes):
+        # a local tier's slots in the same memory are no substitute: once it is full, none of them is free
+        slot = StagingPool.stride_of(payload_bytes + TRAILER_BYTES)
+        raise ValueError(f"it holds no slot of {payload_bytes + TRAILER_BYTES} bytes; make it at least {slot}")
     opened: list[StorageBackend] = []
     try:
         pool = next((tier for tier in tiers if isinstance(tier, MooncakeTier)), None)

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _BATCH_BYTES = 64 << 20
+_FAIR_S = 2.0
+"""A disk that has not answered within this hangs."""
 _PATIENCE_S = 3600.0
 """For deletions, which nobody waits for: one that was dropped would leave a file that nobody counts."""
 
@@ -54,12 +56,15 @@ class _Write:
 class _Writes:
     """What became of a put; see `base.PutOutcome`."""
 
-    def __init__(self, backend: LocalDiskBackend, parts: list[Status | Call[Status]]) -> None:
+    def __init__(self, backend: LocalDiskBackend, parts: list[Status | Call[Status]], patience: float) -> None:
         self._backend = backend
         self._parts = parts
+        self._patience = patience
 
     def results(self) -> list[Status]:
-        return [part if isinstance(part, Status) else self._backend._outcome(part) for part in self._parts]
+        return [
+            part if isinstance(part, Status) else self._backend._outcome(part, self._patience) for part in self._parts
+        ]
 
 
 class _Read(NamedTuple):
@@ -68,6 +73,8 @@ class _Read(NamedTuple):
     call: Call[str] | None
     staged: StagedObject | None
     reason: str = ""
+    patience: float = 0.0
+    """Seconds that the call was given."""
 
     def release(self) -> None:
         """Nobody waits for it any more; the call has a reference of its own, as long as it runs."""
@@ -134,12 +141,14 @@ class LocalDiskBackend(StorageBackend):
         return [Status.OK if there else Status.MISSING for there in found]
 
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
-        seconds = self._timeouts.get_ms / 1000 if timeout is None else timeout
+        longest = self._timeouts.get_ms / 1000
+        deadline = None if timeout is None else time.monotonic() + timeout
         ahead: deque[_Read] = deque()
         started = 0
         try:
             while started < len(keys) or ahead:
                 while started < len(keys) and len(ahead) < self._ahead:
+                    seconds = longest if deadline is None else min(longest, max(0.0, deadline - time.monotonic()))
                     # only a reader that holds nothing waits for memory: two of them can never wait for each other
                     read = self._start_read(keys[started], seconds, 0.0 if ahead else seconds)
                     if read is None:
@@ -160,8 +169,9 @@ class LocalDiskBackend(StorageBackend):
 
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
-        deadline = time.monotonic() + (self._timeouts.put_ms / 1000 if timeout is None else timeout)
-        return _Writes(self, [self._put(key, item, deadline) for key, item in zip(keys, items, strict=True)])
+        seconds = self._timeouts.put_ms / 1000 if timeout is None else timeout
+        deadline = time.monotonic() + seconds
+        return _Writes(self, [self._put(key, item, deadline) for key, item in zip(keys, items, strict=True)], seconds)
 
     def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         if not self.available:
@@ -230,7 +240,7 @@ class LocalDiskBackend(StorageBackend):
             while write.evicted:
                 self.folder.unlink(write.evicted[-1])
                 write.evicted.pop()
-            name = self.folder.write(write.digest, self.memory.pool.pages(write.staged.slot))
+            name = self.folder.write(write.digest, write.staged.slot.pages)
         except OSError as error:
             return self._failed("a write", error)
         with self._changed:
@@ -261,10 +271,10 @@ class LocalDiskBackend(StorageBackend):
             del self._writing[write.digest]
         return wanted
 
-    def _outcome(self, call: Call[Status]) -> Status:
+    def _outcome(self, call: Call[Status], patience: float) -> Status:
         status = call.outcome(Status.TIMEOUT)
         if status is Status.TIMEOUT:
-            self._late("a write", call.started)
+            self._late("a write", call.started, patience, self._timeouts.put_ms)
         return status
 
     def _remove(self, digest: str) -> Status:
@@ -315,12 +325,12 @@ class LocalDiskBackend(StorageBackend):
             self._unpin(entry)
 
         call = self._reads.submit(functools.partial(self._read, key, entry, target), time.monotonic() + seconds, let_go)
-        return _Read(call, staged, "" if call is not None else Status.OVERLOADED.value)
+        return _Read(call, staged, "" if call is not None else Status.OVERLOADED.value, seconds)
 
     def _read(self, key: str, entry: Entry[str], target: StagedObject) -> str:
         """On a reading thread: read and check; what is wrong, if anything is."""
         try:
-            nbytes = self.folder.read(entry.resource, self.memory.pool.pages(target.slot))
+            nbytes = self.folder.read(entry.resource, target.slot.pages)
         except FileNotFoundError:  # somebody deleted it
             self._discard(entry)
             return Status.MISSING.value
@@ -339,7 +349,7 @@ class LocalDiskBackend(StorageBackend):
         if read.call is not None:
             reason = read.call.outcome(Status.TIMEOUT.value)
             if reason == Status.TIMEOUT.value:
-                self._late("a read", read.call.started)
+                self._late("a read", read.call.started, read.patience, self._timeouts.get_ms)
         if read.staged is not None and not reason:
             read.staged.sealed_for = key
             return FetchedObject(read.staged)
@@ -366,10 +376,10 @@ class LocalDiskBackend(StorageBackend):
     def _count(self) -> None:
         self._metrics.holds(len(self.index) * self._file_bytes)
 
-    def _late(self, what: str, started: bool) -> None:
-        """A deadline passed. A disk that hangs counts as failed; a queue that is long does not."""
-        if started:
-            self._switch_off("off", f"{what} got no answer in time", Status.TIMEOUT.value)
+    def _late(self, what: str, started: bool, patience: float, usual_ms: int) -> None:
+        """A deadline passed. A disk that hangs counts as failed; a long queue, or an impatient caller, says nothing."""
+        if started and patience >= min(_FAIR_S, usual_ms / 1000):
+            self._switch_off("off", f"{what} got no answer in {patience:g} s", Status.TIMEOUT.value)
 
     def _failed(self, what: str, error: OSError) -> Status:
         """Switch off, and say what that means for the call at hand."""

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -24,6 +25,8 @@ from pd_cache.backends.base import Fetched, PutOutcome, Settled, Staged, Storage
 from pd_cache.backends.memory import FetchedObject, StagedObject
 from pd_cache.metrics import TierMetrics
 from transfer.errors import PoolUnavailableError, Status
+
+log = logging.getLogger(__name__)
 
 Promotion = Literal["always", "second_hit", "never"]
 
@@ -93,18 +96,24 @@ class HybridBackend(StorageBackend):
         return statuses
 
     def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
-        statuses = [Status.OK] * len(keys)
-        for tier in self.tiers:
-            for index, answer in enumerate(tier.backend.batched_wants(keys, timeout=timeout)):
-                if answer is not Status.OK and statuses[index] is not Status.MISSING:
-                    statuses[index] = answer
+        """MISSING for a key that the last tier lacks, or that no tier has while the last one cannot tell."""
+        statuses = self.tiers[-1].backend.batched_wants(keys, timeout=timeout)
+        unsure = [index for index, status in enumerate(statuses) if status not in (Status.OK, Status.MISSING)]
+        others = [tier.backend for tier in self.tiers[:-1] if tier.backend.available]
+        if unsure and others:
+            asked = [keys[index] for index in unsure]
+            answers = [other.batched_contains(asked, timeout=timeout) for other in others]
+            for index, found in zip(unsure, zip(*answers, strict=True), strict=True):
+                if Status.OK not in found:
+                    statuses[index] = Status.MISSING
         return statuses
 
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
+        deadline = None if timeout is None else time.monotonic() + timeout
         done = 0
         floor = 0  # of the next key: the first tier that it was not looked for in vain
         while done < len(keys):
-            with contextlib.closing(self._read_runs(keys[done:], floor, timeout)) as outcomes:
+            with contextlib.closing(self._read_runs(keys[done:], floor, deadline)) as outcomes:
                 for level, key, fetched in outcomes:
                     if fetched.payload is None and level + 1 < len(self.tiers):
                         self.tiers[level].metrics.missed(fetched.reason)
@@ -113,7 +122,7 @@ class HybridBackend(StorageBackend):
                         break
                     if fetched.payload is not None:
                         self.tiers[level].metrics.hit()
-                        self._promote(level, key, fetched, timeout)
+                        self._promote(level, key, fetched)
                     floor = 0
                     done += 1
                     yield fetched
@@ -172,14 +181,14 @@ class HybridBackend(StorageBackend):
     # --- reading -------------------------------------------------------------------------------------------------
 
     def _read_runs(
-        self, keys: Sequence[str], floor: int, timeout: float | None
+        self, keys: Sequence[str], floor: int, deadline: float | None
     ) -> Generator[tuple[int, str, Fetched], None, None]:
         """Each key's outcome in the first tier that knows it, with that tier's number. The first key from `floor` on."""
-        levels = self._levels(keys, floor, timeout)
+        levels = self._levels(keys, floor, _seconds_to(deadline))
         start = 0
         for level, run in groupby(levels):
             stop = start + len(list(run))
-            fetches = self.tiers[level].backend.batched_get(keys[start:stop], timeout=timeout)
+            fetches = self.tiers[level].backend.batched_get(keys[start:stop], timeout=_seconds_to(deadline))
             with contextlib.closing(fetches):
                 for key, fetched in zip(keys[start:stop], fetches, strict=True):
                     yield level, key, fetched
@@ -201,16 +210,20 @@ class HybridBackend(StorageBackend):
             unknown = [index for index in unknown if levels[index] == last]
         return levels
 
-    def _promote(self, level: int, key: str, fetched: Fetched, timeout: float | None) -> None:
+    def _promote(self, level: int, key: str, fetched: Fetched) -> None:
         """Put what was read from one tier into those before it, as their policies say."""
         for tier, seen in zip(self.tiers[:level], self._seen, strict=False):
             if tier.promote == "never" or (seen is not None and not seen.again(key)):
                 continue
             if isinstance(fetched, FetchedObject) and (staged := fetched.share()) is not None:
                 try:
-                    self._behind.put(tier, [key], [staged], timeout)
+                    self._behind.put(tier, [key], [staged], None)
                 finally:
                     staged.release()
+
+
+def _seconds_to(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 class _SecondHit:
@@ -285,12 +298,11 @@ class _WriteBehind:
             _begin(tier, keys, items, timeout).results()
             return
         with self._changed:
-            fits = self._chunks + len(keys) <= self._limit
-            if fits and not self._closed:
-                self._chunks += len(keys)
-                self._jobs.put(_begin(tier, keys, items, timeout))
-                return
-        tier.metrics.dropped((Status.CLOSED if self._closed else Status.OVERLOADED).value, len(keys))
+            fits = 0 if self._closed else min(len(keys), self._limit - self._chunks)
+            if fits:
+                self._chunks += fits
+                self._jobs.put(_begin(tier, keys[:fits], items[:fits], timeout))
+        tier.metrics.dropped((Status.CLOSED if self._closed else Status.OVERLOADED).value, len(keys) - fits)
 
     def flush(self, timeout: float) -> bool:
         with self._changed:
@@ -307,7 +319,11 @@ class _WriteBehind:
 
     def _run(self) -> None:
         while (write := self._jobs.get()) is not None:
-            write.results()
-            with self._changed:
-                self._chunks -= write.chunks
-                self._changed.notify_all()
+            try:
+                write.results()
+            except Exception:
+                log.exception("tier %s: a write behind broke", write.tier.metrics.tier)
+            finally:
+                with self._changed:
+                    self._chunks -= write.chunks
+                    self._changed.notify_all()

@@ -150,10 +150,11 @@ class LocalBackend(StorageBackend, Generic[H]):
         # all at once, so that what is there now is not evicted by what this reader brings in
         entries = [self.index.pin(key) for key in keys]
         served = 0
+        deadline = None if timeout is None else time.monotonic() + timeout
         try:
             for key, entry in zip(keys, entries, strict=True):
                 served += 1
-                yield self._missing() if entry is None else self._read(key, entry, timeout)
+                yield self._missing() if entry is None else self._read(key, entry, deadline)
         finally:
             for left in entries[served:]:
                 if left is not None:
@@ -207,9 +208,9 @@ class LocalBackend(StorageBackend, Generic[H]):
     def _missing(self) -> Fetched:
         return FetchedObject(None, (Status.CLOSED if self._closed else Status.MISSING).value)
 
-    def _read(self, key: str, entry: Entry[H], timeout: float | None) -> Fetched:
-        seconds = self._timeouts.get_ms / 1000 if timeout is None else timeout
-        staged = self._shelf.show(entry.resource, key, time.monotonic() + seconds)
+    def _read(self, key: str, entry: Entry[H], deadline: float | None) -> Fetched:
+        latest = time.monotonic() + self._timeouts.get_ms / 1000
+        staged = self._shelf.show(entry.resource, key, latest if deadline is None else min(latest, deadline))
         if staged is None:
             self._unpin(entry)
             return FetchedObject(None, self.memory.refusal)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pd_cache.backends.base import Fetched, PutOutcome, Settled, Staged, StorageBackend
 from pd_cache.backends.memory import FetchedObject, ObjectMemory
 from pd_cache.backends.objects import TRAILER_BYTES
-from pd_cache.config import NodeSettings
+from pd_cache.config import MooncakeTier, NodeSettings
 from transfer.errors import Status
 from transfer.staging import Pin, Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore, Pending
@@ -52,22 +52,25 @@ class MooncakeBackend(StorageBackend):
         transfer = settings.transfer
         self.payload_bytes = payload_bytes
         self._timeouts = transfer.timeouts
-        self._read_ahead = _READ_AHEAD if read_ahead else 1
-        self.staging = StagingPool(
-            transfer.staging_size + reserve, payload_bytes + TRAILER_BYTES, prefaulted=transfer.prefault, pin=pin
-        )
-        self.memory = ObjectMemory(self.staging, payload_bytes)
+        self.read_ahead = _READ_AHEAD if read_ahead else 1
+        """Batches that a reader has in flight or scatters."""
         self._closed = False
-        per_call = min(_BATCH_KEYS, _BATCH_BYTES // max(1, payload_bytes))
-        self.batch_size = max(1, min(per_call, self.staging.slots // _READ_AHEAD))
+        placement = next((tier for tier in settings.cache.tiers if isinstance(tier, MooncakeTier)), MooncakeTier())
         self.store = MooncakeStore(
-            transfer, master=settings.master, host=settings.host, segment_size=settings.segment_size
+            transfer,
+            master=settings.master,
+            host=settings.host,
+            segment_size=settings.segment_size,
+            placement=placement,
         )
         try:
-            self.store.attach(self.staging)
+            self.staging: StagingPool = self.store.staging(payload_bytes + TRAILER_BYTES, reserve=reserve, pin=pin)
         except BaseException:
-            self.close()
+            self.store.close()
             raise
+        self.memory = ObjectMemory(self.staging, payload_bytes)
+        per_call = min(_BATCH_KEYS, _BATCH_BYTES // max(1, payload_bytes))
+        self.batch_size = max(1, min(per_call, self.staging.slots // _READ_AHEAD))
 
     @property
     def available(self) -> bool:
@@ -80,12 +83,14 @@ class MooncakeBackend(StorageBackend):
         return self.store.batch_exist(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms))
 
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
-        seconds = self._seconds(timeout, self._timeouts.get_ms)
+        longest = self._timeouts.get_ms / 1000
+        deadline = None if timeout is None else time.monotonic() + timeout
         ahead: deque[_Batch] = deque()
         started = 0
         try:
             while started < len(keys) or ahead:
-                while started < len(keys) and len(ahead) < self._read_ahead:
+                while started < len(keys) and len(ahead) < self.read_ahead:
+                    seconds = longest if deadline is None else min(longest, max(0.0, deadline - time.monotonic()))
                     # only a reader that holds nothing waits for a slot: two readers can never wait for each other
                     slots = self._lease(min(self.batch_size, len(keys) - started), 0.0 if ahead else seconds)
                     if not slots:
@@ -94,8 +99,10 @@ class MooncakeBackend(StorageBackend):
                     started += len(slots)
                     ahead.append(_Batch(batch, slots, self.store.start_get(batch, list(slots), timeout=seconds)))
                 if not ahead:
+                    down = not self._closed and not self.store.available
+                    reason = Status.POOL_DOWN.value if down else self.memory.refusal
                     for _ in keys[started:]:
-                        yield FetchedObject(None, self.memory.refusal)
+                        yield FetchedObject(None, reason)
                     return
                 batch_keys, slots, call = ahead[0]
                 for key, result in zip(batch_keys, call.results(), strict=True):

@@ -1,8 +1,7 @@
 """PipelinedBackend: the next chunks are fetched and checked while the caller works on the last. A wrapper of any backend.
 
 For backends that work on the caller's thread, such as memory on a device. The pool and the disk have threads of their own
-and run ahead by themselves: `MooncakeBackend` and `LocalDiskBackend` need no wrapper for it, and a second thread for them
-costs more than it gives (measured: docs/tiers.md).
+and run ahead by themselves: `MooncakeBackend` and `LocalDiskBackend` need no wrapper for it.
 
 The first chunk is fetched on the caller's own thread: nothing could overlap with it, and handing it from thread to thread
 would only make it later. From then on a thread of this read runs ahead, by `depth` chunks at most.

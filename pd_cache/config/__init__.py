@@ -6,9 +6,11 @@ from pd_cache.config.checks import KeyPath, Problem, consistency_problems
 from pd_cache.config.reader import Source, decode_custom, dump_config, load_config, read_config
 from pd_cache.config.schema import (
     ROLES,
+    Argument,
     CacheConfig,
     CacheServerNode,
     ClusterConfig,
+    ConnectorConfig,
     DecodeNode,
     DiskTier,
     EngineConfig,
@@ -28,14 +30,17 @@ from pd_cache.config.schema import (
     StorageTier,
     StoreNode,
     SupervisorConfig,
+    VllmEngineConfig,
     runtime_folder,
 )
 
 __all__ = [
     "ROLES",
+    "Argument",
     "CacheConfig",
     "CacheServerNode",
     "ClusterConfig",
+    "ConnectorConfig",
     "DecodeNode",
     "DiskTier",
     "EngineConfig",
@@ -58,6 +63,7 @@ __all__ = [
     "StorageTier",
     "StoreNode",
     "SupervisorConfig",
+    "VllmEngineConfig",
     "consistency_problems",
     "decode_custom",
     "dump_config",

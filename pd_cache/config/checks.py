@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pd_cache.config.schema import (
+    Arguments,
     CacheServerNode,
     ClusterConfig,
     DiskTier,
@@ -14,8 +15,11 @@ from pd_cache.config.schema import (
     MasterNode,
     MooncakeTier,
     ProxyNode,
+    ReferenceEngineConfig,
     StorageTier,
     StoreNode,
+    VllmEngineConfig,
+    tensor_parallel,
 )
 from transfer.settings import MIN_SEGMENT
 
@@ -23,6 +27,10 @@ _LONGEST_SOCKET = 100
 """Of an address; the kernel takes paths of 107 bytes, and we append a few."""
 
 KeyPath = tuple[str | int, ...]
+
+
+_OURS = frozenset(("host", "port", "kv-transfer-config", "served-model-name", "model"))
+"""Flags of `vllm serve` that follow from the rest of the file."""
 
 
 class Problem(NamedTuple):
@@ -58,6 +66,75 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
         if size is not None and (0 < size < MIN_SEGMENT or (size == 0 and isinstance(node, StoreNode))):
             allowed = "at least 16MiB" if isinstance(node, StoreNode) else "0 for none, or at least 16MiB"
             yield Problem(("nodes", index, "segment_size"), f"must be {allowed}, the smallest that Mooncake takes")
+    yield from _cache_server_problems(config)
+    yield from _host_client_problems(config)
+    yield from _placement_problems(config)
+    engines = [index for index, node in enumerate(config.nodes) if isinstance(node, EngineNode)]
+    if engines and config.engine is None:
+        yield Problem(("engine",), f"missing, but nodes[{engines[0]}] is a {config.nodes[engines[0]].role} node")
+    if any(isinstance(node, ProxyNode) for node in config.nodes) and not config.by_role("decode"):
+        yield Problem(("nodes",), "a proxy needs at least one decode node to send requests to")
+    yield from _engine_problems(config)
+    yield from _tier_problems(config.cache.tiers)
+    pool = any(isinstance(tier, MooncakeTier) for tier in config.cache.tiers)
+    if engines and not pool:
+        yield Problem(
+            ("cache", "tiers"), "prefill and decode nodes share chunks through the pool; add {kind: mooncake}"
+        )
+    slowest = max(config.transfer.timeouts.get_ms, config.transfer.timeouts.put_ms)
+    if masters and config.master.lease_ttl_ms < slowest:
+        yield Problem(
+            ("nodes", masters[0], "lease_ttl_ms"),
+            f"a read that outlives its lease is lost, and transfer.timeouts allow one "
+            f"{slowest} ms; make this at least that",
+        )
+
+
+def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
+    engine = config.engine
+    if engine is None:
+        return
+    block, chunk = engine.block_size, config.cache.chunk_size
+    if block is not None and (block < 1 or chunk % block):
+        near = sorted({max(1, chunk // max(1, block)) * block, (chunk // max(1, block) + 1) * block})
+        named = "engine.block_size" if isinstance(engine, ReferenceEngineConfig) else "engine.args.block-size"
+        yield Problem(
+            ("cache", "chunk_size"), f"must be a multiple of {named} {block}, e.g. {' or '.join(map(str, near))}"
+        )
+    if isinstance(engine, ReferenceEngineConfig):
+        if engine.num_blocks * engine.block_size < engine.max_model_len:
+            yield Problem(
+                ("engine", "num_blocks"),
+                f"{engine.num_blocks} blocks of {block} tokens cannot hold one request of max_model_len "
+                f"{engine.max_model_len}; at least {-(-engine.max_model_len // engine.block_size)} are needed",
+            )
+        if config.cache.hash_mode == "blocks":
+            yield Problem(("cache", "hash_mode"), "the reference engine has no block hashes; use tokens")
+        for index, node in enumerate(config.nodes):
+            for field in ("args", "env"):
+                if getattr(node, field, None):
+                    yield Problem(("nodes", index, field), "is for vLLM, and engine.kind is reference")
+        return
+    for where, args in ((("engine", "args"), engine.args), *_own_args(config)):
+        for name in args:
+            if name.replace("_", "-") in _OURS:
+                yield Problem((*where, name), "is set by pd-cache itself; leave it out")
+    for index, node in enumerate(config.nodes):
+        if isinstance(node, EngineNode) and config.shards % tensor_parallel(engine, node):
+            yield Problem(
+                ("cache", "shards"),
+                f"must be a multiple of the tensor-parallel size {tensor_parallel(engine, node)} of nodes[{index}]",
+            )
+
+
+def _own_args(config: ClusterConfig) -> Iterator[tuple[KeyPath, Arguments]]:
+    for index, node in enumerate(config.nodes):
+        if isinstance(node, EngineNode):
+            yield ("nodes", index, "args"), node.args
+
+
+def _cache_server_problems(config: ClusterConfig) -> Iterator[Problem]:
+    """Cache servers, and the engines that name one."""
     for index, node in enumerate(config.nodes):
         if isinstance(node, CacheServerNode):
             url = config.server_url(node)
@@ -73,45 +150,59 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
             yield Problem(
                 ("nodes", index, "cache_server"), f"is on {server.host}, this node on {node.host}: they share memory"
             )
-        if node.cache_server is not None and node.segment_size:
+        if isinstance(config.engine, VllmEngineConfig):
+            yield Problem(
+                ("nodes", index, "cache_server"), "is for the reference engine; vLLM's connector has a cache of its own"
+            )
+        if node.segment_size:
             yield Problem(
                 ("nodes", index, "segment_size"),
                 "must be 0 or absent: the node's cache_server gives memory to the pool",
             )
-    engines = [index for index, node in enumerate(config.nodes) if isinstance(node, EngineNode)]
-    if engines and config.engine is None:
-        yield Problem(("engine",), f"missing, but nodes[{engines[0]}] is a {config.nodes[engines[0]].role} node")
-    if any(isinstance(node, ProxyNode) for node in config.nodes) and not config.by_role("decode"):
-        yield Problem(("nodes",), "a proxy needs at least one decode node to send requests to")
-    if config.engine is not None:
-        block, chunk = config.engine.block_size, config.cache.chunk_size
-        if chunk % block:
-            near = sorted({max(1, chunk // block) * block, (chunk // block + 1) * block})
+
+
+def _host_client_problems(config: ClusterConfig) -> Iterator[Problem]:
+    """`transfer.client: host` needs one `mooncake_client` a host, and that owns all of the host's memory."""
+    if config.transfer.client != "host":
+        return
+    for node in config.caching_nodes():
+        index = config.nodes.index(node)
+        if node.segment_size:
             yield Problem(
-                ("cache", "chunk_size"),
-                f"must be a multiple of engine.block_size {block}, e.g. {' or '.join(map(str, near))}",
+                ("nodes", index, "segment_size"), "with transfer.client: host only store nodes give memory to the pool"
             )
-        if config.engine.num_blocks * block < config.engine.max_model_len:
+        stores = config.stores_of(node.host)
+        if len(stores) != 1 and not config.transfer.client_address:
+            there = f"{len(stores)} store nodes have" if stores else "no store node has"
             yield Problem(
-                ("engine", "num_blocks"),
-                f"{config.engine.num_blocks} blocks of {block} tokens cannot hold one request of max_model_len "
-                f"{config.engine.max_model_len}; at least {-(-config.engine.max_model_len // block)} are needed",
+                ("nodes", index, "host"),
+                f"{there} this host, and transfer.client: host needs exactly one beside its engines, or a "
+                "transfer.client_address",
             )
-    if config.engine is not None and config.cache.hash_mode != "tokens":
-        yield Problem(("cache", "hash_mode"), "the reference engine has no block hashes; use tokens")
-    yield from _tier_problems(config.cache.tiers)
-    pool = any(isinstance(tier, MooncakeTier) for tier in config.cache.tiers)
-    if engines and not pool:
-        yield Problem(
-            ("cache", "tiers"), "prefill and decode nodes share chunks through the pool; add {kind: mooncake}"
-        )
-    slowest = max(config.transfer.timeouts.get_ms, config.transfer.timeouts.put_ms)
-    if masters and config.master.lease_ttl_ms < slowest:
-        yield Problem(
-            ("nodes", masters[0], "lease_ttl_ms"),
-            f"a read that outlives its lease is lost, and transfer.timeouts allow one "
-            f"{slowest} ms; make this at least that",
-        )
+
+
+def _placement_problems(config: ClusterConfig) -> Iterator[Problem]:
+    stores = [node for node in config.nodes if isinstance(node, StoreNode)]
+    sizes = (
+        config.transfer.segment_size if node.segment_size is None else node.segment_size
+        for node in config.caching_nodes()
+    )
+    segments = len(stores) + sum(size > 0 for size in sizes)
+    # of a store node with port 0 the name is not known yet
+    names = [f"{node.host}:{node.port}" for node in stores]
+    for index, tier in enumerate(config.cache.tiers):
+        if not isinstance(tier, MooncakeTier):
+            continue
+        if segments and tier.replicas > segments:
+            yield Problem(
+                ("cache", "tiers", index, "replicas"),
+                f"each needs a segment of its own, and only {segments} nodes give memory to the pool",
+            )
+        if tier.preferred_segment not in ("own", "any", *names):
+            known = ", ".join(name for name in names if not name.endswith(":0")) or "none; give a store node a port"
+            yield Problem(
+                ("cache", "tiers", index, "preferred_segment"), f"is no store node's host:port; there are: {known}"
+            )
 
 
 def _tier_problems(tiers: Sequence[StorageTier]) -> Iterator[Problem]:

@@ -30,6 +30,7 @@ import pd_cache
 from pd_cache.backends import StorageBackend, open_backend
 from pd_cache.config import CacheServerNode, NodeSettings
 from pd_cache.engine import ChunkMover, ChunkRun
+from pd_cache.engine import Stored as Outcome
 from pd_cache.errors import LayoutError, PdCacheError
 from pd_cache.layout import KVLayout
 from pd_cache.lookup.prefix import PrefixLookup
@@ -105,7 +106,6 @@ class _Model:
         self.metadata = metadata
         self.database = ChunkedTokenDatabase(metadata.namespace(settings.cache))
         self.workers: set[str] = set()
-        self.annotated = False
         self.mover: ChunkMover
         self.prefix: PrefixLookup
 
@@ -339,7 +339,7 @@ class CacheServer:
             server=self._server,
             software=pd_cache.__version__,
             chunk_size=cache.chunk_size,
-            hash_mode=cache.hash_mode,
+            hash_mode=cache.named_by,
             hash_seed=cache.hash_seed,
             lifeline=str(self._lifeline.path),
         )
@@ -416,7 +416,7 @@ class CacheServer:
         held, found = question.held // size, model.prefix.judge(names, question.held, statuses) // size
         if question.session and found > held:
             wanted = names[held:found]
-            shards = [model.database.keys(wanted, rank) for rank in range(model.group.world_size)]
+            shards = [model.database.keys(wanted, (rank,)) for rank in range(model.group.world_size)]
             backend, owner = model.mover.backend, client.hello.client
             self.sessions.open(owner, question.session, model.group, backend, wanted, shards, self.node.session_s)
             if client.gone:  # it went while we looked: nobody else would end this one
@@ -425,12 +425,8 @@ class CacheServer:
 
     def _store(self, client: _Client, request: Move) -> Answer:
         worker = self._worker(client)
-        model = worker.model
-        counts = model.mover.store(self._run(worker, request))
-        if counts.stored and not model.annotated:
-            key, manifest = model.database.manifest_key, model.database.namespace.manifest()
-            model.annotated = model.mover.backend.annotate(key, manifest) is Status.OK
-        return Stored(*counts)
+        outcomes = worker.model.mover.store(self._run(worker, request))
+        return Stored(outcomes.count(Outcome.NEW), outcomes.count(Outcome.BEFORE), outcomes.count(Outcome.NOT))
 
     def _retrieve(self, client: _Client, request: Move) -> Answer:
         worker = self._worker(client)
@@ -452,7 +448,7 @@ class CacheServer:
             raise _RefusalError("invalid", "a block is named twice: two places of a prompt cannot share one")
         copier = FencedCopier(worker.tensors, request.slot, request.ticket, request.event)
         rows = torch.tensor(blocks, dtype=torch.int64).view(len(names), database.blocks_per_chunk)
-        return ChunkRun(database.keys(names, worker.rank), [ChunkSlots(row, None) for row in rows], copier)
+        return ChunkRun(database.keys(names, (worker.rank,)), [ChunkSlots(row, None) for row in rows], [copier])
 
     def _worker(self, client: _Client) -> _Worker:
         if client.worker is None:
@@ -515,7 +511,7 @@ class CacheServer:
             if model is None or model.metadata != metadata:
                 model = _Model(client.group, metadata, self.settings)
                 backend = self._backend(layout.chunk_bytes(self.settings.cache.chunk_size))
-                model.mover = ChunkMover(backend, model.database.chunk_size, self.metrics)
+                model.mover = ChunkMover(backend, model.database, self.metrics)
                 model.prefix = PrefixLookup(model.database, backend.batched_contains, self.metrics)
                 with self._lock:
                     self._models[client.group] = model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,12 @@ from click.testing import CliRunner
 
 from bench import tiers
 from bench.svg import Bars, bar_plot, line_plot
+
+
+@pytest.fixture(scope="module", autouse=True)
+def helper_of_multiprocessing() -> None:
+    """A process that the standard library starts once, with the first child, and keeps."""
+    resource_tracker.ensure_running()
 
 
 def test_the_bench_reports_every_target_and_draws_both_plots(tmp_path: Path) -> None:

@@ -53,6 +53,23 @@ def test_a_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
     assert load(tmp_path, dump_config(config)) == config
 
 
+def test_an_engine_that_names_a_cache_server_gives_no_memory_and_has_no_client_of_the_pool(tmp_path: Path) -> None:
+    text = GOOD.replace("role: decode}", "role: decode, cache_server: c}\n  - {name: c, role: cache-server}")
+    config = load(tmp_path, text)
+    assert [node.name for node in config.caching_nodes()] == ["p0", "c"]
+    assert [NodeSettings.of(config, node).segment_size for node in config.nodes if node.name in ("c", "d0")] == [
+        0,
+        1 << 30,
+    ]
+
+
+def test_with_a_client_a_host_the_cache_server_needs_one_too(tmp_path: Path) -> None:
+    text = GOOD.replace("segment_size: 1GiB", "client: host").replace(", segment_size: 512MiB", ", cache_server: c")
+    text = text.replace("role: decode}", "role: decode, cache_server: c}\n  - {name: c, role: cache-server}")
+    with pytest.raises(ConfigError, match=r"nodes\[3\].host: .*no store node has this host"):
+        load(tmp_path, text)
+
+
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_the_files_that_ship_are_good(file: Path) -> None:
     assert load_config(file).nodes
@@ -68,8 +85,8 @@ def keys_of(kind: object) -> Iterator[str]:
         yield from keys_of(part)
 
 
-def test_the_local_file_shows_every_key_that_there_is() -> None:
-    text = (CONFIGS[0].parent / "local.yaml").read_text()
+def test_the_files_that_ship_show_every_key_that_there_is() -> None:
+    text = "".join((CONFIGS[0].parent / name).read_text() for name in ("local.yaml", "vllm-local.yaml"))
     assert [key for key in sorted(set(keys_of(ClusterConfig))) if f"{key}:" not in text] == []
 
 
@@ -95,6 +112,16 @@ def test_the_local_file_shows_every_key_that_there_is() -> None:
             "role: decode}",
             "role: decode}\n  - {name: c, role: cache-server, url: 'ipc:///" + "x" * 100 + "'}",
             "is longer than the 100 bytes that may be",
+        ),
+        (
+            "  kind: reference\n  model: {name: tiny, random: {seed: 1}}\nnodes:\n",
+            "  kind: vllm\n  model: m\nnodes:\n  - {name: v, role: prefill, cache_server: c}\n  - {name: c, role: cache-server}\n",
+            "nodes[0].cache_server: 'c': is for the reference engine; vLLM's connector has a cache of its own",
+        ),
+        (
+            "{segment_size: 1GiB}",
+            "{client: host, client_address: '127.0.0.1:1'}",
+            "nodes[1].segment_size: '512MiB': with transfer.client: host only store nodes give memory",
         ),
         ("chunk_size", "chunk_sise", "c.yaml:3: cache.chunk_sise: 256: unknown key; did you mean chunk_size?"),
         ("cache:", "cach:", "c.yaml:3: cach: unknown key; did you mean cache?"),
@@ -192,6 +219,29 @@ def test_the_local_file_shows_every_key_that_there_is() -> None:
             "  kind: reference\n  num_blocks: 4\n",
             "cannot hold one request of max_model_len 8192",
         ),
+        ("segment_size: 1GiB", "client: shared", "transfer.client: 'shared': must be one of embedded, host"),
+        ("segment_size: 1GiB", "client_address: 'h:1'", "only client: host uses it"),
+        ("segment_size: 1GiB", "client: host, segment_size: 1GiB", "with client: host only store nodes give memory"),
+        (
+            "segment_size: 1GiB",
+            "client: host",
+            "c.yaml:9: nodes[1].segment_size: '512MiB': with transfer.client: host only store nodes give memory",
+        ),
+        (
+            "{segment_size: 1GiB}\ncache: {chunk_size: 256}",
+            "{}\ncache: {tiers: [{kind: mooncake, replicas: 2}]}",
+            "c.yaml:3: cache.tiers[0].replicas: 2: each needs a segment of its own, and only 1 nodes give memory",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: mooncake, preferred_segment: '127.0.0.1:5'}]}",
+            "preferred_segment: '127.0.0.1:5': is no store node's host:port; there are: none; give a store node a port",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: mooncake, pin: firm}]}",
+            "must be one of none, soft, hard",
+        ),
         (
             "port: 8000",
             "port: 8000}\n  - {name: q, role: proxy, port: 8000",
@@ -234,3 +284,32 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
 
 def test_nodes_know_their_role() -> None:
     assert StoreNode(name="s", segment_size=ByteSize(16 << 20)).role == "store"
+
+
+HOST = """\
+transfer: {client: host}
+engine: {kind: reference, model: {name: tiny, random: {seed: 1}}}
+nodes:
+  - {name: master, role: master}
+  - {name: s0, role: store, segment_size: 1GiB, port: 50052}
+  - {name: p0, role: prefill, port: 8100}
+"""
+
+
+def test_engines_share_memory_with_the_store_node_of_their_host(tmp_path: Path) -> None:
+    config = load(tmp_path, HOST)
+    engine, store = config.node("p0"), config.node("s0")
+    assert engine is not None
+    assert store is not None
+    assert NodeSettings.of(config, engine).transfer.client_address == "127.0.0.1:50052"
+    assert NodeSettings.of(config, engine).segment_size == 0
+    elsewhere = HOST.replace("client: host", "client: host, client_address: '127.0.0.1:7'")
+    assert NodeSettings.of(load(tmp_path, elsewhere), engine).transfer.client_address == "127.0.0.1:7"
+
+
+def test_a_host_client_needs_exactly_one_store_node_beside_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nodes\[2\].host: '10.0.0.9': no store node has this host"):
+        load(tmp_path, HOST.replace("role: prefill", "role: prefill, host: 10.0.0.9"))
+    second = "  - {name: s1, role: store, segment_size: 1GiB, port: 50053}\n"
+    with pytest.raises(ConfigError, match=r"nodes\[2\].host: 2 store nodes have this host"):
+        load(tmp_path, HOST + second)

@@ -467,3 +467,11 @@ def test_the_remote_cache_agrees_with_an_engine_on_random_prompts(pool: Pool, se
         finally:
             remote.close()
             remote.close()
+
+
+def test_a_rank_that_holds_several_shards_is_refused_in_words(pool: Pool, server: CacheServer) -> None:
+    with in_process(pool) as alone, Engine(server.url, alone.engine.metadata.model, register=False) as tensors:
+        caches = {str(index): tensor for index, tensor in enumerate(tensors.cache)}
+        metadata = CacheMetadata.of(alone.engine.metadata.model, tensors.layout, held=3)
+        with pytest.raises(ValueError, match="holds 3 shards of each chunk, and a cache server moves one for a rank"):
+            RemoteCache(server.url, metadata, caches, tensors.layout, CHUNK)

@@ -338,8 +338,11 @@ def test_a_disk_that_hangs_costs_one_deadline_and_its_memory_stays_quarantined(
 
     monkeypatch.setattr(ObjectFolder, "read", hang)
     try:
+        (impatient,) = subject.backend.batched_get(["k"], timeout=0.05)
+        assert impatient.reason == "timeout"
+        assert subject.backend.available, "an impatient caller says nothing about the disk"
         assert subject.get(["k", "l"]) == ["timeout", "timeout"]
-        assert subject.backend.memory.pool.in_use == 2, "the calls may still write there"
+        assert subject.backend.memory.pool.in_use == 3, "the calls may still write there"
         assert subject.get(["k"]) == ["tier_off"]
         assert subject.count("pd_cache_tier_failures_total", reason="timeout") == 1
     finally:

@@ -185,12 +185,18 @@ def test_a_tier_that_is_off_is_passed_over_and_its_absence_is_no_plain_miss(
     assert subject.count("pd_cache_tier_dropped_writes_total", tier="disk", reason="tier_off") == 1
 
 
-def test_a_put_is_wanted_where_any_tier_lacks_the_key(make: Callable[..., Subject]) -> None:
+def test_a_put_is_wanted_where_the_last_tier_lacks_the_key_or_cannot_tell_and_nobody_else_has_it(
+    make: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
     subject = make()
-    subject.put({"both": value("both"), "memory": value("memory")})
+    subject.put({"both": value("both"), "memory": value("memory"), "disk": value("disk")})
     subject.bases["disk"].batched_remove(["memory"])
-    assert subject.backend.batched_contains(["both", "memory", "none"]) == [Status.OK, Status.OK, Status.MISSING]
-    assert subject.backend.batched_wants(["both", "memory", "none"]) == [Status.OK, Status.MISSING, Status.MISSING]
+    subject.bases["local"].batched_remove(["disk"])
+    keys = ["both", "memory", "disk", "none"]
+    assert subject.backend.batched_contains(keys) == [Status.OK, Status.OK, Status.OK, Status.MISSING]
+    assert subject.backend.batched_wants(keys) == [Status.OK, Status.MISSING, Status.OK, Status.MISSING]
+    monkeypatch.setattr(subject.bases["disk"], "_state", "off")
+    assert subject.backend.batched_wants(keys) == [Status.TIER_OFF, Status.TIER_OFF, Status.MISSING, Status.MISSING]
 
 
 def test_alternating_tiers_and_little_memory_never_wait_for_one_another(make: Callable[..., Subject]) -> None:
@@ -258,8 +264,8 @@ def test_a_put_does_not_wait_for_a_tier_that_writes_behind(tmp_path: Path, slow_
 def test_what_does_not_fit_into_the_backlog_is_dropped_and_counted(tmp_path: Path, slow_disk: threading.Event) -> None:
     subject = make_behind(tmp_path, backlog=3)
     try:
-        for n in range(5):
-            assert subject.put({f"k{n}": value(n)}) == [Status.OK]
+        assert subject.put({f"k{n}": value(n) for n in range(2)}) == [Status.OK] * 2
+        assert subject.put({f"k{n}": value(n) for n in range(2, 5)}) == [Status.OK] * 3
         assert subject.count("pd_cache_tier_dropped_writes_total", tier="disk", reason="overloaded") == 2
         slow_disk.set()
         assert hybrid_of(subject).flush(10)
@@ -319,7 +325,7 @@ def test_the_pool_alone_is_not_wrapped_and_reads_ahead_unless_told_otherwise(poo
         config = CacheConfig(tiers=(MooncakeTier(pipelined=pipelined),))
         backend = open_backend(pool.settings(config), PAYLOAD)
         assert isinstance(backend, MooncakeBackend)
-        assert (backend._read_ahead > 1) == pipelined
+        assert (backend.read_ahead > 1) == pipelined
         backend.close()
 
 
@@ -371,7 +377,7 @@ def test_less_staging_than_one_chunk_needs_is_a_mistake_that_is_named() -> None:
         open_backend(
             NodeSettings(
                 master="nobody:1",
-                cache=CacheConfig(tiers=(LocalTier(capacity=ByteSize(0)),)),
+                cache=CacheConfig(tiers=(LocalTier(capacity=ByteSize(1 << 20)),)),
                 transfer=TransferSettings(staging_size=ByteSize(100)),
             ),
             PAYLOAD,
