@@ -228,8 +228,8 @@ def vllm(model: Path, positions: int, env: dict[str, str], *flags: str) -> Itera
         processes.close()
 
 
-def measure(up: Servers, tokens: int, rounds: int, raw: RawPool) -> dict[str, float]:
-    """Milliseconds to the first token, medians over the rounds."""
+def measure(up: Servers, tokens: int, rounds: int, raw: RawPool, client: Any) -> dict[str, float]:
+    """Milliseconds to the first token, medians over the rounds. `client` empties the pool after each."""
     rng = random.Random(tokens)
     found: dict[str, list[float]] = {}
 
@@ -248,7 +248,9 @@ def measure(up: Servers, tokens: int, rounds: int, raw: RawPool) -> dict[str, fl
             times[f"{name}_b_ms"] = b.first_token(whole)
             b.forget()
         up.plain.forget()
+        raw.put()
         times["raw_get_ms"] = timed(raw.get)
+        client.remove_all(True)
         if number:  # the first round touches what was never touched
             for name, seconds in times.items():
                 note(name, seconds)
@@ -283,7 +285,7 @@ def main(lengths: tuple[int, ...], rounds: int, as_json: bool, strict: bool) -> 
     if any(tokens % CHUNK for tokens in lengths):
         raise click.UsageError(f"--tokens must be whole chunks of {CHUNK}")
     longest = max(lengths)
-    pool = ByteSize(4 * (rounds + 2) * len(lengths) * longest * TOKEN_BYTES)
+    pool = ByteSize(6 * longest * TOKEN_BYTES)  # a prompt of each connector and the raw objects, and as much again
     results, checks = [], []
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as name, progress() as bar:
         folder = Path(name)
@@ -295,9 +297,7 @@ def main(lengths: tuple[int, ...], rounds: int, as_json: bool, strict: bool) -> 
                 count, size = tokens // CHUNK, CHUNK * TOKEN_BYTES
                 memory = StagingPool(count * size, size)
                 raw = RawPool(client, memory, [f"raw/{uuid.uuid4().hex}" for _ in range(count)], size)
-                raw.put()
-                row = measure(up, tokens, rounds, raw)
-                raw.remove(raw.keys)
+                row = measure(up, tokens, rounds, raw, client)
                 limit = 1.25 * (row["warm_ms"] + row["raw_get_ms"])
                 results.append({"tokens": tokens, **row, "limit_ms": limit})
                 checks += [
