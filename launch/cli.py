@@ -71,7 +71,7 @@ def launch(role: str, file: Path, name: str | None) -> None:
     if problem := unresolved_port(config, node):
         raise source.error(problem)
     check_machine(config, source, [node])
-    config = choose_ports(config)
+    config = choose_ports(config, [node])
     chosen = config.node(node.name)
     assert chosen is not None
     run_role(config, chosen, lambda url: click.echo(f"ready {node.name} {url}"))

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from launch.discovery import Member, find_master
 from launch.process import spawn_child
 from launch.signals import stop_on_signals
 from pd_cache.config import (
@@ -38,14 +39,22 @@ class RoleError(PdCacheError):
 
 def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
     """Do the node's work in this process until SIGTERM or SIGINT. Raises PdCacheError if it cannot."""
-    if isinstance(node, MasterNode):
-        run_master(config, node, ready)
-    elif isinstance(node, StoreNode):
-        run_store(config, node, ready)
-    elif isinstance(node, PrefillNode | DecodeNode):
-        run_engine(config, node, ready)
-    else:
-        run_proxy_node(config, node, ready)
+    with Member(config, node) as member:
+
+        def announce(url: str) -> None:
+            ready(url)
+            member.announce(url)
+
+        if isinstance(node, MasterNode):
+            run_master(config, node, announce)
+            return
+        config = find_master(config, config.supervisor.ready_timeout_s)
+        if isinstance(node, StoreNode):
+            run_store(config, node, announce)
+        elif isinstance(node, PrefillNode | DecodeNode):
+            run_engine(config, node, announce, member)
+        else:
+            run_proxy_node(config, node, announce)
 
 
 def master_command(node: MasterNode, metadata: str = "P2PHANDSHAKE") -> list[str]:
@@ -131,7 +140,7 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Ready) -> None:
                 stop.wait()
 
 
-def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready) -> None:
+def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready, member: Member) -> None:
     """Serve the model, with a cache engine over the pool."""
     from prometheus_client import CollectorRegistry
 
@@ -148,16 +157,27 @@ def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Rea
     def open_cache(metadata: CacheMetadata, layout: KVLayout) -> CacheEngine:
         metrics = CacheMetrics(registry)
         try:
-            return CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=metrics)
+            cache = CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=metrics)
         except ValueError as error:  # the one thing that the file cannot know: how large a chunk of this model is
             raise ConfigError(f"transfer.staging_size: {settings.transfer.staging_size}: {error}") from None
+        member.namespace = cache.namespace
+        return cache
 
     def announce(address: str) -> None:
         ready(f"http://{address}")
 
     with stop_on_signals():  # also while the cache unmounts: a second signal must not leave its keys behind
         try:
-            serve(config.engine, config.handoff, node.host, node.port, open_cache, announce, registry=registry)
+            serve(
+                config.engine,
+                config.handoff,
+                node.host,
+                node.port,
+                open_cache,
+                announce,
+                registry=registry,
+                on_stop=member.leave,  # first, so that no proxy sends anything more
+            )
         finally:
             CacheEngineBuilder.destroy(node.name)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from pd_cache.config import ClusterConfig, Node, NodeSettings, Problem, Source
+from pd_cache.config import ClusterConfig, EtcdDiscovery, Node, Problem, Source
 from pd_cache.errors import ConfigError
 from transfer.settings import rdma_devices
 
@@ -32,9 +32,9 @@ def local_nodes(config: ClusterConfig) -> list[Node]:
     return [node for node in config.nodes if local[node.host]]
 
 
-def choose_ports(config: ClusterConfig) -> ClusterConfig:
-    """The same cluster with a free port wherever this machine's nodes say 0."""
-    mine = {node.name for node in local_nodes(config)}
+def choose_ports(config: ClusterConfig, nodes: Iterable[Node] | None = None) -> ClusterConfig:
+    """The same cluster with a free port wherever `nodes`, by default all of this machine, say 0."""
+    mine = {node.name for node in (local_nodes(config) if nodes is None else nodes)}
     with contextlib.ExitStack() as stack:
         nodes = []
         for node in config.nodes:
@@ -76,7 +76,7 @@ def machine_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
         if node.name not in chosen or node.role in ("master", "proxy"):
             continue
         own = getattr(node, "segment_size", None)
-        size = NodeSettings.of(config, node).segment_size
+        size = config.segment_size(node)
         path = ("transfer", "segment_size") if own is None else ("nodes", index, "segment_size")
         total += size
         if size > memory:
@@ -111,7 +111,9 @@ def check_machine(config: ClusterConfig, source: Source, nodes: Iterable[Node]) 
 
 
 def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
-    """A port 0 that `launch` cannot work with, because other processes have to know it."""
+    """A port 0 that `launch` cannot work with, because other processes have to know it, and only the file tells them."""
+    if isinstance(config.discovery, EtcdDiscovery):
+        return None
     for index, other in enumerate(config.nodes):
         needed = other.role == "master" or (node.role == "proxy" and other.role in ("prefill", "decode"))
         if needed and getattr(other, "port", None) == 0 and other.name != node.name:

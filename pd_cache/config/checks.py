@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pd_cache.config.schema import ClusterConfig, EngineNode, MasterNode, ProxyNode, StoreNode
+from pd_cache.config.schema import (
+    ClusterConfig,
+    EngineNode,
+    EtcdDiscovery,
+    MasterNode,
+    ProxyNode,
+    StaticDiscovery,
+    StoreNode,
+)
 from transfer.settings import MIN_SEGMENT
 
 KeyPath = tuple[str | int, ...]
@@ -28,9 +36,7 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
             )
         seen[node.name] = index
     masters = [index for index, node in enumerate(config.nodes) if isinstance(node, MasterNode)]
-    if len(masters) != 1:
-        path: KeyPath = ("nodes", masters[1]) if masters else ("nodes",)
-        yield Problem(path, f"{len(masters)} nodes have the role master; there must be exactly one")
+    yield from _master_problems(config, masters)
     ports: dict[tuple[str, int], str] = {}
     for index, node in enumerate(config.nodes):
         for field in ("port", "metrics_port"):
@@ -47,7 +53,8 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
     engines = [index for index, node in enumerate(config.nodes) if isinstance(node, EngineNode)]
     if engines and config.engine is None:
         yield Problem(("engine",), f"missing, but nodes[{engines[0]}] is a {config.nodes[engines[0]].role} node")
-    if any(isinstance(node, ProxyNode) for node in config.nodes) and not config.by_role("decode"):
+    static = isinstance(config.discovery, StaticDiscovery)
+    if static and any(isinstance(node, ProxyNode) for node in config.nodes) and not config.by_role("decode"):
         yield Problem(("nodes",), "a proxy needs at least one decode node to send requests to")
     if config.engine is not None:
         block, chunk = config.engine.block_size, config.cache.chunk_size
@@ -66,9 +73,27 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
     if config.engine is not None and config.cache.hash_mode != "tokens":
         yield Problem(("cache", "hash_mode"), "the reference engine has no block hashes; use tokens")
     slowest = max(config.transfer.timeouts.get_ms, config.transfer.timeouts.put_ms)
-    if masters and config.master.lease_ttl_ms < slowest:
-        yield Problem(
-            ("nodes", masters[0], "lease_ttl_ms"),
-            f"a read that outlives its lease is lost, and transfer.timeouts allow one "
-            f"{slowest} ms; make this at least that",
-        )
+    for index, node in enumerate(config.nodes):
+        if isinstance(node, MasterNode) and node.lease_ttl_ms < slowest:
+            yield Problem(
+                ("nodes", index, "lease_ttl_ms"),
+                f"a read that outlives its lease is lost, and transfer.timeouts allow one "
+                f"{slowest} ms; make this at least that",
+            )
+
+
+def _master_problems(config: ClusterConfig, masters: list[int]) -> Iterator[Problem]:
+    found = f"{len(masters)} nodes have the role master"
+    discovery = config.discovery
+    if config.masters.ha:
+        if not isinstance(discovery, EtcdDiscovery):
+            yield Problem(("master", "ha"), "masters are elected in etcd: it needs `discovery: {kind: etcd, ...}`")
+        elif discovery.user is not None or discovery.tls is not None:
+            yield Problem(
+                ("master", "ha"),
+                "Mooncake's election knows neither users nor TLS; give it an etcd without, or one master",
+            )
+    elif len(masters) > 1:
+        yield Problem(("nodes", masters[1]), f"{found}; there must be exactly one, unless `master: {{ha: true}}`")
+    elif not masters and isinstance(discovery, StaticDiscovery):
+        yield Problem(("nodes",), f"{found}; there must be exactly one")

@@ -153,6 +153,58 @@ ROLES = ("master", "store", "prefill", "decode", "proxy")
 """In the order in which `up` starts them; it stops them in reverse."""
 
 
+# --- discovery -------------------------------------------------------------------------------------------------------
+
+Endpoint = Annotated[str, msgspec.Meta(pattern=r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
+
+
+class StaticDiscovery(_Section, frozen=True, kw_only=True, tag_field="kind", tag="static"):
+    """The nodes are those of the file."""
+
+
+class TlsConfig(_Section, frozen=True, kw_only=True):
+    """How to talk to etcd over TLS. Files in PEM format, on every machine."""
+
+    ca_file: Annotated[str, msgspec.Meta(min_length=1)]
+    """Who must have signed etcd's certificate."""
+    cert_file: str | None = None
+    """Our own certificate, where etcd asks for one."""
+    key_file: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("`cert_file` and `key_file` go together")
+
+
+class EtcdDiscovery(_Section, frozen=True, kw_only=True, tag_field="kind", tag="etcd"):
+    """Nodes register in etcd and find one another there; the file need not name them all."""
+
+    endpoints: Annotated[tuple[Endpoint, ...], msgspec.Meta(min_length=1, max_length=16)]
+    """`host:port` of etcd's members."""
+    ttl_s: Annotated[int, msgspec.Meta(ge=2, le=3600)] = 5
+    """A node that was not heard of for so long is gone. etcd's own least is 2."""
+    timeout_s: Seconds = 2.0
+    """The longest that one call to etcd may take; never more than a third of `ttl_s`."""
+    user: str | None = None
+    password_file: str | None = None
+    """A file that holds the user's password and nothing else."""
+    tls: TlsConfig | None = None
+
+    def __post_init__(self) -> None:
+        if (self.user is None) != (self.password_file is None):
+            raise ValueError("`user` and `password_file` go together")
+
+
+DiscoveryConfig = StaticDiscovery | EtcdDiscovery
+
+
+class MastersConfig(_Section, frozen=True, kw_only=True):
+    """The `master` section: what holds for all nodes of the role master."""
+
+    ha: bool = False
+    """Several masters: etcd elects one, which shares its log of operations with the others; clients follow it."""
+
+
 class ProxyConfig(_Section, frozen=True, kw_only=True):
     """The `proxy` section."""
 
@@ -189,6 +241,8 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     """Needed where there are prefill or decode nodes."""
     handoff: HandoffConfig = HandoffConfig()
     proxy: ProxyConfig = ProxyConfig()
+    discovery: DiscoveryConfig = StaticDiscovery()
+    masters: MastersConfig = msgspec.field(name="master", default=MastersConfig())
     supervisor: SupervisorConfig = SupervisorConfig()
     nodes: Annotated[tuple[Node, ...], msgspec.Meta(min_length=1)]
 
@@ -198,7 +252,15 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def master_address(self) -> str:
+        """What Mooncake's clients are given: `host:port`, or where the elected master is found."""
+        if self.masters.ha and isinstance(self.discovery, EtcdDiscovery):
+            return f"etcd://{';'.join(self.discovery.endpoints)}"
         return f"{self.master.host}:{self.master.port}"
+
+    def segment_size(self, node: Node) -> int:
+        """Bytes of memory that a node gives to the pool."""
+        own = getattr(node, "segment_size", None)
+        return int(self.transfer.segment_size if own is None else own)
 
     def node(self, name: str) -> Node | None:
         return next((node for node in self.nodes if node.name == name), None)
@@ -220,11 +282,10 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, config: ClusterConfig, node: Node) -> NodeSettings:
         """The settings of one node of the file."""
-        own = getattr(node, "segment_size", None)
         return cls(
             master=config.master_address,
             host=node.host,
             cache=config.cache,
             transfer=config.transfer,
-            segment_size=int(config.transfer.segment_size if own is None else own),
+            segment_size=config.segment_size(node),
         )

@@ -53,6 +53,15 @@ def test_a_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
     assert load(tmp_path, dump_config(config)) == config
 
 
+def test_with_etcd_a_file_may_hold_only_a_part_of_the_cluster(tmp_path: Path) -> None:
+    etcd = "discovery: {kind: etcd, endpoints: ['10.0.0.1:2379', '10.0.0.2:2379']}\n"
+    assert load(tmp_path, etcd + "nodes: [{name: proxy, role: proxy}]").by_role("master") == []
+    masters = "nodes: [{name: m0, role: master}, {name: m1, role: master, host: 127.0.0.2}]"
+    elected = load(tmp_path, "master: {ha: true}\n" + etcd + masters)
+    assert elected.master_address == "etcd://10.0.0.1:2379;10.0.0.2:2379"
+    assert load(tmp_path, dump_config(elected)) == elected
+
+
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_the_files_that_ship_are_good(file: Path) -> None:
     assert load_config(file).nodes
@@ -61,9 +70,10 @@ def test_the_files_that_ship_are_good(file: Path) -> None:
 def keys_of(kind: object) -> Iterator[str]:
     """Every key that the schema knows."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        hints = typing.get_type_hints(kind, include_extras=True)
+        for name, field in zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True):
             yield name
-            yield from keys_of(hint)
+            yield from keys_of(hints[field])
     for part in typing.get_args(kind):
         yield from keys_of(part)
 
@@ -97,6 +107,40 @@ def test_the_local_file_shows_every_key_that_there_is() -> None:
         ("name: d0", "name: 'd 0'", "nodes[2].name: 'd 0': expected `str` matching regex"),
         ("role: master, port: 0, metrics_port: 0", "role: store, segment_size: 16MiB", "0 nodes have the role master"),
         ("role: prefill, segment_size: 512MiB", "role: master", "c.yaml:9: nodes[1]: 2 nodes have the role master"),
+        ("name: test", "master: {ha: 1}", "c.yaml:1: master.ha: 1: expected `bool`, got `int`"),
+        ("name: test", "master: {hah: true}", "c.yaml:1: master.hah: True: unknown key; did you mean ha?"),
+        ("name: test", "master: {ha: true}", "c.yaml:1: master.ha: True: masters are elected in etcd"),
+        ("name: test", "discovery: {kind: etcd}", "c.yaml:1: discovery: the key endpoints is missing"),
+        (
+            "name: test",
+            "discovery: {kind: etcd, endpoints: []}",
+            "discovery.endpoints: expected `array` of length >= 1",
+        ),
+        (
+            "name: test",
+            "discovery: {kind: etcd, endpoints: ['http://a:1']}",
+            "endpoints[0]: 'http://a:1': expected `str`",
+        ),
+        (
+            "name: test",
+            "discovery: {kind: etcd, endpoints: ['a:1'], user: u}",
+            "`user` and `password_file` go together",
+        ),
+        (
+            "name: test",
+            "discovery: {kind: etcd, endpoints: ['a:1'], ttl_s: 1}",
+            "discovery.ttl_s: 1: expected `int` >= 2",
+        ),
+        (
+            "name: test",
+            "discovery: {kind: etcd, endpoints: ['a:1'], tls: {ca_file: a, key_file: b}}",
+            "`cert_file` and `key_file` go together",
+        ),
+        (
+            "name: test",
+            "master: {ha: true}\ndiscovery: {kind: etcd, endpoints: ['a:1'], user: u, password_file: p}",
+            "master.ha: True: Mooncake's election knows neither users nor TLS",
+        ),
         ("port: 8000", "port: 80000", "nodes[3].port: 80000: expected `int` <= 65535"),
         ("role: decode", "role: prefill", "a proxy needs at least one decode node"),
         ("segment_size: 1GiB", "metadata: nonsense", "metadata: 'nonsense' is neither P2PHANDSHAKE nor an address"),

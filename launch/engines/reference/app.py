@@ -32,6 +32,7 @@ def serve(
     *,
     registry: CollectorRegistry | None = None,
     grace_s: float = 4.0,
+    on_stop: Callable[[], None] | None = None,
 ) -> None:
     """Serve the reference engine on `host:port` (0 takes a free port) until told to stop (`stop_signals`); then return.
 
@@ -39,6 +40,7 @@ def serve(
     this engine's weights and pages, and answers the cache to use or None. The cache stays the caller's to close; by then
     no call of this engine runs in it but ones that outlived every deadline. `ready` gets `host:port` when requests are
     answered. On a signal, requests at work have `grace_s` to finish. `registry` holds further metrics for `/metrics`.
+    `on_stop` is called on a signal, before anything ends; it may take a moment.
     UnsupportedModelError for a model that cannot be served, OSError if the address cannot be bound.
     """
     with suppress(_StopError), _signals_as_exceptions():
@@ -48,7 +50,7 @@ def serve(
                 "serving %s with the reference engine, for trying out, testing and measuring, not for production",
                 config.model.name,
             )
-            asyncio.run(_run_until_signal(engine, host, port, ready, registry, grace_s))
+            asyncio.run(_run_until_signal(engine, host, port, ready, registry, grace_s, on_stop))
         finally:
             engine.close()
 
@@ -62,6 +64,7 @@ async def run_engine(
     *,
     registry: CollectorRegistry | None = None,
     grace_s: float = 4.0,
+    on_stop: Callable[[], None] | None = None,
 ) -> None:
     """Serve `engine` on `host:port` until `stop` is set, then close it: requests at work have `grace_s` to finish."""
     runner = web.AppRunner(
@@ -74,6 +77,8 @@ async def run_engine(
         await site.start()
         ready(f"{host}:{_bound_port(runner)}")
         await stop.wait()
+        if on_stop is not None:
+            await asyncio.to_thread(on_stop)
     finally:
         if site is not None:
             await site.stop()
@@ -89,12 +94,13 @@ async def _run_until_signal(
     ready: Callable[[str], None],
     registry: CollectorRegistry | None,
     grace_s: float,
+    on_stop: Callable[[], None] | None,
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in stop_signals():
         loop.add_signal_handler(number, stop.set)
-    await run_engine(engine, host, port, ready, stop, registry=registry, grace_s=grace_s)
+    await run_engine(engine, host, port, ready, stop, registry=registry, grace_s=grace_s, on_stop=on_stop)
 
 
 def _bound_port(runner: web.AppRunner) -> int:
