@@ -47,14 +47,14 @@ def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
 
         if isinstance(node, MasterNode):
             run_master(config, node, announce)
-            return
-        config = find_master(config, config.supervisor.ready_timeout_s)
-        if isinstance(node, StoreNode):
-            run_store(config, node, announce)
-        elif isinstance(node, PrefillNode | DecodeNode):
-            run_engine(config, node, announce, member)
-        else:
+        elif isinstance(node, ProxyNode):
             run_proxy_node(config, node, announce)
+        else:
+            config = find_master(config, config.supervisor.ready_timeout_s)
+            if isinstance(node, StoreNode):
+                run_store(config, node, announce)
+            else:
+                run_engine(config, node, announce, member)
 
 
 def master_command(node: MasterNode, metadata: str = "P2PHANDSHAKE") -> list[str]:
@@ -177,19 +177,17 @@ def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Rea
                 announce,
                 registry=registry,
                 on_stop=member.leave,  # first, so that no proxy sends anything more
+                about=member.about,
             )
         finally:
             CacheEngineBuilder.destroy(node.name)
 
 
 def run_proxy_node(config: ClusterConfig, node: ProxyNode, ready: Ready) -> None:
-    """Route requests to the prefill and decode nodes of the file."""
+    """Route requests to the prefill and decode nodes that discovery finds."""
     from launch.proxy import run_proxy
 
-    def urls(role: str) -> list[str]:
-        return [f"http://{other.host}:{getattr(other, 'port', 0)}" for other in config.by_role(role)]
-
-    run_proxy(config.proxy, urls("prefill"), urls("decode"), node.host, node.port, ready)
+    run_proxy(config, node.host, node.port, ready)
 
 
 def _serving(node: MasterNode) -> bool:

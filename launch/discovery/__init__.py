@@ -11,12 +11,13 @@ Only processes of the launcher use this; no engine imports it. `record` and `mem
 
 from launch.discovery.directory import Directory, Member, describe_node, file_records, find_master, open_directory
 from launch.discovery.membership import View
-from launch.discovery.record import Capacity, NodeRecord, decode_record, differences
+from launch.discovery.record import Capacity, Namespaced, NodeRecord, decode_record, differences
 
 __all__ = [
     "Capacity",
     "Directory",
     "Member",
+    "Namespaced",
     "NodeRecord",
     "View",
     "decode_record",

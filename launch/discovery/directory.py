@@ -95,6 +95,10 @@ class Member:
 
             self._registration = EtcdRegistration(config.discovery, config.name)
 
+    def about(self) -> dict[str, Any]:
+        """The namespace, for a node's `/health`: where the file is all there is, this is how others learn it."""
+        return describe_namespace(self.namespace) if self.namespace is not None else {}
+
     def announce(self, address: str) -> None:
         """Tell the others that this node can be used, at `address`. Returns at once, whatever etcd does."""
         record = describe_node(self._config, self._node, address, self.namespace)

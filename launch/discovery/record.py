@@ -34,27 +34,13 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that it computes at the same time."""
 
 
-class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One node of a cluster. Fields that a newer version adds are ignored."""
+class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node says about its cache, in its record and in its `/health`. Fields that a newer version adds are ignored."""
 
-    name: Name
-    role: Name
-    address: Address
-    """`http://host:port` of what speaks HTTP, `host:port` of what does not."""
-    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """Differs from one start of the node to the next."""
-    model: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
-    """What clients write into `model`."""
     fingerprint: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     """Of the namespace; nodes share hits where it is equal. None where the node keeps no cache, or cannot say."""
     namespace: dict[str, str | int] | None = None
     """The namespace in words, field by field."""
-    capacity: Capacity = Capacity()
-    version: Annotated[str, msgspec.Meta(max_length=64)] = ""
-
-    def encode(self) -> bytes:
-        """As JSON."""
-        return msgspec.json.encode(self)
 
     @property
     def cache_namespace(self) -> Namespace | None:
@@ -66,6 +52,25 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
         except msgspec.ValidationError:
             return None
         return found if found.fingerprint() == self.fingerprint else None
+
+
+class NodeRecord(Namespaced, frozen=True, kw_only=True):
+    """One node of a cluster."""
+
+    name: Name
+    role: Name
+    address: Address
+    """`http://host:port` of what speaks HTTP, `host:port` of what does not."""
+    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """Differs from one start of the node to the next."""
+    model: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
+    """What clients write into `model`."""
+    capacity: Capacity = Capacity()
+    version: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return msgspec.json.encode(self)
 
 
 def describe_namespace(namespace: Namespace) -> dict[str, Any]:

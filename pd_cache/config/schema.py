@@ -215,6 +215,26 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
     connect_timeout_s: Seconds = 2.0
     max_requests: Positive = 1024
     """Requests in flight; one more is answered 503 with Retry-After."""
+    policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
+    """Which prefill node computes a prompt; see `launch/proxy/routing.py`."""
+    direct_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """A prompt of which fewer tokens are to be computed goes to the decode node directly; None: `cache.chunk_size`."""
+    node_cache_tokens: Positive = 1_000_000
+    """Tokens that a prefill node's own cache holds, where the node does not say."""
+    breaker_failures: Positive = 5
+    """A node that fails so many requests in a row is skipped for a while; one that cannot be connected to is at once."""
+    health_interval_s: Seconds = 2.0
+    health_timeout_s: Seconds = 2.0
+    api_keys_file: str | None = None
+    """Lines of `NAME KEY`; clients then need one of these keys. Read at the start."""
+    max_requests_per_key: Positive | None = None
+    """Requests in flight of one key; one more is answered 429 with Retry-After."""
+    drain_s: Seconds = 5.0
+    """How long requests in flight may go on when the proxy is told to stop."""
+
+    def __post_init__(self) -> None:
+        if self.max_requests_per_key is not None and self.api_keys_file is None:
+            raise ValueError("`max_requests_per_key` needs `api_keys_file`")
 
 
 class HandoffConfig(_Section, frozen=True, kw_only=True):

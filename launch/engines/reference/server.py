@@ -7,6 +7,7 @@ import json
 import logging
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -33,15 +34,19 @@ _WRITE_TIMEOUT_S = 30.0
 _FAILURE_STATUS = {"timeout": 504, "aborted": 503, "closed": 503, "failed": 500}
 
 
-def make_app(engine: ReferenceEngine, registry: CollectorRegistry | None = None) -> web.Application:
+def make_app(
+    engine: ReferenceEngine,
+    registry: CollectorRegistry | None = None,
+    about: Callable[[], Mapping[str, Any]] | None = None,
+) -> web.Application:
     """The application; it takes the engine as it is and does not close it.
 
-    `registry` holds further metrics, the cache's, for `/metrics`. Serve it with `handler_cancellation=True`, so that a
+    `registry` holds further metrics, the cache's, for `/metrics`; `about` answers further fields for `/health`. Serve it with `handler_cancellation=True`, so that a
     client that goes away ends its request.
     """
     config = engine.config
     app = web.Application(client_max_size=(1 << 20) + 64 * config.max_model_len, middlewares=[_errors])
-    server = _Server(engine, registry)
+    server = _Server(engine, registry, about or dict)
     app.router.add_post("/v1/completions", server.completions)
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/health", server.health)
@@ -50,8 +55,11 @@ def make_app(engine: ReferenceEngine, registry: CollectorRegistry | None = None)
 
 
 class _Server:
-    def __init__(self, engine: ReferenceEngine, registry: CollectorRegistry | None) -> None:
+    def __init__(
+        self, engine: ReferenceEngine, registry: CollectorRegistry | None, about: Callable[[], Mapping[str, Any]]
+    ) -> None:
         self._engine = engine
+        self._about = about
         self._registry = registry
         self._model = engine.config.model.name
         self._reading = 0
@@ -59,7 +67,7 @@ class _Server:
 
     async def health(self, _: web.Request) -> web.Response:
         if self._engine.healthy:
-            return web.json_response({"status": "ok"})
+            return web.json_response({"status": "ok", **self._about()})
         return web.json_response({"status": "unavailable"}, status=503)
 
     async def models(self, _: web.Request) -> web.Response:
