@@ -43,6 +43,7 @@ class _Connector:
 
     def __init__(self, settings: EtcdDiscovery) -> None:
         """ConfigError for a password or certificate that cannot be read."""
+        self._etcd3 = load_etcd3()
         self._settings = settings
         self._turn = random.randrange(len(settings.endpoints))
         self._password = None
@@ -63,7 +64,7 @@ class _Connector:
     def client(self) -> Iterator[Any]:
         """A client, logged in if there is a user. Inside, whatever goes wrong between us and etcd is `_Lost`."""
         endpoint = self._settings.endpoints[self._turn % len(self._settings.endpoints)]
-        etcd3 = load_etcd3()
+        etcd3 = self._etcd3
         client = None
         try:
             host, _, port = endpoint.rpartition(":")
@@ -161,6 +162,9 @@ class EtcdRegistration:
                 if self._told != str(error):
                     log.warning("cannot register in etcd: %s; serving goes on", error)
                     self._told = str(error)
+                pause.wait()
+            except Exception:  # the edge: a registration that ends is a node that nobody finds
+                log.exception("registering in etcd failed; it is tried again")
                 pause.wait()
 
     def _keep(self, client: Any, record: NodeRecord) -> None:
@@ -275,6 +279,9 @@ class EtcdWatch:
                     self._read(client, pause)
             except _Lost as error:
                 self._lost(str(error))
+            except Exception:  # the edge: a watch that ends is a view that is never fresh again
+                log.exception("following etcd failed; it is tried again")
+                self._lost("see above")
             finally:
                 self._client = self._stream = None
             pause.wait()
@@ -302,7 +309,7 @@ class EtcdWatch:
             if client is not None and self._stream is not None:
                 try:
                     client.get(self._prefix)
-                except (load_etcd3().Etcd3Exception, grpc.RpcError, ValueError) as error:
+                except Exception as error:  # noqa: BLE001 - whatever it is, we do not hear from etcd
                     if client is self._client and not self._closed.is_set():
                         self._lost(f"{type(error).__name__}: {error}")
                         self._break_off()

@@ -14,10 +14,11 @@ live in a pool of their own, where they cannot clash with another `rpc.proto`. T
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
+import re
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,16 @@ _FILES = ("kv_pb2", "auth_pb2", "rpc_pb2")
 """Each imports those before it."""
 
 
+_SERIALIZED = re.compile(r"""serialized_pb=_b\('((?:[^'\\]|\\.)*)'\)""")
+_lock = threading.Lock()
+
+
 def load_etcd3() -> Any:
-    """The module `etcd3`. ImportError if it, or what it needs, is not installed."""
-    if "etcd3" not in sys.modules:
-        for name, module in _message_modules().items():
-            sys.modules.setdefault(name, module)
-    return importlib.import_module("etcd3")
+    """The module `etcd3`. ImportError if it, or what it needs, is not installed. Thread-safe."""
+    with _lock:
+        if "etcd3" not in sys.modules:
+            sys.modules.update(_message_modules())
+        return importlib.import_module("etcd3")
 
 
 def _message_modules() -> dict[str, types.ModuleType]:
@@ -64,8 +69,7 @@ def _module(name: str, file: Path, pool: Any) -> types.ModuleType:
 
 def _serialized(file: Path) -> bytes:
     """The argument `serialized_pb=_b('...')` of a stub."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.keyword) and node.arg == "serialized_pb" and isinstance(node.value, ast.Call):
-            text = ast.literal_eval(node.value.args[0])
-            return bytes(text.encode("latin1"))
-    raise ImportError(f"{file} is not a stub as etcd3 0.12 has them: it holds no serialized descriptor")
+    found = _SERIALIZED.search(file.read_text(encoding="utf-8"))
+    if found is None:
+        raise ImportError(f"{file} is not a stub as etcd3 0.12 has them: it holds no serialized descriptor")
+    return found[1].encode("latin1").decode("unicode_escape").encode("latin1")

@@ -93,24 +93,19 @@ def test_a_node_joins_within_a_second_and_leaves_when_it_is_told_to(
         wait_for(lambda: node.address not in health(cluster)["prefill"], 2, "it left before it ended")
 
 
-def test_a_node_that_dies_is_dropped_within_its_ttl_and_a_second(
+def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dropped_within_its_ttl_and_a_second(
     cluster: Cluster, own_etcd: Etcd, tmp_path: Path
 ) -> None:
-    with joined(own_etcd, tmp_path, "prefill-2") as node:
+    with joined(own_etcd, tmp_path, "prefill-2", cache={"chunk_size": 2 * CHUNK}) as node:
         wait_for(lambda: node.address in health(cluster)["prefill"], 1, "the node is routed to")
+        expected = f"chunk_size {2 * CHUNK} here, {CHUNK} on decode-0: these two never share a hit"
+        wait_for(lambda: health(cluster)["differences"] == {"prefill-2": expected}, 5, "the difference is told")
+        wait_for(lambda: expected in "".join(node.errors), 5, "the node itself tells")
         node.kill()
         for _ in range(4):
             assert ask(cluster).status == 200
         wait_for(lambda: node.address not in health(cluster)["prefill"], TTL_S + 1, "the dead node is dropped")
-
-
-def test_a_node_that_never_shares_a_hit_is_shown_with_what_differs(
-    cluster: Cluster, own_etcd: Etcd, tmp_path: Path
-) -> None:
-    with joined(own_etcd, tmp_path, "prefill-3", cache={"chunk_size": 2 * CHUNK}) as node:
-        expected = f"chunk_size {2 * CHUNK} here, {CHUNK} on decode-0: these two never share a hit"
-        wait_for(lambda: health(cluster)["differences"] == {"prefill-3": expected}, 5, "the difference is told")
-        wait_for(lambda: expected in "".join(node.errors), 5, "the node itself tells")
+        assert health(cluster)["differences"] == {}
 
 
 def test_a_prompt_that_the_pool_holds_needs_no_prefill_node(cluster: Cluster) -> None:

@@ -12,6 +12,7 @@ from launch.discovery.etcd import prefix_of
 from launch.discovery.stubs import load_etcd3
 from launch.process import spawn_child
 from pd_cache.config import EtcdDiscovery, TlsConfig
+from tests.support.hosts import Host
 from tests.support.pool import free_port
 from tests.support.waiting import wait_for
 
@@ -21,8 +22,17 @@ USER, PASSWORD = "pd-cache", "pass:word"
 class Etcd:
     """One member; its data survive `stop` and `start`, unless `wipe` is called between them."""
 
-    def __init__(self, folder: Path, *, tls: TlsConfig | None = None, server: tuple[str, str] = ("", "")) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tls: TlsConfig | None = None,
+        server: tuple[str, str] = ("", ""),
+        host: Host | None = None,
+    ) -> None:
         """Nothing is started yet. `server`: certificate and key, where there is `tls` for clients."""
+        self._host = host
+        self._address = "127.0.0.1" if host is None else host.address
         self.port, self._peer_port = free_port(), free_port()
         self._data = folder / f"etcd-{self.port}"
         self._folder = folder
@@ -32,7 +42,7 @@ class Etcd:
 
     @property
     def endpoint(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self._address}:{self.port}"
 
     def start(self) -> Etcd:
         binary = shutil.which("etcd")
@@ -54,6 +64,8 @@ class Etcd:
             command += [f"--cert-file={cert}", f"--key-file={key}"]
             if self.tls.cert_file:
                 command += [f"--trusted-ca-file={self.tls.ca_file}", "--client-cert-auth"]
+        if self._host is not None:
+            command = [*self._host.inside(*command)]
         self.process = spawn_child(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             wait_for(self._answers, 20, "etcd answering")
@@ -88,7 +100,7 @@ class Etcd:
         """A bare client."""
         tls = self.tls
         files = {"ca_cert": tls.ca_file, "cert_cert": tls.cert_file, "cert_key": tls.key_file} if tls else {}
-        return load_etcd3().client(port=self.port, host="127.0.0.1", timeout=5, **files)
+        return load_etcd3().client(port=self.port, host=self._address, timeout=5, **files)
 
     def enable_users(self, cluster: str) -> None:
         """From now on only `USER` may do something, and only with what pd-cache keeps for `cluster`."""

@@ -17,6 +17,7 @@ import yaml
 
 from launch.process import spawn_child
 from pd_cache.config import CacheConfig, NodeSettings
+from tests.support.hosts import Host
 from transfer.settings import TransferSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,9 +32,10 @@ def free_port() -> int:
 class Node:
     """One role in a process of its own; ready when the constructor returns."""
 
-    def __init__(self, role: str, name: str, file: Path, timeout: float = 60.0) -> None:
+    def __init__(self, role: str, name: str, file: Path, timeout: float = 60.0, host: Host | None = None) -> None:
+        command = (sys.executable, "-m", "launch", "launch", role, "-c", str(file), "--node", name)
         self.process = spawn_child(
-            [sys.executable, "-m", "launch", "launch", role, "-c", str(file), "--node", name],
+            command if host is None else host.inside(*command),
             death_signal=signal.SIGTERM,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
