@@ -19,6 +19,7 @@ from launch.signals import stop_on_signals
 from pd_cache.config import (
     ClusterConfig,
     DecodeNode,
+    EtcdDiscovery,
     MasterNode,
     Node,
     NodeSettings,
@@ -57,16 +58,16 @@ def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
                 run_engine(config, node, announce, member)
 
 
-def master_command(node: MasterNode, metadata: str = "P2PHANDSHAKE") -> list[str]:
+def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
     """Mooncake's master, with every flag that a cache depends on. RoleError if the wheel is not installed.
 
-    Where `metadata` is an http address on the master's own host, the master serves that, too.
+    Where `transfer.metadata` is an http address on the master's own host, the master serves that, too.
     """
     beside = Path(sys.executable).with_name("mooncake_master")
     binary = str(beside) if beside.exists() else shutil.which("mooncake_master")
     if binary is None:
         raise RoleError("mooncake_master is not installed; install pd-cache with one of the extras cpu, cuda12, cuda13")
-    server = urllib.parse.urlsplit(metadata)
+    server = urllib.parse.urlsplit(config.transfer.metadata)
     serves_metadata = server.scheme == "http" and server.hostname == node.host
     return [
         binary,
@@ -89,17 +90,27 @@ def master_command(node: MasterNode, metadata: str = "P2PHANDSHAKE") -> list[str
             if serves_metadata
             else ()
         ),
+        *(
+            (
+                "--enable_ha=true",
+                f"--etcd_endpoints={';'.join(config.discovery.endpoints)}",
+                f"--cluster_id={config.name}",
+                "--enable_oplog=true",  # without it every key is lost with the leader
+            )
+            if config.masters.ha and isinstance(config.discovery, EtcdDiscovery)
+            else ()
+        ),
         "--logtostderr",
     ]
 
 
 def run_master(config: ClusterConfig, node: MasterNode, ready: Ready) -> None:
-    """Run Mooncake's master as a child that dies with this process."""
+    """Run Mooncake's master as a child that dies with this process. One of several is ready as leader or as standby."""
     with stop_on_signals() as stop:
-        child = spawn_child(master_command(node, config.transfer.metadata), stdout=subprocess.DEVNULL)
+        child = spawn_child(master_command(config, node), stdout=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + config.supervisor.ready_timeout_s
-            while not stop.is_set() and not _serving(node):
+            while not stop.is_set() and not _serving(node, config.masters.ha):
                 if child.poll() is not None:
                     raise RoleError(
                         f"mooncake_master ended with {child.returncode} before it served; are the ports "
@@ -190,10 +201,11 @@ def run_proxy_node(config: ClusterConfig, node: ProxyNode, ready: Ready) -> None
     run_proxy(config, node.host, node.port, ready)
 
 
-def _serving(node: MasterNode) -> bool:
+def _serving(node: MasterNode, elected: bool) -> bool:
     try:
         with urllib.request.urlopen(f"http://{node.host}:{node.metrics_port}/health", timeout=1) as answer:
-            return bool(json.load(answer).get("service_ready"))
+            health = json.load(answer)
+            return bool(health.get("service_ready")) or (elected and health.get("role") == "standby")
     except (OSError, urllib.error.URLError, ValueError):
         return False
 

@@ -23,7 +23,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from transfer.breaker import CircuitBreaker
 from transfer.calls import Call, CallThreads
-from transfer.environment import MAX_TRANSFERS, prepare
+from transfer.environment import MAX_TRANSFERS, prepare, split_master
 from transfer.errors import OUTAGE, MissingLibraryError, PoolUnavailableError, Status, TransferError, status_of
 from transfer.segment import prefault_segment
 from transfer.settings import TransferSettings
@@ -134,13 +134,13 @@ class MooncakeStore:
     ) -> None:
         """Start opening the store in the background.
 
-        `master` is `host:port`, or `etcd://…` for masters with election; `host` the address that other nodes reach
+        `master` is `host:port`, or `etcd://host:port;host:port/NAME` for masters with election; `host` the address that other nodes reach
         this one at; `segment_size` overrides the settings'. Raises MissingLibraryError.
         """
-        prepare(settings)  # before the import: Mooncake reads its log level when it is loaded
+        self._master, election = split_master(master)
+        prepare(settings, election)  # before the import: Mooncake reads its log level when it is loaded
         module = load_mooncake()
         self._settings = settings
-        self._master = master
         self._host = host
         self.segment_size = int(settings.segment_size if segment_size is None else segment_size)
         self._client: _Client = module.MooncakeDistributedStore()

@@ -18,6 +18,8 @@ from transfer.settings import MIN_SEGMENT
 
 KeyPath = tuple[str | int, ...]
 
+_ELECTION_S = 20
+
 
 class Problem(NamedTuple):
     """Something in the file that cannot work."""
@@ -93,6 +95,13 @@ def _master_problems(config: ClusterConfig, masters: list[int]) -> Iterator[Prob
                 ("master", "ha"),
                 "Mooncake's election knows neither users nor TLS; give it an etcd without, or one master",
             )
+        for index, node in enumerate(config.nodes):
+            if isinstance(node, MasterNode) and node.client_ttl_s < _ELECTION_S:
+                yield Problem(
+                    ("nodes", index, "client_ttl_s"),
+                    f"segments, and the keys in them, must outlive an election, which takes up to 18 s; "
+                    f"make this at least {_ELECTION_S}",
+                )
     elif len(masters) > 1:
         yield Problem(("nodes", masters[1]), f"{found}; there must be exactly one, unless `master: {{ha: true}}`")
     elif not masters and isinstance(discovery, StaticDiscovery):

@@ -274,7 +274,7 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     def master_address(self) -> str:
         """What Mooncake's clients are given: `host:port`, or where the elected master is found."""
         if self.masters.ha and isinstance(self.discovery, EtcdDiscovery):
-            return f"etcd://{';'.join(self.discovery.endpoints)}"
+            return f"etcd://{';'.join(self.discovery.endpoints)}/{self.name}"
         return f"{self.master.host}:{self.master.port}"
 
     def segment_size(self, node: Node) -> int:

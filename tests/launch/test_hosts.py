@@ -104,7 +104,8 @@ class Hosts:
         return next(float(line.split()[-1]) for line in lines if line.startswith('pd_cache_tokens_total{op="store",outcome="stored"}'))  # fmt: skip
 
     def stop(self) -> None:
-        for name in reversed(list(self.nodes)):
+        # the master last, also where it was started again: the others say goodbye to it
+        for name in sorted(self.nodes, key=lambda name: (name == "master", name)):
             self.nodes.pop(name).stop()
         self.etcd.stop()
 

@@ -56,10 +56,14 @@ def test_a_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
 def test_with_etcd_a_file_may_hold_only_a_part_of_the_cluster(tmp_path: Path) -> None:
     etcd = "discovery: {kind: etcd, endpoints: ['10.0.0.1:2379', '10.0.0.2:2379']}\n"
     assert load(tmp_path, etcd + "nodes: [{name: proxy, role: proxy}]").by_role("master") == []
-    masters = "nodes: [{name: m0, role: master}, {name: m1, role: master, host: 127.0.0.2}]"
+    masters = (
+        "nodes: [{name: m, role: master, client_ttl_s: 20}, {name: n, role: master, client_ttl_s: 20, host: 127.0.0.2}]"
+    )
     elected = load(tmp_path, "master: {ha: true}\n" + etcd + masters)
-    assert elected.master_address == "etcd://10.0.0.1:2379;10.0.0.2:2379"
+    assert elected.master_address == "etcd://10.0.0.1:2379;10.0.0.2:2379/pd-cache"
     assert load(tmp_path, dump_config(elected)) == elected
+    with pytest.raises(ConfigError, match=r"nodes\[0\]\.client_ttl_s.*must outlive an election"):
+        load(tmp_path, "master: {ha: true}\n" + etcd + "nodes: [{name: m, role: master}]")
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
