@@ -93,6 +93,20 @@ def up(file: Path) -> None:
 
 
 @main.command()
+@click.option("-c", "--config", "file", type=_FILE, required=True, help="The cluster's YAML file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
+def status(file: Path, as_json: bool) -> None:
+    """Show who is in the cluster, who answers and who differs; exits with 1 unless all is well."""
+    from launch.status import cluster_status, print_status
+
+    config, _ = read_config(file)
+    found = cluster_status(config)
+    print_status(found, as_json=as_json)
+    if not found.well:
+        raise SystemExit(1)
+
+
+@main.command()
 @click.option("-c", "--config", "file", type=_FILE, help="Another file than configs/local.yaml.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
 def demo(file: Path | None, as_json: bool) -> None:

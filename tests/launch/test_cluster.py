@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -14,10 +15,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
+from launch.cli import main
 from launch.engines.reference import GenerationRequest, ReferenceEngine
 from launch.up import Cluster
-from pd_cache.config import ReferenceEngineConfig
+from pd_cache.config import ReferenceEngineConfig, dump_config
 from tests.support.cluster import CHUNK, ENGINE, Answer, complete, kill, started
 from tests.support.waiting import wait_for
 
@@ -110,8 +113,6 @@ def test_many_prompts_with_overlapping_prefixes_at_once(cluster: Cluster, alone:
 
 
 def test_a_stream_carries_the_same_tokens(cluster: Cluster, alone: Any, prompt: Any) -> None:
-    import json
-
     tokens = prompt(2 * CHUNK + 3)
     body = json.dumps({"model": "tiny", "prompt": tokens, "max_tokens": 8, "stream": True, "ignore_eos": True})
     request = urllib.request.Request(
@@ -158,6 +159,17 @@ def test_nodes_and_proxy_publish_health_and_metrics(cluster: Cluster, prompt: An
             assert metric in page.read().decode(), name
         with urllib.request.urlopen(f"{cluster.urls[name]}/health", timeout=10) as page:
             assert page.status == 200
+
+
+def test_status_asks_every_node_of_the_file(cluster: Cluster, tmp_path: Path) -> None:
+    file = tmp_path / "resolved.yaml"
+    file.write_text(dump_config(cluster.config))
+    told = CliRunner().invoke(main, ["status", "-c", str(file), "--json"])
+    assert told.exit_code == 0, told.output
+    nodes = {one["name"]: one for one in json.loads(told.stdout)["nodes"]}
+    assert nodes["prefill-0"]["fingerprint"] == nodes["decode-0"]["fingerprint"] is not None
+    table = CliRunner().invoke(main, ["status", "-c", str(file)])
+    assert "discovery: static" in table.output
 
 
 @pytest.mark.parametrize("victim", ["master", "store-0", "prefill-0"])

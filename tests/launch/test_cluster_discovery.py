@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 import urllib.error
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from launch.cli import main
 from launch.up import Cluster
 from tests.support.cluster import CHUNK, Answer, cluster_file, complete, started
 from tests.support.etcd import Etcd
@@ -67,6 +70,14 @@ def health(cluster: Cluster) -> dict[str, Any]:
             return dict(json.load(error))
 
 
+def status(etcd: Etcd, folder: Path) -> Any:
+    """What `pd-cache status` says on another machine."""
+    folder = folder / "elsewhere"
+    folder.mkdir(exist_ok=True)
+    file = cluster_file(folder, discovery=discovery(etcd), nodes=[{"name": "here", "role": "proxy"}])
+    return CliRunner().invoke(main, ["status", "-c", str(file), "--json"])
+
+
 def metric(cluster: Cluster, line: str) -> float:
     with urllib.request.urlopen(f"{cluster.urls['proxy']}/metrics", timeout=5) as page:
         lines = page.read().decode().splitlines()
@@ -89,6 +100,7 @@ def test_a_node_joins_within_a_second_and_leaves_when_it_is_told_to(
         assert metric(cluster, 'pd_cache_proxy_handoffs_total{result="handed_over"}') == handed_over + 4
         with urllib.request.urlopen(f"{node.address}/metrics", timeout=5) as page:
             assert 'pd_cache_tokens_total{op="store",outcome="stored"}' in page.read().decode()
+        assert re.search(r"request [0-9a-f]{32}: 200 in", "".join(node.errors)), "the proxy's id is in the node's log"
         node.send(signal.SIGTERM)
         wait_for(lambda: node.address not in health(cluster)["prefill"], 2, "it left before it ended")
 
@@ -101,11 +113,29 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
         expected = f"chunk_size {2 * CHUNK} here, {CHUNK} on decode-0: these two never share a hit"
         wait_for(lambda: health(cluster)["differences"] == {"prefill-2": expected}, 5, "the difference is told")
         wait_for(lambda: expected in "".join(node.errors), 5, "the node itself tells")
+        told = status(own_etcd, tmp_path)
+        assert told.exit_code == 1
+        assert {one["name"]: one["difference"] for one in json.loads(told.stdout)["nodes"] if one["difference"]} == {
+            "prefill-2": expected
+        }
         node.kill()
         for _ in range(4):
             assert ask(cluster).status == 200
         wait_for(lambda: node.address not in health(cluster)["prefill"], TTL_S + 1, "the dead node is dropped")
         assert health(cluster)["differences"] == {}
+
+
+def test_status_shows_who_is_there_from_a_file_that_names_nobody_of_them(
+    cluster: Cluster, own_etcd: Etcd, tmp_path: Path
+) -> None:
+    told = status(own_etcd, tmp_path)
+    assert told.exit_code == 0, told.output
+    nodes = {one["name"]: one for one in json.loads(told.stdout)["nodes"]}
+    assert sorted(nodes) == ["decode-0", "master", "prefill-0", "proxy", "store-0"]
+    assert [nodes[name]["state"] for name in ("decode-0", "master", "proxy")] == ["well", "not asked", "well"]
+    assert nodes["decode-0"]["fingerprint"] == nodes["prefill-0"]["fingerprint"]
+    assert nodes["decode-0"]["address"] == cluster.urls["decode-0"]
+    assert nodes["store-0"]["capacity"]["segment_bytes"] == 64 << 20
 
 
 def test_a_prompt_that_the_pool_holds_needs_no_prefill_node(cluster: Cluster) -> None:

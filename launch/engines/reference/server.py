@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ from launch.engines.reference.request import GenerationRequest
 _logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _BODY_TIMEOUT_S = 30.0
 _WRITE_TIMEOUT_S = 30.0
 _FAILURE_STATUS = {"timeout": 504, "aborted": 503, "closed": 503, "failed": 500}
@@ -87,6 +89,15 @@ class _Server:
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         arrival = time.monotonic()
+        outcome = "refused, or its client went away"
+        try:
+            response = await self._complete(http, arrival)
+            outcome = str(response.status)
+        finally:
+            _logger.info("request %s: %s in %.3f s", _request_id(http), outcome, time.monotonic() - arrival)
+        return response
+
+    async def _complete(self, http: web.Request, arrival: float) -> web.StreamResponse:
         try:
             request, generation = await self._submit(http, arrival)
         except (BadRequest, ValueError):
@@ -174,6 +185,12 @@ class _Server:
         return response
 
 
+def _request_id(request: web.Request) -> str:
+    """What the proxy calls it, for the log."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if _REQUEST_ID.fullmatch(given) else "-"
+
+
 async def _send(response: web.StreamResponse, data: str) -> None:
     await asyncio.wait_for(response.write(f"data: {data}\n\n".encode()), _WRITE_TIMEOUT_S)
 
@@ -194,7 +211,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception as error:  # the edge: a client gets an error in OpenAI's shape, whatever went wrong
         status, body = _describe(error)
         if status == 500:
-            _logger.exception("a request failed")
+            _logger.exception("request %s failed", _request_id(request))
         headers = {"Retry-After": str(_RETRY_AFTER_S)} if status == 503 else None
         return web.json_response(body, status=status, headers=headers)
 
