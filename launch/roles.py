@@ -53,7 +53,7 @@ def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
         else:
             config = find_master(config, config.supervisor.ready_timeout_s)
             if isinstance(node, StoreNode):
-                run_store(config, node, announce)
+                run_store(config, node, announce, member)
             else:
                 run_engine(config, node, announce, member)
 
@@ -128,7 +128,7 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Ready) -> None:
             _end(child, config.supervisor.stop_grace_s)
 
 
-def run_store(config: ClusterConfig, node: StoreNode, ready: Ready) -> None:
+def run_store(config: ClusterConfig, node: StoreNode, ready: Ready, member: Member) -> None:
     """Give memory to the pool until told to stop, then unmount it, so that no key points at a node that is gone."""
     from transfer.store import MooncakeStore
 
@@ -149,6 +149,7 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Ready) -> None:
             else:
                 ready(store.hostname)
                 stop.wait()
+                member.leave()  # before Mooncake's close(), which holds the GIL for longer than a lease may last
 
 
 def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready, member: Member) -> None:
