@@ -18,7 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from launch.discovery import View
 from launch.proxy.admission import Admission, read_keys
 from launch.proxy.answers import ApiError, overloaded
-from launch.proxy.completion import Completion, Handoff, read_handoff
+from launch.proxy.completion import Completion, Handoff, read_handoff, read_tokens
 from launch.proxy.direct import DirectRule
 from launch.proxy.fleet import Fleet
 from launch.proxy.health import HealthChecks
@@ -35,6 +35,7 @@ MAX_BODY = 16 << 20
 _MAX_ANSWER = 4 << 20
 """Bytes of an answer that is read whole: a prefill node's, or an error."""
 _MAX_MODELS_S = 10.0
+_NO_TOKENIZE_S = 30.0
 _LAST_WORDS_S = 1.0
 """How long a client may take to be told that its stream broke."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -114,6 +115,8 @@ class Proxy:
         self._direct = direct or DirectRule(0)
         self._fleet = Fleet(config, self._direct, master)
         self._pools = self._fleet.pools
+        self._tokenize_after = 0.0
+        """No node is asked for tokens before."""
         self._session: aiohttp.ClientSession | None = None
         self._running: set[asyncio.Task[web.StreamResponse]] = set()
 
@@ -290,7 +293,7 @@ class Proxy:
         completion = Completion(await self._body(exchange), prompt="messages" if exchange.path == _CHAT else "prompt")
         prompt = completion.prompt()
         handoff: Handoff | None = None
-        why = await self._direct.why(completion, prompt, exchange.id)
+        why = await self._direct.why(completion, prompt, exchange.id, lambda: self._tokenize(exchange, completion))
         if why is not None:
             result: str = why
         elif len(self._pools["prefill"]):
@@ -304,6 +307,32 @@ class Proxy:
             result = "no_prefill_nodes"
         self.metrics.handoffs.labels(result).inc()
         return await self._decode(exchange, "POST", completion.for_decode(handoff))
+
+    async def _tokenize(self, exchange: _Exchange, completion: Completion) -> list[int] | None:
+        """A prompt's token ids, by a decode node. None if it does not tell."""
+        now = time.monotonic()
+        node = self._pools["decode"].well(now)
+        if node is None or now < self._tokenize_after:
+            return None
+        assert self._session is not None
+        headers = exchange.headers(self._admission.guarded)
+        try:
+            answer = await send(self._session, "POST", f"{node}/tokenize", headers, completion.for_tokenize())
+            try:
+                if answer.status == 200:
+                    return read_tokens(await read_all(answer, MAX_BODY))
+                if answer.status in (400, 422):
+                    return None  # this prompt's own fault
+                raise HopError("error", f"status {answer.status}")
+            finally:
+                answer.close()
+        except asyncio.CancelledError:  # too slow, or the client went away
+            self._tokenize_after = now + _NO_TOKENIZE_S
+            raise
+        except (HopError, ValueError) as error:
+            self._tokenize_after = now + _NO_TOKENIZE_S
+            log.info("request %s: node %s does not tell a text's tokens: %s", exchange.id, node, error)
+            return None
 
     async def _body(self, exchange: _Exchange) -> bytes:
         request = exchange.request

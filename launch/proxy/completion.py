@@ -16,6 +16,18 @@ from launch.proxy.prefixes import Prompt, is_token_ids, read_prompt
 _TRANSFER = "kv_transfer_params"
 _ONE = msgspec.Raw(b"1")
 _REMOTE_DECODE = msgspec.Raw(msgspec.json.encode({"do_remote_decode": True, "do_remote_prefill": False}))
+_TOKENIZED = (
+    "model",
+    "prompt",
+    "messages",
+    "tools",
+    "add_special_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+)
+"""Fields that decide on the prompt's tokens, as vLLM's `/tokenize` takes them."""
 _ISOLATION = ("model", "cache_salt")
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens")
 """Fields that contradict `stream: false` and `max_tokens: 1`; nodes refuse them beside those."""
@@ -78,6 +90,10 @@ class Completion:
         """What keeps the request's cache apart from others'. ValueError for what is no salt."""
         return msgspec.json.decode(bytes(self._fields.get("cache_salt", b"null")), type=str | None)
 
+    def for_tokenize(self) -> bytes:
+        """The body for a node's `/tokenize`."""
+        return msgspec.json.encode({name: raw for name, raw in self._fields.items() if name in _TOKENIZED})
+
     def for_prefill(self) -> bytes:
         """The body for the prefill node: one token, not streamed, with the promise that another node decodes."""
         fields = {name: raw for name, raw in self._fields.items() if name not in _NOT_FOR_PREFILL}
@@ -89,6 +105,15 @@ class Completion:
     def for_decode(self, handoff: Handoff | None) -> bytes:
         """The client's body, with what the prefill node handed over."""
         return msgspec.json.encode({**self._fields, **({_TRANSFER: handoff.kv_transfer_params} if handoff else {})})
+
+
+class _Tokenized(msgspec.Struct, frozen=True):
+    tokens: list[int]
+
+
+def read_tokens(answer: bytes) -> list[int]:
+    """What a node's `/tokenize` answered. ValueError if it is nothing of the kind."""
+    return msgspec.json.decode(answer, type=_Tokenized).tokens
 
 
 def read_handoff(answer: bytes) -> Handoff:

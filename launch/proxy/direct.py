@@ -1,14 +1,15 @@
 """Conditional disaggregation: which prompts need no prefill node.
 
 A decode node can compute a prompt itself. That is the quicker way where little is to be computed: the prompt is short, or its
-prefix lies in the pool. One lookup tells the latter; whatever goes wrong with it, the prompt takes the usual way.
+prefix lies in the pool. One lookup tells the latter; a text's tokens are asked of a node (`/tokenize`, as vLLM has it).
+Whatever goes wrong with either, the prompt takes the usual way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
@@ -41,7 +42,7 @@ class DirectRule:
     """Prompts of which fewer than `tokens` tokens are to be computed go to the decode node directly."""
 
     def __init__(self, tokens: int, open_lookup: OpenLookup | None = None, *, timeout_s: float = 0.6) -> None:
-        """0 tokens: none do. `timeout_s` bounds a lookup."""
+        """0 tokens: none do. `timeout_s` bounds all of the asking."""
         self._tokens = tokens
         self._open = open_lookup
         self._timeout_s = timeout_s
@@ -67,24 +68,42 @@ class DirectRule:
             except Exception as error:  # noqa: BLE001 - without lookups prompts take the usual way
                 log.warning("no lookups, so only short prompts go to decode nodes directly: %s", error)
 
-    async def why(self, completion: Completion, prompt: Prompt, request_id: str) -> Why | None:
-        """Why a prompt needs no prefill node; None if it does."""
+    async def why(
+        self,
+        completion: Completion,
+        prompt: Prompt,
+        request_id: str,
+        tokenize: Callable[[], Awaitable[list[int] | None]],
+    ) -> Why | None:
+        """Why a prompt needs no prefill node; None if it does. `tokenize` is asked where the prompt is text."""
         if prompt.tokens < self._tokens:
             return "short"
         client = self._client
         if client is None or self._tokens == 0 or self._waiting >= _MAX_WAITING:
             return None
-        tokens = completion.token_ids()
-        if tokens is None:
-            return None
         self._waiting += 1
         try:
-            finding = self._find(client, tokens, completion.cache_salt(), request_id)
-            found = await asyncio.wait_for(finding, self._timeout_s)
+            return await asyncio.wait_for(self._look(client, completion, request_id, tokenize), self._timeout_s)
         except (ValueError, asyncio.TimeoutError):
             return None
         finally:
             self._waiting -= 1
+
+    async def _look(
+        self,
+        client: LookupClient,
+        completion: Completion,
+        request_id: str,
+        tokenize: Callable[[], Awaitable[list[int] | None]],
+    ) -> Why | None:
+        tokens = completion.token_ids()
+        if tokens is None:
+            tokens = await tokenize()
+        if tokens is None:
+            return None
+        if len(tokens) < self._tokens:
+            return "short"
+        found = await self._find(client, tokens, completion.cache_salt(), request_id)
         return "in_pool" if len(tokens) - found < self._tokens else None
 
     async def _find(self, client: LookupClient, tokens: list[int], salt: str | None, request_id: str) -> int:

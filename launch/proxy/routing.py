@@ -117,6 +117,10 @@ class NodePool:
         node.breaker.sent(now)
         return node.target.url
 
+    def well(self, now: float) -> str | None:
+        """Any node that seems well, out of turn. None if there is none."""
+        return next((url for url, node in self._nodes.items() if node.alive and node.breaker.allows(now)), None)
+
     @contextmanager
     def working(self, url: str, prompt: Prompt = _NO_PROMPT) -> Iterator[None]:
         """The node has the request while the block runs."""

@@ -151,6 +151,11 @@ def test_a_prompt_that_the_pool_holds_needs_no_prefill_node(cluster: Cluster) ->
     assert again[-1].cached == (0, 3 * CHUNK), "the decode node took it from the pool by itself"
     assert ask(cluster, length=CHUNK - 1).status == 200
     assert metric(cluster, 'pd_cache_proxy_handoffs_total{result="short"}') == 1
+    text = "The pool holds this text, too. " * 20
+    before = in_pool()
+    answers = [complete(cluster.urls["proxy"], text) for _ in range(2)]
+    assert in_pool() == before + 1, "the second time; a node told its tokens"
+    assert answers[0].tokens == answers[1].tokens
 
 
 def test_etcd_hangs_for_longer_than_every_lease_and_serving_does_not_notice(cluster: Cluster, own_etcd: Etcd) -> None:

@@ -85,6 +85,7 @@ class Node:
         self.default = default
         self.script: list[Behaviour] = []
         self.health: Behaviour = answers(200, {})
+        self.tokenize: Behaviour = answers(404)
         self.bodies: list[Any] = []
         self.paths: list[str] = []
         self.headers: list[Any] = []
@@ -105,8 +106,8 @@ class Node:
         await self.server.close()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        if request.path == "/health":
-            return await self.health(request)
+        if request.path in ("/health", "/tokenize"):
+            return await getattr(self, request.path[1:])(request)
         self.headers.append(request.headers)
         self.paths.append(request.path)
         self.peers.append(request.transport.get_extra_info("peername"))
@@ -960,7 +961,7 @@ async def test_a_short_prompt_goes_to_the_decode_node_directly_without_a_lookup(
             assert len(c.prefill[0].bodies) == there
         assert "kv_transfer_params" not in c.decode[0].bodies[0]
         assert c.metric("handoffs_total", result="short") == 2
-    assert [length for length, _ in client.asked] == [256], "one lookup, and only for token ids"
+    assert [length for length, _ in client.asked] == [256], "one lookup, and none where no node tells a text's tokens"
     assert client.closed
 
 
@@ -991,6 +992,45 @@ async def test_a_lookup_that_hangs_or_cannot_be_made_costs_its_deadline_and_noth
         async with c.post({"prompt": [7] * 1000}) as response:
             assert response.status == 200
         assert len(c.prefill[0].bodies) == 1
+
+
+@scenario
+async def test_the_tokens_of_a_text_are_asked_of_a_node() -> None:
+    client, asked = Lookups(1024), []
+
+    async def tokenizes(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.json())
+        return web.json_response({"count": 1000, "max_model_len": 8192, "tokens": [7] * 1000})
+
+    async with cluster(1, 2, direct=rule(client)) as c:
+        c.decode[0].tokenize = tokenizes
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 5000}]}
+        for path, body in (("completions", {"prompt": "x" * 5000}), ("chat/completions", chat)):
+            async with c.session.post(f"{c.url}/v1/{path}", json={**body, "max_tokens": 5}) as response:
+                assert response.status == 200
+        assert asked == [{"prompt": "x" * 5000}, chat]
+        assert c.prefill[0].bodies == []
+        assert [len(node.bodies) for node in c.decode] == [1, 1], "asking for tokens takes nobody's turn"
+
+
+@pytest.mark.parametrize(
+    "failure", [answers(404), answers(500), says(b"{}"), hangs], ids=["404", "500", "garbage", "hangs"]
+)
+@scenario
+async def test_a_node_that_does_not_tell_a_texts_tokens_is_not_asked_again_at_once(failure: Behaviour) -> None:
+    asked = []
+
+    async def fails(request: web.Request) -> web.StreamResponse:
+        asked.append(1)
+        return await failure(request)
+
+    async with cluster(direct=rule(Lookups(1024), timeout_s=0.1)) as c:
+        c.decode[0].tokenize = fails
+        for _ in range(2):
+            async with c.post({"prompt": "x" * 5000}) as response:
+                assert response.status == 200
+        assert len(c.prefill[0].bodies) == 2
+        assert len(asked) == 1
 
 
 @scenario

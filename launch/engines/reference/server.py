@@ -50,6 +50,7 @@ def make_app(
     app = web.Application(client_max_size=(1 << 20) + 64 * config.max_model_len, middlewares=[_errors])
     server = _Server(engine, registry, about or dict)
     app.router.add_post("/v1/completions", server.completions)
+    app.router.add_post("/tokenize", server.tokenize)
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/health", server.health)
     app.router.add_get("/metrics", server.metrics)
@@ -87,6 +88,13 @@ class _Server:
             text += generate_latest(self._registry)
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
+    async def tokenize(self, http: web.Request) -> web.Response:
+        """The token ids of a prompt, as vLLM's servers tell them."""
+        _, tokens = await self._read(http)
+        return web.json_response(
+            {"count": len(tokens), "max_model_len": self._engine.config.max_model_len, "tokens": list(tokens)}
+        )
+
     async def completions(self, http: web.Request) -> web.StreamResponse:
         arrival = time.monotonic()
         outcome = "refused, or its client went away"
@@ -112,16 +120,19 @@ class _Server:
         finally:
             generation.cancel()
 
-    async def _submit(self, http: web.Request, arrival: float) -> tuple[CompletionRequest, Generation]:
+    async def _read(self, http: web.Request) -> tuple[CompletionRequest, tuple[int, ...]]:
         if self._reading >= self._most_reading:
             raise QueueFullError("too many requests are being read already")
         self._reading += 1
         try:
             body = await asyncio.wait_for(http.read(), _BODY_TIMEOUT_S)
             request = parse_completion(body, self._model)
-            tokens = await self._tokens(request.prompt)
+            return request, await self._tokens(request.prompt)
         finally:
             self._reading -= 1
+
+    async def _submit(self, http: web.Request, arrival: float) -> tuple[CompletionRequest, Generation]:
+        request, tokens = await self._read(http)
         asked = GenerationRequest(
             prompt=tokens,
             max_tokens=request.max_tokens,
