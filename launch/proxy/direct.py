@@ -49,6 +49,7 @@ class DirectRule:
         self._pool: Pool | None = None
         self._client: LookupClient | None = None
         self._waiting = 0
+        self._closed = False
         self._executor: ThreadPoolExecutor | None = None
 
     @property
@@ -58,7 +59,7 @@ class DirectRule:
 
     def use(self, pool: Pool | None) -> None:
         """From now on look there; None: nowhere."""
-        if self._open is None or self._tokens == 0 or pool == self._pool:
+        if self._open is None or self._tokens == 0 or pool == self._pool or self._closed:
             return
         self._retire(self._client)
         self._pool, self._client = pool, None
@@ -121,7 +122,8 @@ class DirectRule:
             self._threads().submit(client.close)  # takes up to a second
 
     def close(self) -> None:
-        """Close the client. Waits for lookups under way, which have deadlines of their own."""
+        """Close the client, for good. Waits for lookups under way, which have deadlines of their own."""
+        self._closed = True
         self._retire(self._client)
         self._client = self._pool = None
         if self._executor is not None:

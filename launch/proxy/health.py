@@ -42,9 +42,10 @@ class HealthChecks:
         places = asyncio.Semaphore(_AT_A_TIME)
         while True:
             await asyncio.sleep(self._interval_s)
-            await asyncio.gather(
-                *(self._check(session, places, pool, url) for pool in self._pools for url in pool.urls())
-            )
+            checks = (self._check(session, places, pool, url) for pool in self._pools for url in pool.urls())
+            for ended in await asyncio.gather(*checks, return_exceptions=True):
+                if isinstance(ended, Exception):  # nothing may end the checks of all nodes
+                    log.error("a check failed", exc_info=ended)
             known = {url for pool in self._pools for url in pool.urls()}
             self._well = {url: well for url, well in self._well.items() if url in known}
 

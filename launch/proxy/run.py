@@ -16,6 +16,9 @@ from pd_cache.config import ClusterConfig, NodeSettings
 from pd_cache.lookup import LookupClient, MooncakeLookupClient
 from pd_cache.tokens import CacheMetadata
 
+_SYNC_S = 2.0
+"""How long a proxy that starts waits to hear from discovery; then it goes by the nodes of the file."""
+
 
 def run_proxy(config: ClusterConfig, host: str, port: int, ready: Callable[[str], None]) -> None:
     """Serve until told to stop (`stop_signals`), then drain. Main thread only.
@@ -54,6 +57,7 @@ async def _serve(config: ClusterConfig, proxy: Proxy, host: str, port: int, read
 
     directory = open_directory(config, follow)
     try:
+        await asyncio.to_thread(directory.wait_synced, _SYNC_S)
         await web.TCPSite(runner, host, port).start()
         bound = runner.addresses[0][1]
         ready(f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}")

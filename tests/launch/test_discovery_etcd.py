@@ -248,6 +248,19 @@ def test_every_way_to_reach_etcd(
         wait_for(sees(watch), 2, "gone")
 
 
+def test_a_login_that_etcd_has_forgotten_is_renewed(make_etcd: Callable[..., Etcd]) -> None:
+    etcd = make_etcd().start()
+    etcd.enable_users(CLUSTER)
+    with EtcdWatch(etcd.settings(), CLUSTER) as watch, registered(etcd.settings(), "a"):
+        wait_for(sees(watch, "a"), 5, "seen")
+        etcd.stop()
+        wait_for(lambda: watch.view().stale_since is not None, 5, "stale")
+        etcd.start()
+        wait_for(lambda: watch.view().stale_since is None, 5, "fresh again")
+        with registered(etcd.settings(), "b"):
+            wait_for(sees(watch, "a", "b"), 5, "news arrive")
+
+
 def test_a_wrong_password_is_told_and_nothing_ends(
     make_etcd: Callable[..., Etcd], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
