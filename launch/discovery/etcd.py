@@ -84,7 +84,7 @@ class _Connector:
             raise _Lost(f"{endpoint}: {str(error) or type(error).__name__}") from error
         except grpc.RpcError as error:
             raise _Lost(f"{endpoint}: {error.code().name}: {error.details()}") from error
-        except ValueError as error:  # grpc's way of saying that the channel was closed under a call
+        except (OSError, ValueError) as error:  # a certificate that is gone; a channel that was closed under a call
             raise _Lost(f"{endpoint}: {error}") from error
         except _Lost as error:
             raise _Lost(f"{endpoint}: {error}") from error
@@ -122,23 +122,23 @@ class EtcdRegistration:
         self._connector = _Connector(settings)
         self._ttl_s = settings.ttl_s
         self._prefix = prefix_of(cluster)
-        self._record: NodeRecord | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._lease: int | None = None
-        self._told: str | None = None
+        self._away = False
+        self._double = ""
+        """Instance of the last node that was found under our name."""
         self.registered = threading.Event()
         """Set while the record is in etcd, as far as we know."""
 
     def announce(self, record: NodeRecord) -> None:
         """Register, now and again whenever the lease was lost. Returns at once; call it once."""
         assert self._thread is None, "announced already"
-        self._record = record
         self._thread = threading.Thread(target=self._run, args=(record,), name="discovery-register", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Deregister. Waits for etcd no longer than a call may take; the lease ends by itself otherwise."""
+        """Deregister. Waits for etcd no longer than two or three calls may take; the lease ends by itself otherwise."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -150,18 +150,18 @@ class EtcdRegistration:
                 with self._connector.client() as client:
                     while not self._closed.is_set():
                         self._keep(client, record)
-                        if self._told is not None:
+                        if self._away:
                             log.info("registered in etcd again")
-                        self._told = None
+                        self._away = False
                         self.registered.set()
                         pause.reset()
                         self._closed.wait(self._ttl_s / 3)
                     self._leave(client)
             except _Lost as error:
                 self.registered.clear()
-                if self._told != str(error):
-                    log.warning("cannot register in etcd: %s; serving goes on", error)
-                    self._told = str(error)
+                level = logging.DEBUG if self._away else logging.WARNING
+                log.log(level, "cannot register in etcd: %s; serving goes on", error)
+                self._away = True
                 pause.wait()
             except Exception:  # the edge: a registration that ends is a node that nobody finds
                 log.exception("registering in etcd failed; it is tried again")
@@ -181,22 +181,20 @@ class EtcdRegistration:
         if found is None:
             self._put(client, record)
         elif found != record.encode():
-            self._told_of_double(found, record)
+            self._tell_double(found, record)
 
     def _put(self, client: Any, record: NodeRecord) -> None:
         client.put(self._prefix + record.name, record.encode(), lease=self._lease)
 
-    def _told_of_double(self, found: bytes, record: NodeRecord) -> None:
+    def _tell_double(self, found: bytes, record: NodeRecord) -> None:
         with contextlib.suppress(RecordError):
             other = decode_record(found)
-            if other.instance != self._seen_double:
-                self._seen_double = other.instance
+            if other.instance != self._double:
+                self._double = other.instance
                 log.warning(
                     "another process registered as %s, at %s (this one is at %s): a name belongs to one node",
                     record.name, other.address, record.address,
                 )  # fmt: skip
-
-    _seen_double = ""
 
     def _compare(self, client: Any, record: NodeRecord) -> None:
         others = [other for _, other in _records(client.get_prefix_response(self._prefix).kvs, self._prefix)]
