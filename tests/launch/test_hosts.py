@@ -11,7 +11,6 @@ import random
 import shutil
 import subprocess
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,20 +42,23 @@ Tokens = list[int]
 
 
 class Hosts:
-    """etcd, master, two prefill and two decode nodes and the proxy, each on a host of its own; one more host is empty."""
+    """etcd, master, two prefill and two decode nodes and the proxy, each on a host of its own; one more host is empty.
+
+    All of the pool's memory is that of prefill-1, so that what the others store and load crosses links.
+    """
 
     def __init__(self, network: Network, folder: Path) -> None:
         names = ("etcd", "master", "prefill-0", "prefill-1", "decode-0", "decode-1", "proxy", "prefill-2")
         self.hosts: dict[str, Host] = {name: network.host(name) for name in names}
         self.etcd = Etcd(folder, host=self.hosts["etcd"]).start()
         self.nodes: dict[str, Node] = {}
-        segments = {"prefill": "64MiB", "decode": "0"}
+        roles = ("prefill", "decode")
         nodes: list[dict[str, Any]] = [
             {"name": "master", "role": "master", "port": 50051, "metrics_port": 9003, "client_ttl_s": 2},
             *(
-                {"name": name, "role": role, "port": 8100, "segment_size": segments[role]}
+                {"name": name, "role": role, "port": 8100, "segment_size": "64MiB" if name == "prefill-1" else 0}
                 for name in names
-                if (role := name.split("-")[0]) in segments
+                if (role := name.split("-")[0]) in roles
             ),
             {"name": "proxy", "role": "proxy", "port": 8000},
         ]
@@ -221,28 +223,30 @@ def test_a_request_crosses_the_hosts(hosts: Hosts, alone: Any) -> None:
 
 
 def test_a_prefill_hosts_link_is_cut_in_the_middle_of_a_store(hosts: Hosts, alone: Any) -> None:
-    victim, other = hosts.hosts["prefill-0"], hosts.hosts["prefill-1"]
+    victim, memory = hosts.hosts["prefill-0"], hosts.hosts["prefill-1"]
     victim.limit("8mbit")
     try:
-        # half of what the victim stores goes into the other's memory, which is sent little else: prompts of 4 KB
-        before = other.received()
+        before = memory.received()  # besides what the victim stores there, prompts of 4 KB
         with asking(hosts, alone, prompts(8)):
-            wait_for(lambda: other.received() - before > 80_000, 15, "a store under way")
+            wait_for(lambda: memory.received() - before > 80_000, 15, "a store under way")
             victim.cut()
     finally:
         victim.mend()
         victim.limit("1gbit")
 
 
-def test_a_prefill_hosts_link_is_cut_in_the_middle_of_a_load(hosts: Hosts, alone: Any) -> None:
-    victim, todo = hosts.hosts["prefill-0"], prompts(6)
+@pytest.mark.parametrize("end", ["reader", "owner of the memory"])
+def test_a_prefill_hosts_link_is_cut_in_the_middle_of_a_load(hosts: Hosts, alone: Any, end: str) -> None:
+    todo = prompts(6)
     with asking(hosts, alone, todo):
-        pass  # now the pool has them, part of it in the victim's memory
+        pass  # now the pool has them
+    victim = hosts.hosts["prefill-0" if end == "reader" else "prefill-1"]
+    loaded = victim.received if end == "reader" else victim.sent
     victim.limit("8mbit")
     try:
-        before = victim.sent()
+        before = loaded()
         with asking(hosts, alone, todo * 2):
-            wait_for(lambda: victim.sent() - before > 150_000, 15, "a load under way")
+            wait_for(lambda: loaded() - before > 80_000, 15, "a load under way")
             victim.cut()
     finally:
         victim.mend()
@@ -289,9 +293,7 @@ def test_a_node_joins_and_leaves_under_load(hosts: Hosts, alone: Any) -> None:
         asking_on = [threads.submit(ask) for _ in range(2)]
         try:
             hosts.start("prefill-2")
-            ready = time.monotonic()
             wait_for(lambda: hosts.well(*EVERYBODY, "prefill-2"), 3, "the new node is known")
-            assert time.monotonic() - ready < 3
             wait_for(lambda: hosts.stored("prefill-2") > 0, 15, "the new node works")
             hosts.nodes.pop("prefill-2").stop()
             wait_for(lambda: hosts.well(*EVERYBODY), 3, "the proxy knows that it left")
