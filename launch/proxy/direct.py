@@ -52,11 +52,6 @@ class DirectRule:
         self._closed = False
         self._executor: ThreadPoolExecutor | None = None
 
-    @property
-    def asks(self) -> bool:
-        """Whether a pool is known and lookups are possible."""
-        return self._client is not None
-
     def use(self, pool: Pool | None) -> None:
         """From now on look there; None: nowhere."""
         if self._open is None or self._tokens == 0 or pool == self._pool or self._closed:

@@ -15,7 +15,7 @@ _BLOCK_BYTES = 2048
 """About 350 token ids, or 500 tokens of text."""
 _BYTES_A_TOKEN = 4
 """Of text, roughly; token ids are counted."""
-_LEAST_BLOCK_TOKENS = 64.0
+_LEAST_BLOCK_TOKENS = 64
 """A block counts at least this, so that the size of an index is bounded whatever prompts look like."""
 
 
@@ -59,9 +59,10 @@ class PrefixIndex:
     """The blocks that a node's own cache most likely holds: those last sent there, as many as it has room for."""
 
     def __init__(self, capacity_tokens: int) -> None:
-        self._capacity = float(capacity_tokens)
-        self._blocks: OrderedDict[Hashable, float] = OrderedDict()
-        self._tokens = 0.0
+        self._capacity = capacity_tokens
+        self._blocks: OrderedDict[Hashable, int] = OrderedDict()
+        self._tokens = 0
+        """Of all blocks together; whole numbers, so that no error adds up."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -78,10 +79,10 @@ class PrefixIndex:
 
     def add(self, prompt: Prompt) -> None:
         """Note that the node computes this prompt."""
-        known, size = self._blocks, max(_LEAST_BLOCK_TOKENS, prompt.block_tokens)
+        known, size = self._blocks, max(_LEAST_BLOCK_TOKENS, round(prompt.block_tokens))
         # last block first: what is evicted first is then the end of a prompt, not the beginning that others share
         for block in reversed(prompt.blocks):
-            self._tokens += size - known.pop(block, 0.0)
+            self._tokens += size - known.pop(block, 0)
             known[block] = size
         while self._tokens > self._capacity:
             _, dropped = known.popitem(last=False)
