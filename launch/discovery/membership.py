@@ -80,6 +80,7 @@ class Membership:
             self._doubted.add(name)
         else:
             del self._nodes[name]
+            self._doubted.discard(name)
 
     def expire(self, now: float) -> bool:
         """Drop doubted nodes whose grace is over; never while the source is away. True if any was dropped."""

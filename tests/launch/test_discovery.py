@@ -142,6 +142,16 @@ def test_leases_that_run_out_during_or_right_after_an_outage_are_doubted_too() -
     assert names(members.view()) == []
 
 
+def test_a_doubted_node_that_vanishes_when_the_grace_is_over_is_gone_once() -> None:
+    members = Membership(grace_s=5)
+    members.sync([node("a")], 0)
+    members.outage(1)
+    members.sync([], 2)
+    members.delete("a", 7)
+    assert members.view() == View(())
+    assert not members.expire(8)
+
+
 def test_a_second_outage_stops_the_clock() -> None:
     members = Membership(grace_s=5)
     members.sync([node("a")], 0)
