@@ -1,9 +1,10 @@
-# make demo | test | install | check        VENV=.venv PYTHON=python3
+# make demo | test | test-vllm | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: install demo test check format clean
+.PHONY: install demo test install-vllm test-vllm check format clean
 
 install: $(VENV)/.installed
 
@@ -17,6 +18,15 @@ demo: install
 test: install
 	$(BIN)/python -m pytest
 
+install-vllm: $(VLLM_VENV)/.installed
+
+$(VLLM_VENV)/.installed: pyproject.toml tools/install.sh tools/install-vllm.sh
+	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) bash tools/install-vllm.sh
+	touch $@
+
+test-vllm: install-vllm
+	$(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=0 tests/vllm
+
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -28,4 +38,4 @@ format: install
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -31,15 +31,15 @@ from transfer.staging import StagingPool
 class RawPool:
     """Mooncake's batch calls from and into one registered buffer that holds all objects of a prompt."""
 
-    def __init__(self, client: Any, objects: int, object_bytes: int) -> None:
+    def __init__(self, client: Any, memory: StagingPool, keys: list[str], object_bytes: int) -> None:
+        """`memory` has a slot for each object."""
         self._client = client
-        memory = StagingPool(objects * (object_bytes + 4096), object_bytes)  # prefaulted, one slot an object
-        self._slots = [memory.lease(0.0) for _ in range(objects)]
         self._memory = memory
-        assert client.register_buffer(memory.address, memory.nbytes) == 0
-        self._addresses = [slot.address for slot in self._slots if slot is not None]
-        self._sizes = [object_bytes] * objects
-        self.keys = [f"raw/{uuid.uuid4().hex}" for _ in range(objects)]
+        assert memory.register_with(client) == 0
+        self.slots = [slot for _ in keys if (slot := memory.try_lease()) is not None]
+        self._addresses = [slot.address for slot in self.slots]
+        self._sizes = [object_bytes] * len(keys)
+        self.keys = keys
 
     def put(self) -> None:
         codes = self._client.batch_put_from(self.keys, self._addresses, self._sizes)
@@ -177,7 +177,9 @@ def main(
             engine.wait_available(30)
             with progress() as bar:
                 tracked = bar.track(range(rounds), description="rounds")
-                results = measure(engine, prompt, RawPool(client, objects, object_bytes), tracked)
+                memory = StagingPool(objects * (object_bytes + 4096), object_bytes)  # prefaulted, one slot an object
+                raw = RawPool(client, memory, [f"raw/{uuid.uuid4().hex}" for _ in range(objects)], object_bytes)
+                results = measure(engine, prompt, raw, tracked)
         finally:
             CacheEngineBuilder.destroy("bench")
     first = results["first_store_gbps"] / results["store_gbps"]

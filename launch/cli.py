@@ -136,7 +136,7 @@ def config_check(file: Path, file_only: bool) -> None:
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
-@click.argument("name", type=click.Choice(("engine", "lookup", "proxy", "routing")))
+@click.argument("name", type=click.Choice(("engine", "host_mode", "lookup", "proxy", "routing", "tiers", "ttft")))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(name: str, arguments: Sequence[str]) -> None:
     """Measure against the raw thing in the same run; each bench has a --help of its own."""

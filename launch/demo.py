@@ -102,8 +102,10 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
     config, source = read_config(file)
     engine = config.engine
     proxies = config.by_role("proxy")
-    if engine is None or not proxies or not config.by_role("prefill"):
-        raise ConfigError(f"{file}: the demo needs a master, a prefill node, a decode node and a proxy")
+    if not isinstance(engine, ReferenceEngineConfig) or not proxies or not config.by_role("prefill"):
+        raise ConfigError(
+            f"{file}: the demo needs a master, a prefill node, a decode node and a proxy, with the reference engine"
+        )
     check_machine(config, source, local_nodes(config))
     console = Console(stderr=True)
     todo = prompts(_vocabulary(engine), config.cache.chunk_size, engine.max_model_len)

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
@@ -88,17 +88,25 @@ def die_with_parent(signum: signal.Signals = signal.SIGTERM, *, parent: int | No
 
 
 def spawn_child(
-    argv: Sequence[str], *, death_signal: signal.Signals = signal.SIGKILL, **popen: Any
+    argv: Sequence[str],
+    *,
+    death_signal: signal.Signals = signal.SIGKILL,
+    blocked: Iterable[signal.Signals] = (),
+    **popen: Any,
 ) -> subprocess.Popen[bytes]:
     """Start a foreign binary that cannot be taught `die_with_parent`; it is sent `death_signal` when we end.
 
     It stays in our process group, so that whoever ends the group ends it, and starts with SIGINT ignored: a Ctrl-C is
-    ours to handle. `popen` goes to `subprocess.Popen`; stdin is /dev/null unless given. FileNotFoundError if there is no
+    ours to handle. `blocked` are signals that it starts with blocked, for one that waits for them itself. `popen` goes to `subprocess.Popen`; stdin is /dev/null unless given. FileNotFoundError if there is no
     such program. Call this on a thread that lives as long as the process (the main thread): the kernel takes the end of
     the *thread* that started a child for the end of its parent.
     """
     popen.setdefault("stdin", subprocess.DEVNULL)
-    return subprocess.Popen(_tether(argv, death_signal, "ignore", popen.get("env")), **popen)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        return subprocess.Popen(_tether(argv, death_signal, "ignore", popen.get("env")), **popen)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _tether(

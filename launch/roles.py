@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,28 +16,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 from launch.discovery import Member, find_master
+from launch.errors import RoleError
 from launch.process import spawn_child
 from launch.signals import stop_on_signals
 from pd_cache.config import (
     ClusterConfig,
     DecodeNode,
+    EngineNode,
     EtcdDiscovery,
     MasterNode,
     Node,
     NodeSettings,
     PrefillNode,
     ProxyNode,
+    ReferenceEngineConfig,
     StoreNode,
+    VllmEngineConfig,
 )
-from pd_cache.errors import ConfigError, PdCacheError
+from pd_cache.errors import ConfigError
+from transfer.environment import host_environment, split_master
 from transfer.errors import PoolUnavailableError
+from transfer.host import WAITS_FOR
 
 Ready = Callable[[str], None]
 """Called once, with the node's URL (or an empty string), as soon as it can be used."""
-
-
-class RoleError(PdCacheError):
-    """A role cannot do its work."""
 
 
 def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
@@ -63,14 +67,10 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
 
     Where `transfer.metadata` is an http address on the master's own host, the master serves that, too.
     """
-    beside = Path(sys.executable).with_name("mooncake_master")
-    binary = str(beside) if beside.exists() else shutil.which("mooncake_master")
-    if binary is None:
-        raise RoleError("mooncake_master is not installed; install pd-cache with one of the extras cpu, cuda12, cuda13")
     server = urllib.parse.urlsplit(config.transfer.metadata)
     serves_metadata = server.scheme == "http" and server.hostname == node.host
     return [
-        binary,
+        _mooncake("mooncake_master"),
         f"--rpc_address={node.host}",
         f"--rpc_port={node.port}",
         f"--metrics_host={node.host}",
@@ -128,15 +128,93 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Ready) -> None:
             _end(child, config.supervisor.stop_grace_s)
 
 
+def client_command(config: ClusterConfig, node: StoreNode) -> list[str]:
+    """The `mooncake_client` of a host. RoleError if the wheel is not installed.
+
+    Its segment is named by the address that it listens at, so that whoever knows the one knows the other.
+    """
+    engines = sum(isinstance(other, EngineNode) and other.host == node.host for other in config.nodes)
+    # each can have its transfers under way in both directions, two control calls and a ping
+    threads = node.threads or max(4, engines * (2 * config.transfer.threads + 3))
+    master, _ = split_master(config.master_address)
+    return [
+        _mooncake("mooncake_client"),
+        f"--host={node.host}:{node.port}",
+        f"--port={node.port}",
+        f"--master_server_address={master}",
+        f"--metadata_server={config.transfer.metadata}",
+        f"--protocol={config.transfer.protocol}",
+        f"--device_names={','.join(config.transfer.devices)}",
+        f"--global_segment_size={int(node.segment_size)}",
+        f"--threads={threads}",
+        "--logtostderr",
+    ]
+
+
 def run_store(config: ClusterConfig, node: StoreNode, ready: Ready, member: Member) -> None:
     """Give memory to the pool until told to stop, then unmount it, so that no key points at a node that is gone."""
+    if config.transfer.client == "host":
+        _run_host_client(config, node, ready, member)
+    else:
+        _run_segment(config, node, ready, member)
+
+
+def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Ready, member: Member) -> None:
+    """Run a host's `mooncake_client` as a child that ends with this process, and unmounts its segment as it ends."""
+    _, election = split_master(config.master_address)
+    with stop_on_signals() as stop:
+        deadline = time.monotonic() + config.supervisor.ready_timeout_s
+        # without a master, mooncake_client aborts; whether one of several leads, only it finds out
+        while election is None and not _listening(config.master_address):
+            if time.monotonic() > deadline:
+                raise PoolUnavailableError(f"Mooncake master {config.master_address} not reachable")
+            if stop.wait(0.2):
+                return
+        child = _spawn_host_client(config, node, election)
+        try:
+            while not stop.is_set() and not _listening(f"{node.host}:{node.port}"):
+                late = time.monotonic() > deadline
+                if child.poll() is not None:
+                    if election is None or late:
+                        raise RoleError(
+                            f"mooncake_client ended with {child.returncode} before it served; is the port {node.port} of "
+                            f"{node.host} free, and is there memory for {node.segment_size}?"
+                        )
+                    if not stop.wait(1.0):
+                        child = _spawn_host_client(config, node, election)
+                elif late:
+                    raise RoleError(f"mooncake_client not serving after {config.supervisor.ready_timeout_s:g} s")
+                stop.wait(0.05)
+            if not stop.is_set():
+                ready(f"{node.host}:{node.port}")
+            while not stop.wait(0.2):
+                if child.poll() is not None:
+                    raise RoleError(f"mooncake_client ended with {child.returncode}")
+        finally:
+            member.leave()
+            _end(child, config.supervisor.stop_grace_s)
+
+
+def _spawn_host_client(config: ClusterConfig, node: StoreNode, election: str | None) -> subprocess.Popen[bytes]:
+    return spawn_child(
+        client_command(config, node),
+        death_signal=signal.SIGTERM,
+        blocked=WAITS_FOR,
+        env=host_environment(config.transfer, election),
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def _run_segment(config: ClusterConfig, node: StoreNode, ready: Ready, member: Member) -> None:
+    """Mount the segment from this process."""
     from transfer.store import MooncakeStore
 
     settings = NodeSettings.of(config, node)
+    named = f"{settings.host}:{node.port}" if node.port else settings.host
     with (
         stop_on_signals() as stop,
         MooncakeStore(
-            settings.transfer, master=settings.master, host=settings.host, segment_size=settings.segment_size
+            settings.transfer, master=settings.master, host=named, segment_size=settings.segment_size
         ) as store,
     ):
         deadline = time.monotonic() + config.supervisor.ready_timeout_s
@@ -154,6 +232,16 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Ready, member: Memb
 
 def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready, member: Member) -> None:
     """Serve the model, with a cache engine over the pool."""
+    if isinstance(config.engine, VllmEngineConfig):
+        from launch.engines.vllm import serve_vllm
+
+        serve_vllm(config, config.engine, node, ready, on_stop=member.leave)
+    else:
+        run_reference_engine(config, node, ready, member)
+
+
+def run_reference_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready, member: Member) -> None:
+    """Serve with the engine that ships with pd-cache, in this process."""
     from prometheus_client import CollectorRegistry
 
     from launch.engines.reference import serve
@@ -162,7 +250,7 @@ def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Rea
     from pd_cache.metrics import CacheMetrics
     from pd_cache.tokens import CacheMetadata
 
-    assert config.engine is not None  # the file's checks saw to it
+    assert isinstance(config.engine, ReferenceEngineConfig)  # the file's checks saw to it
     settings = NodeSettings.of(config, node)
     registry = CollectorRegistry()
 
@@ -209,6 +297,24 @@ def _serving(node: MasterNode, elected: bool) -> bool:
             return bool(health.get("service_ready")) or (elected and health.get("role") == "standby")
     except (OSError, urllib.error.URLError, ValueError):
         return False
+
+
+def _listening(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _mooncake(program: str) -> str:
+    """The path of one of the wheel's programs. RoleError if the wheel is not installed."""
+    beside = Path(sys.executable).with_name(program)
+    path = str(beside) if beside.exists() else shutil.which(program)
+    if path is None:
+        raise RoleError(f"{program} is not installed; install pd-cache with one of the extras cpu, cuda12, cuda13")
+    return path
 
 
 def _end(child: subprocess.Popen[bytes], grace: float) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from pd_cache.config import ClusterConfig, EtcdDiscovery, Node, Problem, Source
+from pd_cache.config import ClusterConfig, EtcdDiscovery, LocalTier, Node, Problem, Source, VllmEngineConfig
 from pd_cache.errors import ConfigError
 from transfer.settings import rdma_devices
 
@@ -30,6 +30,12 @@ def local_nodes(config: ClusterConfig) -> list[Node]:
     """The nodes that run on this machine."""
     local = {host: is_local(host) for host in {node.host for node in config.nodes}}
     return [node for node in config.nodes if local[node.host]]
+
+
+def free_port(host: str) -> int:
+    """A port of `host` that nobody had a moment ago."""
+    with _socket_at(host, 0) as bound:
+        return int(bound.getsockname()[1])
 
 
 def choose_ports(config: ClusterConfig, nodes: Iterable[Node] | None = None) -> ClusterConfig:
@@ -88,6 +94,11 @@ def machine_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
     yield from _model_problems(config, chosen)
     if config.transfer.staging_size > memory:
         yield Problem(("transfer", "staging_size"), f"is more than this machine's memory of {_gib(memory)}")
+    for index, tier in enumerate(config.cache.tiers):
+        if isinstance(tier, LocalTier) and tier.device == "cpu" and tier.capacity > memory:
+            yield Problem(
+                ("cache", "tiers", index, "capacity"), f"is more than this machine's memory of {_gib(memory)}"
+            )
     for index, node in enumerate(config.nodes):
         if node.name in chosen:
             for field in _PORT_FIELDS:
@@ -112,10 +123,13 @@ def check_machine(config: ClusterConfig, source: Source, nodes: Iterable[Node]) 
 
 def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
     """A port 0 that `launch` cannot work with, because other processes have to know it, and only the file tells them."""
-    if isinstance(config.discovery, EtcdDiscovery):
-        return None
+    registered = isinstance(config.discovery, EtcdDiscovery)
     for index, other in enumerate(config.nodes):
-        needed = other.role == "master" or (node.role == "proxy" and other.role in ("prefill", "decode"))
+        needed = (
+            (other.role == "master" and not registered)
+            or (node.role == "proxy" and other.role in ("prefill", "decode") and not registered)
+            or (_shares_memory(config, node) and other.role == "store" and other.host == node.host)
+        )
         if needed and getattr(other, "port", None) == 0 and other.name != node.name:
             return Problem(
                 ("nodes", index, "port"),
@@ -124,15 +138,24 @@ def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
     return None
 
 
+def _shares_memory(config: ClusterConfig, node: Node) -> bool:
+    """Whether the node's process has to know the address of its host's `mooncake_client` from the file."""
+    transfer = config.transfer
+    return transfer.client == "host" and not transfer.client_address and node.role in ("prefill", "decode")
+
+
 def _model_problems(config: ClusterConfig, chosen: set[str]) -> Iterator[Problem]:
     engine = config.engine
     serving = any(node.name in chosen for node in (*config.by_role("prefill"), *config.by_role("decode")))
-    if engine is None or engine.model.path is None or not serving:
+    if engine is None or not serving:
         return
-    if not (Path(engine.model.path) / "config.json").is_file():
-        yield Problem(
-            ("engine", "model", "path"), "is no Hugging Face model folder on this machine: it has no config.json"
-        )
+    where: tuple[str, ...]
+    if isinstance(engine, VllmEngineConfig):
+        path, where = engine.model if engine.model.startswith(("/", ".")) else None, ("engine", "model")
+    else:
+        path, where = engine.model.path, ("engine", "model", "path")
+    if path is not None and not (Path(path) / "config.json").is_file():
+        yield Problem(where, "is no Hugging Face model folder on this machine: it has no config.json")
 
 
 def _device_problems(config: ClusterConfig) -> Iterator[Problem]:

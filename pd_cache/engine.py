@@ -8,8 +8,10 @@ what the caller got wrong is a ValueError before anything moved.
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
@@ -18,7 +20,7 @@ import torch
 
 from pd_cache.backends import PutOutcome, Staged, StorageBackend, open_backend
 from pd_cache.config import NodeSettings
-from pd_cache.layout import KVLayout, layer_tensors
+from pd_cache.layout import KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import ChunkSlots, Completion, PagedCopier, host_pin, open_copier, plan_slots
@@ -34,15 +36,34 @@ _COPIERS = 4
 """Sets of KV tensors remembered per engine; an engine has one, tests and re-registrations a few."""
 
 
-class _Request(NamedTuple):
-    """A checked call: the chunks that are wanted, and where their tokens lie."""
+class Stored(enum.IntEnum):
+    """What a store did for a chunk."""
 
-    length: int
-    first: int
-    """Tokens before the first wanted chunk."""
-    keys: list[str]
-    chunks: list[ChunkSlots]
+    NOT = 0
+    """It is not in the pool, or not known to be."""
+    BEFORE = 1
+    """It was there already."""
+    NEW = 2
+
+    @staticmethod
+    def together(parts: Iterable[Stored]) -> Stored:
+        """Of a chunk of several parts: new if a part is, and all are there."""
+        known = list(parts)
+        return Stored.NOT if Stored.NOT in known else max(known)
+
+
+class _Object(NamedTuple):
+    """One shard of a wanted chunk: where its tokens lie, and what moves them."""
+
+    chunk: ChunkSlots
     copier: PagedCopier
+
+
+class _Request(NamedTuple):
+    """A checked call: the objects that are wanted, chunk by chunk and in each shard by shard."""
+
+    keys: list[str]
+    objects: list[_Object]
 
 
 class CacheEngine:
@@ -60,7 +81,9 @@ class CacheEngine:
         metrics: CacheMetrics | None = None,
     ) -> None:
         """Take over `backend`, which is closed with the engine. ValueError if layout and metadata disagree."""
-        described = CacheMetadata.of(metadata.model, layout, world_size=metadata.world_size, rank=metadata.rank)
+        described = CacheMetadata.of(
+            metadata.model, layout, world_size=metadata.world_size, rank=metadata.rank, held=metadata.held
+        )
         if described != metadata:
             raise ValueError(f"the KV tensors are {described}, but the metadata says {metadata}")
         self.settings = settings
@@ -69,7 +92,8 @@ class CacheEngine:
         self.metrics = metrics or CacheMetrics()
         self.database = ChunkedTokenDatabase(metadata.namespace(settings.cache))
         self.backend = backend
-        self._copiers: OrderedDict[tuple[object, ...], PagedCopier] = OrderedDict()
+        self._shard_layout = layout.shard(metadata.held)
+        self._copiers: OrderedDict[tuple[object, ...], list[PagedCopier]] = OrderedDict()
         self._lock = threading.Lock()
         self._annotated = False
         self._closed = False
@@ -137,20 +161,22 @@ class CacheEngine:
 
         What the pool refuses is counted, not raised. ValueError for arguments that do not fit, before anything moved.
         """
-        request = self._check(tokens, hashes, mask, kv_caches, slot_mapping, extra_keys)
-        self.metrics.tokens("store", "requested", len(request.keys) * self.chunk_size)
-        with self._moving() as may_move, self.metrics.timed("store"):
-            if not request.keys or not may_move:
-                return 0
-            statuses = self.backend.batched_contains(request.keys, timeout=timeout)
-            self.metrics.outages("store", statuses)
-            missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
-            stored = self._put(request, missing, timeout)
-            if stored:
-                self._annotate(timeout)
-        self.metrics.moved("store", stored * self.backend.payload_bytes)
-        self.metrics.tokens("store", "stored", stored * self.chunk_size)
-        return stored * self.chunk_size
+        names, length = self._named(tokens, hashes, extra_keys)
+        first = self._unwanted(mask, length)
+        outcomes = self._store(self._plan(names, length, first, kv_caches, slot_mapping), timeout)
+        return self._tokens(outcomes.count(Stored.NEW))
+
+    def store_chunks(
+        self, names: Sequence[bytes], *, kv_caches: KVCaches, slot_mapping: torch.Tensor, timeout: float | None = None
+    ) -> list[Stored]:
+        """As `store`, for chunks that were named already (`database.name_chunks`); what became of each.
+
+        slot_mapping: int [chunks * chunk_size].
+        """
+        request = self._plan(names, len(names) * self.chunk_size, 0, kv_caches, slot_mapping)
+        outcomes = self._store(request, timeout)
+        held = self.metadata.held
+        return [Stored.together(outcomes[start : start + held]) for start in range(0, len(outcomes), held)]
 
     def retrieve(
         self,
@@ -165,21 +191,24 @@ class CacheEngine:
     ) -> torch.Tensor:
         """Load a prompt's chunks into the paged buffer, as far as the pool has them without a hole.
 
-        Arguments as for `store`; the mask's False prefix is not wanted. Returns a bool tensor [n] on the CPU: True where
-        the token's KV now lies in the buffer, one contiguous run from the mask's first True. Slots of wanted tokens that
-        come back False may have been overwritten; all other slots are untouched.
+        Arguments as for `store`, but `timeout` (s) bounds the whole; the mask's False prefix is not wanted. The wanted
+        slots may begin with whole blocks of -1, which are left as they are: the engine has them. Returns a bool tensor
+        [n] on the CPU: True where the token's KV now lies in the buffer, one contiguous run from the mask's first True.
+        Slots of wanted tokens that come back False may have been overwritten; all other slots are untouched.
         """
-        request = self._check(tokens, hashes, mask, kv_caches, slot_mapping, extra_keys)
-        result = torch.zeros(request.length, dtype=torch.bool)
-        self.metrics.tokens("retrieve", "requested", len(request.keys) * self.chunk_size)
-        with self._moving() as may_move, self.metrics.timed("retrieve"):
-            if not request.keys or not may_move:
-                return result
-            loaded = self._get(request, timeout)
-        result[request.first : request.first + loaded * self.chunk_size] = True
-        self.metrics.moved("retrieve", loaded * self.backend.payload_bytes)
-        self.metrics.tokens("retrieve", "loaded", loaded * self.chunk_size)
+        names, length = self._named(tokens, hashes, extra_keys)
+        first = self._unwanted(mask, length)
+        loaded = self._retrieve(self._plan(names, length, first, kv_caches, slot_mapping, may_leave_out=True), timeout)
+        result = torch.zeros(length, dtype=torch.bool)
+        result[first : first + loaded * self.chunk_size] = True
         return result
+
+    def retrieve_chunks(
+        self, names: Sequence[bytes], *, kv_caches: KVCaches, slot_mapping: torch.Tensor, timeout: float | None = None
+    ) -> int:
+        """As `retrieve`, for chunks that were named already; how many of them, from the first, lie in the buffer now."""
+        length = len(names) * self.chunk_size
+        return self._retrieve(self._plan(names, length, 0, kv_caches, slot_mapping, may_leave_out=True), timeout)
 
     def close(self) -> None:
         """Wait for what moves, at most `transfer.timeouts.close_ms`; close the backend, let go of the KV tensors. Idempotent."""
@@ -189,13 +218,17 @@ class CacheEngine:
             self._closed = True
             if not self._idle.wait_for(lambda: not self._active, self.settings.transfer.timeouts.close_ms / 1000):
                 log.warning("%d cache operations outlived close()", self._active)
-            copiers = list(self._copiers.values())
+            copiers = [copier for shards in self._copiers.values() for copier in shards]
             self._copiers.clear()
         for copier in copiers:  # before the backend: the staging memory is page-locked until that closes
             copier.close()
         self.backend.close()
 
     # --- inside --------------------------------------------------------------------------------------------------
+
+    def _tokens(self, objects: int) -> int:
+        """How many tokens so many of this rank's objects stand for."""
+        return objects * self.chunk_size // self.metadata.held
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[bool]:
@@ -210,7 +243,43 @@ class CacheEngine:
                 self._active -= may_move
                 self._idle.notify_all()
 
-    def _put(self, request: _Request, missing: list[int], timeout: float | None) -> int:
+    def _store(self, request: _Request, timeout: float | None) -> list[Stored]:
+        """What became of each object."""
+        outcomes = [Stored.NOT] * len(request.keys)
+        self.metrics.tokens("store", "requested", self._tokens(len(request.keys)))
+        with self._moving() as may_move, self.metrics.timed("store"):
+            if not request.keys or not may_move:
+                return outcomes
+            statuses = self.backend.batched_wants(request.keys, timeout=timeout)
+            self.metrics.outages("store", statuses)
+            missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
+            for index, status in enumerate(statuses):
+                if status is Status.OK:
+                    outcomes[index] = Stored.BEFORE
+            for index, status in zip(missing, self._put(request, missing, timeout), strict=False):
+                if status is Status.OK:
+                    outcomes[index] = Stored.NEW
+            stored = outcomes.count(Stored.NEW)
+            if stored:
+                self._annotate(timeout)
+        self.metrics.moved("store", stored * self.backend.payload_bytes)
+        self.metrics.tokens("store", "stored", self._tokens(stored))
+        return outcomes
+
+    def _retrieve(self, request: _Request, timeout: float | None) -> int:
+        """How many chunks were loaded, from the first."""
+        self.metrics.tokens("retrieve", "requested", self._tokens(len(request.keys)))
+        with self._moving() as may_move, self.metrics.timed("retrieve"):
+            if not request.keys or not may_move:
+                return 0
+            objects = self._get(request, timeout)
+        loaded = objects // self.metadata.held
+        self.metrics.moved("retrieve", objects * self.backend.payload_bytes)
+        self.metrics.tokens("retrieve", "loaded", loaded * self.chunk_size)
+        return loaded
+
+    def _put(self, request: _Request, missing: list[int], timeout: float | None) -> list[Status]:
+        """One status for each of the `missing`, in order; fewer where there was no memory for the last ones."""
         outcomes: list[PutOutcome] = []
         done = 0
         while done < len(missing):
@@ -223,12 +292,9 @@ class CacheEngine:
             keys = [request.keys[index] for index in indices[: len(staged)]]
             outcomes.append(self.backend.batched_put(keys, staged, timeout=timeout))
             done += len(staged)
-        stored = 0
-        for outcome in outcomes:
-            statuses = outcome.results()
-            self.metrics.outages("store", statuses)
-            stored += sum(status is Status.OK for status in statuses)
-        return stored
+        statuses = [status for outcome in outcomes for status in outcome.results()]
+        self.metrics.outages("store", statuses)
+        return statuses
 
     def _gather(self, request: _Request, indices: list[int], timeout: float | None) -> list[Staged]:
         """Stage chunks of `indices`, from the first, as far as there is memory; none only if none came free in time.
@@ -244,7 +310,8 @@ class CacheEngine:
                     break
                 staged.append(memory)
                 payload = torch.frombuffer(memory.payload, dtype=torch.uint8)
-                copies.append(request.copier.gather(request.chunks[index], payload))
+                wanted = request.objects[index]
+                copies.append(wanted.copier.gather(wanted.chunk, payload))
             for copy in copies:
                 copy.wait()
         except BaseException:
@@ -256,44 +323,55 @@ class CacheEngine:
         return staged
 
     def _get(self, request: _Request, timeout: float | None) -> int:
-        """Scatter chunks in order until the first that is missing; how many were loaded."""
+        """Scatter objects in order until the first that is missing; how many were loaded."""
         loaded = 0
+        deadline = None if timeout is None else time.monotonic() + timeout
         with contextlib.closing(self.backend.batched_get(request.keys, timeout=timeout)) as fetches:
-            for chunk, fetched in zip(request.chunks, fetches, strict=True):
+            for (chunk, copier), fetched in zip(request.objects, fetches, strict=True):
                 try:
                     if self._closed:
+                        break
+                    if deadline is not None and time.monotonic() > deadline:
+                        self.metrics.trouble("retrieve", "deadline", len(request.keys) - loaded)
                         break
                     if fetched.payload is None:
                         self.metrics.trouble("retrieve", fetched.reason)
                         break
                     # waited for at once: the transfers behind this chunk run ahead meanwhile, and a reader that holds
                     # no memory while it waits for the next chunk can never keep another from going on
-                    request.copier.scatter(chunk, torch.frombuffer(fetched.payload, dtype=torch.uint8)).wait()
+                    copier.scatter(chunk, torch.frombuffer(fetched.payload, dtype=torch.uint8)).wait()
                     loaded += 1
                 finally:
                     fetched.release()
         return loaded
 
-    def _check(
+    def _named(
+        self, tokens: Tokens | None, hashes: Sequence[bytes] | None, extra_keys: Iterable[ExtraKey]
+    ) -> tuple[list[bytes], int]:
+        """The names of a prompt's whole chunks, and its length in tokens."""
+        names = self.database.name_chunks(tokens, hashes, extra_keys)
+        return names, len(tokens) if tokens is not None else len(hashes or ()) * self.layout.block_size
+
+    def _plan(
         self,
-        tokens: Tokens | None,
-        hashes: Sequence[bytes] | None,
-        mask: Mask | None,
+        names: Sequence[bytes],
+        length: int,
+        first: int,
         kv_caches: KVCaches,
         slot_mapping: torch.Tensor,
-        extra_keys: Iterable[ExtraKey],
+        *,
+        may_leave_out: bool = False,
     ) -> _Request:
-        names = self.database.name_chunks(tokens, hashes, extra_keys)
-        length = len(tokens) if tokens is not None else len(hashes or ()) * self.layout.block_size
-        first = self._unwanted(mask, length)
+        """The objects of the chunks from token `first` on, checked."""
         if not isinstance(slot_mapping, torch.Tensor) or tuple(slot_mapping.shape) != (length,):
             shape = tuple(slot_mapping.shape) if isinstance(slot_mapping, torch.Tensor) else type(slot_mapping).__name__
             raise ValueError(f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {shape}")
-        copier = self._copier(kv_caches)
+        copiers = self._copiers_of(kv_caches)
         end = len(names) * self.chunk_size
-        chunks = plan_slots(slot_mapping[min(first, end) : end], self.layout, self.chunk_size)
-        keys = self.database.keys(names[first // self.chunk_size :], self.metadata.rank)
-        return _Request(length, first, keys, chunks, copier)
+        wanted = slot_mapping[min(first, end) : end]
+        chunks = plan_slots(wanted, self.layout, self.chunk_size, may_leave_out=may_leave_out)
+        keys = self.database.keys(names[first // self.chunk_size :], self.metadata.shards)
+        return _Request(keys, [_Object(chunk, copier) for chunk in chunks for copier in copiers])
 
     def _unwanted(self, mask: Mask | None, length: int) -> int:
         """Length of the mask's False prefix."""
@@ -310,7 +388,8 @@ class CacheEngine:
             )
         return first
 
-    def _copier(self, kv_caches: KVCaches) -> PagedCopier:
+    def _copiers_of(self, kv_caches: KVCaches) -> list[PagedCopier]:
+        """One for each shard that this rank holds."""
         tensors = layer_tensors(kv_caches)
         if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise ValueError("kv_caches must hold one tensor a layer")
@@ -318,17 +397,22 @@ class CacheEngine:
         first = tensors[0]
         place = (*(tensor.data_ptr() for tensor in tensors), first.shape, first.stride(), first.dtype)
         with self._lock:
-            copier = self._copiers.get(place)
-            if copier is not None:
+            copiers = self._copiers.get(place)
+            if copiers is not None:
                 self._copiers.move_to_end(place)
-                return copier
-            copier = open_copier(tensors, self.layout)
+                return copiers
+            found = KVLayout.from_tensors(tensors, self.layout.kind)
+            if found != self.layout:
+                raise ValueError(f"these KV tensors are {found}, but the engine was built for {self.layout}")
+            shards = shard_tensors(tensors, self.metadata.held)
+            copiers = [open_copier(views, self._shard_layout) for views in shards]
             if self._closed:
-                return copier
-            self._copiers[place] = copier
+                return copiers
+            self._copiers[place] = copiers
             if len(self._copiers) > _COPIERS:
-                self._copiers.popitem(last=False)[1].close()
-            return copier
+                for copier in self._copiers.popitem(last=False)[1]:
+                    copier.close()
+            return copiers
 
     def _annotate(self, timeout: float | None) -> None:
         """Leave the namespace's manifest beside its chunks, once."""
@@ -362,8 +446,13 @@ class CacheEngineBuilder:
         with cls._lock:
             engine = cls._engines.get(instance_id)
             if engine is None:
-                payload = layout.chunk_bytes(config.cache.chunk_size)
-                opened = backend(config, payload) if backend else open_backend(config, payload, pin=host_pin())
+                payload = layout.shard(metadata.held).chunk_bytes(config.cache.chunk_size)
+                metrics = metrics or CacheMetrics()
+                opened = (
+                    backend(config, payload)
+                    if backend
+                    else open_backend(config, payload, pin=host_pin(), metrics=metrics)
+                )
                 try:
                     engine = cls._engines[instance_id] = CacheEngine(opened, config, metadata, layout, metrics)
                 except BaseException:

@@ -9,9 +9,13 @@ token are `pieces` runs of `piece_bytes`: a page is `[pieces, block_size, piece_
 | `HEADS_FIRST` `[blocks, kv_heads, block_size, 2*head_dim]` | 1 | kv_heads |
 | `KV_OUTER` `[2, blocks, block_size, kv_heads, head_dim]` | 2 | 1 |
 | `KV_INNER` `[blocks, 2, block_size, kv_heads, head_dim]` | 1 | 2 |
+| `HEADS_LAST` `[blocks, kv_heads, block_size, 2*head_dim]`, laid out in memory as `[blocks, block_size, kv_heads, …]` | 1 | 1 |
 | `MLA` `[blocks, block_size, dim]` | 1 | 1 |
 
 Whole blocks move as opaque pages; only slot mappings that are no whole blocks look at the pieces.
+
+Where a piece is a head (`HEADS_FIRST`), pages can be cut into **shards** of some heads each: contiguous slices, which is what
+lets nodes of different tensor-parallel size use the same objects.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ class PageKind(enum.Enum):
     """The known arrangements of a layer's tensor."""
 
     HEADS_FIRST = "heads_first"
+    HEADS_LAST = "heads_last"
     KV_OUTER = "kv_outer"
     KV_INNER = "kv_inner"
     MLA = "mla"
@@ -48,6 +53,9 @@ def _geometry(kind: PageKind, shape: tuple[int, ...]) -> _Geometry:
     if kind is PageKind.HEADS_FIRST:
         blocks, heads, block_size, width = shape
         return _Geometry(blocks, block_size, heads, width)
+    if kind is PageKind.HEADS_LAST:
+        blocks, heads, block_size, width = shape
+        return _Geometry(blocks, block_size, 1, heads * width)
     if kind is PageKind.KV_OUTER:
         _, blocks, block_size, heads, dim = shape
         return _Geometry(blocks, block_size, 1, heads * dim)
@@ -58,7 +66,13 @@ def _geometry(kind: PageKind, shape: tuple[int, ...]) -> _Geometry:
     return _Geometry(blocks, block_size, 1, dim)
 
 
-_DIMENSIONS = {PageKind.HEADS_FIRST: 4, PageKind.KV_OUTER: 5, PageKind.KV_INNER: 5, PageKind.MLA: 3}
+_DIMENSIONS = {
+    PageKind.HEADS_FIRST: 4,
+    PageKind.HEADS_LAST: 4,
+    PageKind.KV_OUTER: 5,
+    PageKind.KV_INNER: 5,
+    PageKind.MLA: 3,
+}
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +117,19 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"chunk_size {chunk_size} must be a positive multiple of block_size {self.block_size}")
         return chunk_size // self.block_size * self.block_bytes
 
+    def shard(self, count: int) -> KVLayout:
+        """The layout of one of `count` equal shards of each page. LayoutError where pages cannot be cut like that."""
+        if count == 1:
+            return self
+        if self.kind is not PageKind.HEADS_FIRST:
+            raise LayoutError(
+                f"the pages of {self.page_format} cannot be cut into {count} shards: their heads are not outermost, so that a "
+                "head is no contiguous slice"
+            )
+        if count < 1 or self.pieces % count:
+            raise LayoutError(f"{self.pieces} KV heads cannot be cut into {count} equal shards")
+        return msgspec.structs.replace(self, pieces=self.pieces // count)
+
     @classmethod
     def from_tensors(cls, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor],
                      kind: PageKind | None = None) -> KVLayout:  # fmt: skip
@@ -122,14 +149,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
                     f"{list(first.shape)} {first.dtype} on {first.device}: all layers must agree"
                 )
         shape = tuple(int(size) for size in first.shape)
-        kind = kind or _guess(shape)
+        kind = kind or _guess(first)
         if len(shape) != _DIMENSIONS[kind] or 0 in shape:
             raise LayoutError(
                 f"a {kind.value} tensor has {_DIMENSIONS[kind]} dimensions, none empty; got {list(shape)}"
             )
         for index, tensor in enumerate(tensors):
-            page = tensor[0, 0] if kind is PageKind.KV_OUTER else tensor[0]
-            if not page.is_contiguous():
+            if not _page(kind, tensor).is_contiguous():
                 raise LayoutError(
                     f"layer {index}: the pages of {kind.value} {list(shape)} with strides {list(tensor.stride())} are not "
                     "contiguous, so a block cannot be moved as one run of bytes"
@@ -151,11 +177,27 @@ def layer_tensors(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
     return list(kv_caches.values()) if isinstance(kv_caches, Mapping) else list(kv_caches)
 
 
-def _guess(shape: tuple[int, ...]) -> PageKind:
+def shard_tensors(tensors: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
+    """The views of each of `count` shards of `HEADS_FIRST` tensors; see `KVLayout.shard`."""
+    if count == 1:
+        return [list(tensors)]
+    return [list(views) for views in zip(*(tensor.chunk(count, dim=1) for tensor in tensors), strict=True)]
+
+
+def _page(kind: PageKind, tensor: torch.Tensor) -> torch.Tensor:
+    """The first page, its dimensions in the order in which the bytes should lie."""
+    if kind is PageKind.KV_OUTER:
+        return tensor[0, 0]
+    return tensor[0].transpose(0, 1) if kind is PageKind.HEADS_LAST else tensor[0]
+
+
+def _guess(tensor: torch.Tensor) -> PageKind:
+    shape = tuple(tensor.shape)
     if len(shape) == 3:
         return PageKind.MLA
     if len(shape) == 4:
-        return PageKind.HEADS_FIRST
+        heads_last = not tensor[0].is_contiguous() and tensor[0].transpose(0, 1).is_contiguous()
+        return PageKind.HEADS_LAST if heads_last else PageKind.HEADS_FIRST
     if len(shape) == 5 and (shape[0] == 2) != (shape[1] == 2):
         return PageKind.KV_OUTER if shape[0] == 2 else PageKind.KV_INNER
     raise LayoutError(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from transfer.errors import Status
 
@@ -21,6 +21,56 @@ log = logging.getLogger(__name__)
 
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _LOG_INTERVAL = 10.0
+
+
+class TierMetrics:
+    """What one storage tier counts. Chunks, except where said otherwise."""
+
+    def __init__(self, owner: CacheMetrics, tier: str) -> None:
+        self.tier = tier
+        self._owner = owner
+        self._hits = owner._tier_hits.labels(tier)
+        self._bytes = owner._tier_bytes.labels(tier)
+        self._evictions = owner._tier_evictions.labels(tier)
+        self._off = owner._tier_off.labels(tier)
+
+    def hit(self, chunks: int = 1) -> None:
+        """Chunks that were read from this tier."""
+        self._hits.inc(chunks)
+
+    def missed(self, reason: str) -> None:
+        """A chunk that this tier should have had, as far as it knew; the next tier was asked."""
+        self._owner._tier_misses.labels(self.tier, reason).inc()
+        self._owner.say(f"tier {self.tier}", reason, 1, "", "chunks not read")
+
+    def holds(self, nbytes: int) -> None:
+        """Bytes that the tier holds now."""
+        self._bytes.set(nbytes)
+
+    def evicted(self, chunks: int) -> None:
+        """Chunks that made room for others."""
+        if chunks:
+            self._evictions.inc(chunks)
+
+    def dropped(self, reason: str, chunks: int = 1) -> None:
+        """Writes that did not happen."""
+        if chunks:
+            self._owner._tier_dropped.labels(self.tier, reason).inc(chunks)
+            self._owner.say(f"tier {self.tier}", reason, chunks, "", "writes dropped")
+
+    def ignored(self, kind: str, files: int) -> None:
+        """Files that were found at start and are not whole objects of ours."""
+        if files:
+            self._owner._tier_ignored.labels(self.tier, kind).inc(files)
+
+    def switched_off(self, reason: str) -> None:
+        """The tier failed and is left alone for a while."""
+        self._off.set(1)
+        self._owner._tier_failures.labels(self.tier, reason).inc()
+
+    def switched_on(self) -> None:
+        """The tier is in use."""
+        self._off.set(0)
 
 
 class CacheMetrics:
@@ -51,6 +101,32 @@ class CacheMetrics:
             ["op", "reason"],
             registry=self.registry,
         )
+        self.changes = 0
+        """Goes up whenever something was counted."""
+        tier, registry = ["tier"], self.registry
+        self._tier_hits = Counter("pd_cache_tier_hits", "Chunks read, by tier", tier, registry=registry)
+        self._tier_misses = Counter(
+            "pd_cache_tier_misses",
+            "Chunks that a tier turned out not to have, by reason",
+            ["tier", "reason"],
+            registry=registry,
+        )
+        self._tier_bytes = Gauge("pd_cache_tier_bytes", "Bytes held, by tier", tier, registry=registry)
+        self._tier_evictions = Counter("pd_cache_tier_evictions", "Chunks evicted", tier, registry=registry)
+        self._tier_dropped = Counter(
+            "pd_cache_tier_dropped_writes",
+            "Chunks not written to a tier, by reason",
+            ["tier", "reason"],
+            registry=registry,
+        )
+        self._tier_off = Gauge("pd_cache_tier_off", "1 while a tier is switched off", tier, registry=registry)
+        self._tier_failures = Counter(
+            "pd_cache_tier_failures", "Times that a tier was switched off", ["tier", "reason"], registry=registry
+        )
+        self._tier_ignored = Counter(
+            "pd_cache_tier_ignored_files", "Files that are no whole objects", ["tier", "kind"], registry=registry
+        )
+        self._tiers: dict[str, TierMetrics] = {}
         self._logged: dict[tuple[str, str], tuple[float, int]] = {}
         self._lock = threading.Lock()
 
@@ -68,15 +144,39 @@ class CacheMetrics:
         """Count chunks that ended in `reason`, and say so in the log, at most once in ten seconds for each reason."""
         if not chunks:
             return
+        self.changes += 1
         self._troubles.labels(op, reason).inc(chunks)
+        self.say(op, reason, chunks, detail)
+
+    def say(self, what: str, reason: str, chunks: int, detail: str = "", unit: str = "chunks") -> None:
+        """A log line, at most one in ten seconds for each thing and reason."""
         now = time.monotonic()
         with self._lock:
-            last, silent = self._logged.get((op, reason), (-_LOG_INTERVAL, 0))
+            last, silent = self._logged.get((what, reason), (-_LOG_INTERVAL, 0))
             if now - last < _LOG_INTERVAL:
-                self._logged[op, reason] = (last, silent + chunks)
+                self._logged[what, reason] = (last, silent + chunks)
                 return
-            self._logged[op, reason] = (now, 0)
-        log.warning("%s: %d chunks: %s%s", op, chunks + silent, reason, detail and f" ({detail})")
+            self._logged[what, reason] = (now, 0)
+        log.warning("%s: %d %s: %s%s", what, chunks + silent, unit, reason, detail and f" ({detail})")
+
+    def tier(self, name: str) -> TierMetrics:
+        """The counters of one storage tier."""
+        with self._lock:
+            if name not in self._tiers:
+                self._tiers[name] = TierMetrics(self, name)
+            return self._tiers[name]
+
+    def totals(self) -> dict[tuple[str, ...], float]:
+        """Everything counted so far: (family, labels...) -> value; of durations the sum and the number, no buckets."""
+        found: dict[tuple[str, ...], float] = {}
+        for family in self.registry.collect():
+            for sample in family.samples:
+                if not sample.name.endswith(("_total", "_sum", "_count")):
+                    continue
+                name = sample.name.removesuffix("_total").removeprefix("pd_cache_")
+                key = (name, *sample.labels.values())
+                found[key] = sample.value
+        return found
 
     def outages(self, op: str, statuses: Sequence[Status]) -> None:
         """Count every status that is neither OK nor a plain miss."""
@@ -93,3 +193,4 @@ class CacheMetrics:
             yield
         finally:
             self._seconds[op].observe(time.perf_counter() - start)
+            self.changes += 1

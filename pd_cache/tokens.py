@@ -48,7 +48,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int
     chunk_size: int
     shards: int
-    """Into how many objects a chunk is cut: the tensor-parallel size for most models."""
+    """Into how many objects a chunk is cut: the tensor-parallel size for most models, or a multiple of it."""
     hash_mode: Literal["tokens", "blocks"]
     hash_seed: str = ""
     """Hash mode: what the engine's block hashes depend on besides tokens (algorithm and seed)."""
@@ -103,26 +103,38 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     page_bytes: int
     world_size: int = 1
-    """Ranks that hold a shard of each chunk."""
+    """Ranks that hold a part of each chunk, each another one."""
     rank: int = 0
+    held: int = 1
+    """Shards, and with them objects of a chunk, that each rank holds; page_format and page_bytes are one shard's."""
 
     @classmethod
-    def of(cls, model: str, layout: KVLayout, *, world_size: int = 1, rank: int = 0) -> CacheMetadata:
-        """The metadata of an engine whose paged cache has this layout."""
+    def of(cls, model: str, layout: KVLayout, *, world_size: int = 1, rank: int = 0, held: int = 1) -> CacheMetadata:
+        """The metadata of an engine whose paged cache, on this rank, has this layout.
+
+        LayoutError where its pages cannot be cut into `held` shards.
+        """
+        shard = layout.shard(held)
         return cls(
             model=model,
-            kv_dtype=layout.dtype,
-            page_format=layout.page_format,
-            layers=layout.layers,
-            block_size=layout.block_size,
-            page_bytes=layout.page_bytes,
+            kv_dtype=shard.dtype,
+            page_format=shard.page_format,
+            layers=shard.layers,
+            block_size=shard.block_size,
+            page_bytes=shard.page_bytes,
             world_size=world_size,
             rank=rank,
+            held=held,
         )
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is outside of world_size {self.world_size}")
+
+    @property
+    def shards(self) -> range:
+        """The numbers of this rank's shards."""
+        return range(self.rank * self.held, (self.rank + 1) * self.held)
 
     def namespace(self, cache: CacheConfig) -> Namespace:
         """All nodes whose KV is interchangeable with this one's."""
@@ -134,8 +146,8 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
             block_size=self.block_size,
             page_bytes=self.page_bytes,
             chunk_size=cache.chunk_size,
-            shards=self.world_size,
-            hash_mode=cache.hash_mode,
+            shards=self.world_size * self.held,
+            hash_mode="blocks" if cache.hash_mode == "blocks" else "tokens",
             hash_seed=cache.hash_seed,
         )
 
@@ -209,17 +221,14 @@ class ChunkedTokenDatabase:
             raise ValueError("block hashes must be bytes, at least 8 of them each")
         return [value[:HASH_BYTES] for value in hashes]
 
-    def keys(self, hashes: Iterable[bytes], shard: int = 0) -> list[str]:
-        """The pool's key of each chunk hash, for one shard."""
-        prefix = f"{self._prefix}/{shard}/"
-        return [prefix + value.hex() for value in hashes]
+    def keys(self, hashes: Iterable[bytes], shards: Iterable[int] = (0,)) -> list[str]:
+        """The pool's keys of some shards, chunk by chunk: the keys of one chunk stand together."""
+        prefixes = [f"{self._prefix}/{shard}/" for shard in shards]
+        return [prefix + name for name in (value.hex() for value in hashes) for prefix in prefixes]
 
-    def all_shard_keys(self, hashes: Sequence[bytes]) -> list[str]:
-        """The keys of every shard, chunk by chunk: the `shards` keys of chunk i stand together."""
-        shards = range(self.namespace.shards)
-        if len(shards) == 1:
-            return self.keys(hashes)
-        return [f"{self._prefix}/{shard}/{value.hex()}" for value in hashes for shard in shards]
+    def all_shard_keys(self, hashes: Iterable[bytes]) -> list[str]:
+        """The keys of every shard."""
+        return self.keys(hashes, range(self.namespace.shards))
 
     def _expect(self, mode: str) -> None:
         if self.namespace.hash_mode != mode:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.support.etcd import Etcd
+from tests.support.leaks import no_leaks
 from tests.support.pool import Pool
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
@@ -28,6 +26,22 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         pool.stop()
 
 
+@pytest.fixture(scope="session")
+def host_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """As `pool`, with a `mooncake_client` whose memory its clients share."""
+    pool = Pool(tmp_path_factory.mktemp("host-pool"), client="host")
+    try:
+        yield pool.start()
+    finally:
+        pool.stop()
+
+
+@pytest.fixture(scope="session", params=["embedded", "host"])
+def any_pool(request: pytest.FixtureRequest) -> Pool:
+    """The healthy pool of each way to be a client."""
+    return request.getfixturevalue("pool" if request.param == "embedded" else "host_pool")  # type: ignore[no-any-return]
+
+
 @pytest.fixture
 def make_pool(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
     """Pools of a test's own, to be broken; whatever still runs is killed afterwards."""
@@ -41,8 +55,7 @@ def make_pool(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
         yield make
     finally:
         for one in pools:
-            for name in list(one.nodes):
-                one.kill(name)
+            one.end()
 
 
 @pytest.fixture(scope="session")
@@ -72,12 +85,12 @@ def make_etcd(tmp_path: Path) -> Iterator[Callable[..., Etcd]]:
 
 
 @pytest.fixture
-def raw_client(pool: Pool) -> Iterator[Any]:
-    """A bare Mooncake client: what puts bad data into the pool behind pd-cache's back."""
+def raw_client(any_pool: Pool) -> Iterator[Any]:
+    """A bare, full Mooncake client: what puts bad data into the pool behind pd-cache's back."""
     from transfer.store import load_mooncake
 
     client = load_mooncake().MooncakeDistributedStore()
-    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", pool.address) == 0
+    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", any_pool.address) == 0
     try:
         yield client
     finally:
@@ -87,14 +100,5 @@ def raw_client(pool: Pool) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Every thread and child process that a test started is gone after it; fixtures of wider scope start before."""
-    threads = set(threading.enumerate())
-    children = {child.pid for child in psutil.Process().children(recursive=True)}
-    yield
-    end = time.monotonic() + 10
-    while True:
-        new_threads = [thread for thread in threading.enumerate() if thread not in threads]
-        new_children = [child for child in psutil.Process().children(recursive=True) if child.pid not in children]
-        if not new_threads and not new_children:
-            return
-        assert time.monotonic() < end, f"left behind: threads {new_threads}, processes {new_children}"
-        time.sleep(0.02)
+    with no_leaks():
+        yield

@@ -15,7 +15,7 @@ PACKAGES = ("transfer", "pd_cache", "launch")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 
 LAYERS = (
-    ("errors", "config", "metrics", "tokens", "layout"),
+    ("errors", "config", "metrics", "tokens", "layout", "handoff", "weights"),
     ("paged", "backends", "lookup"),
     ("engine",),
     ("server",),
@@ -36,6 +36,7 @@ HOMES = {
     "triton": ("pd_cache/paged/cuda.py",),
     "torch.cuda": ("pd_cache/paged/cuda.py", "pd_cache/server/sharing.py"),
     "vllm": ("pd_cache/vllm/",),
+    "huggingface_hub": ("pd_cache/vllm/model.py",),
     "transformers": ("launch/engines/reference/",),
     "aiohttp": ("launch/proxy/", "launch/engines/reference/"),
     "ctypes": ("transfer/staging.py", "launch/_tethered.py"),

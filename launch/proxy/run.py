@@ -69,6 +69,8 @@ async def _serve(config: ClusterConfig, proxy: Proxy, host: str, port: int, read
 
 def _open_lookup(config: ClusterConfig, host: str, pool: Pool) -> LookupClient:
     space = pool.namespace
+    if space.hash_mode != "tokens":
+        raise ValueError("chunks are named by the engine's block hashes, which only the engine can compute")
     cache = msgspec.structs.replace(
         config.cache, chunk_size=space.chunk_size, hash_mode=space.hash_mode, hash_seed=space.hash_seed
     )
@@ -83,5 +85,7 @@ def _open_lookup(config: ClusterConfig, host: str, pool: Pool) -> LookupClient:
     )
     if metadata.namespace(cache) != space:
         raise ValueError(f"this version makes another namespace of {space}")
-    settings = NodeSettings(master=pool.master, host=host, cache=cache, transfer=config.transfer)
+    # beside a proxy there need be no mooncake_client
+    transfer = msgspec.structs.replace(config.transfer, client="embedded", client_address="")
+    settings = NodeSettings(master=pool.master, host=host, cache=cache, transfer=transfer)
     return MooncakeLookupClient(settings, metadata, pool.master)

@@ -5,15 +5,19 @@
 3. Readers get views of memory that the backend owns, in the order of the keys, while later ones are still on their way;
    each view is theirs until `release()`.
 4. What is damaged, late or gone reads as a miss with a reason.
+5. A key names its contents: putting a key that is there already changes nothing and is OK.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from transfer.errors import Status
+
+if TYPE_CHECKING:
+    from pd_cache.backends.memory import ObjectMemory
 
 
 class Staged(Protocol):
@@ -49,13 +53,27 @@ class PutOutcome(Protocol):
         """One status a key; waits for the write, at most until its deadline."""
 
 
+class Settled:
+    """A write whose outcome is known."""
+
+    def __init__(self, statuses: list[Status]) -> None:
+        self._statuses = statuses
+
+    def results(self) -> list[Status]:
+        return self._statuses
+
+
 class StorageBackend(ABC):
     """A place for chunk objects. Thread-safe."""
 
     payload_bytes: int
     """Bytes of every payload."""
+    memory: ObjectMemory
+    """What `stage` lends from, and what payloads are read into."""
     batch_size: int
     """Payloads that are best handed over together."""
+    settles_at_once: bool = False
+    """Whether a write has ended when `batched_put` returns."""
 
     @property
     @abstractmethod
@@ -70,11 +88,19 @@ class StorageBackend(ABC):
     def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         """OK or MISSING for each key; another status where the backend cannot tell."""
 
+    def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+        """As `batched_contains`, for whoever is about to put: MISSING where that would be of use.
+
+        They differ where there are several tiers: a key may be found in one, and still be missing where others look.
+        """
+        return self.batched_contains(keys, timeout=timeout)
+
     @abstractmethod
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
-        """Each key's outcome, in order. Closing the iterator early gives up what was not yielded.
+        """Each key's outcome, in order; no key may stand twice. Closing the iterator early gives up what was not yielded.
 
-        The caller releases what was yielded. `timeout` bounds each transfer batch, not the whole.
+        The caller releases what was yielded. `timeout` (s) bounds the whole; without it each transfer has the configured
+        one.
         """
 
     @abstractmethod
@@ -83,7 +109,10 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
-        """Begin to write each payload under its key. The staged memory is the backend's from here on."""
+        """Begin to write each payload under its key. The staged memory is the backend's from here on.
+
+        ValueError for memory that this backend's `stage` did not lend, or not one piece a key.
+        """
 
     @abstractmethod
     def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:

@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-from pd_cache.backends.base import Fetched, PutOutcome, Staged, StorageBackend
-from pd_cache.backends.objects import TRAILER_BYTES, inspect, seal
-from pd_cache.config import NodeSettings
+from pd_cache.backends.base import Fetched, PutOutcome, Settled, Staged, StorageBackend
+from pd_cache.backends.memory import FetchedObject, ObjectMemory
+from pd_cache.backends.objects import TRAILER_BYTES
+from pd_cache.config import MooncakeTier, NodeSettings
 from transfer.errors import Status
 from transfer.staging import Pin, Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore, Pending
@@ -21,36 +22,7 @@ _BATCH_BYTES = 64 << 20
 """Of one transfer call: large enough for full speed, and well below the second that a lease must outlast thrice."""
 _BATCH_KEYS = 256
 _READ_AHEAD = 4
-"""Batches in flight or being scattered."""
-
-
-class _StagedSlot:
-    """A slot that the caller fills."""
-
-    __slots__ = ("payload", "slot")
-
-    def __init__(self, slot: Slot, payload_bytes: int) -> None:
-        self.slot = slot
-        self.payload = slot.view[:payload_bytes]
-
-    def release(self) -> None:
-        self.slot.release()
-
-
-class _FetchedSlot:
-    """A slot with a checked payload."""
-
-    __slots__ = ("_slot", "payload", "reason")
-
-    def __init__(self, slot: Slot | None, payload: memoryview | None, reason: str) -> None:
-        self._slot = slot
-        self.payload = payload
-        self.reason = reason
-
-    def release(self) -> None:
-        slot, self._slot, self.payload = self._slot, None, None
-        if slot is not None:
-            slot.release()
+"""Batches in flight or being scattered; without `read_ahead` it is one at a time."""
 
 
 class _Batch(NamedTuple):
@@ -59,39 +31,46 @@ class _Batch(NamedTuple):
     call: Pending[GetResult]
 
 
-class _Refused:
-    """A put that never started."""
-
-    def __init__(self, statuses: list[Status]) -> None:
-        self._statuses = statuses
-
-    def results(self) -> list[Status]:
-        return self._statuses
-
-
 class MooncakeBackend(StorageBackend):
     """Chunk objects in the pool of one Mooncake master, through one store client and one staging pool."""
 
-    def __init__(self, settings: NodeSettings, payload_bytes: int, *, pin: Pin | None = None) -> None:
+    def __init__(
+        self,
+        settings: NodeSettings,
+        payload_bytes: int,
+        *,
+        pin: Pin | None = None,
+        reserve: int = 0,
+        read_ahead: bool = True,
+    ) -> None:
         """Map the staging memory and begin to open the store; does not wait for the pool.
 
-        `pin` page-locks the staging memory for a GPU. ValueError if `transfer.staging_size` holds no chunk.
+        `pin` page-locks the staging memory for a GPU. `reserve` bytes are mapped besides `transfer.staging_size`, for a
+        local tier that keeps objects in the same memory. With `read_ahead` the next batches are fetched while the caller
+        works on the last. ValueError if `transfer.staging_size` holds no chunk.
         """
         transfer = settings.transfer
         self.payload_bytes = payload_bytes
         self._timeouts = transfer.timeouts
-        self.staging = StagingPool(
-            transfer.staging_size, payload_bytes + TRAILER_BYTES, prefaulted=transfer.prefault, pin=pin
-        )
-        self.batch_size = max(1, min(_BATCH_KEYS, _BATCH_BYTES // payload_bytes, self.staging.slots // _READ_AHEAD))
+        self.read_ahead = _READ_AHEAD if read_ahead else 1
+        """Batches that a reader has in flight or scatters."""
+        self._closed = False
+        placement = next((tier for tier in settings.cache.tiers if isinstance(tier, MooncakeTier)), MooncakeTier())
         self.store = MooncakeStore(
-            transfer, master=settings.master, host=settings.host, segment_size=settings.segment_size
+            transfer,
+            master=settings.master,
+            host=settings.host,
+            segment_size=settings.segment_size,
+            placement=placement,
         )
         try:
-            self.store.attach(self.staging)
+            self.staging: StagingPool = self.store.staging(payload_bytes + TRAILER_BYTES, reserve=reserve, pin=pin)
         except BaseException:
-            self.close()
+            self.store.close()
             raise
+        self.memory = ObjectMemory(self.staging, payload_bytes)
+        per_call = min(_BATCH_KEYS, _BATCH_BYTES // max(1, payload_bytes))
+        self.batch_size = max(1, min(per_call, self.staging.slots // _READ_AHEAD))
 
     @property
     def available(self) -> bool:
@@ -104,12 +83,14 @@ class MooncakeBackend(StorageBackend):
         return self.store.batch_exist(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms))
 
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
-        seconds = self._seconds(timeout, self._timeouts.get_ms)
+        longest = self._timeouts.get_ms / 1000
+        deadline = None if timeout is None else time.monotonic() + timeout
         ahead: deque[_Batch] = deque()
         started = 0
         try:
             while started < len(keys) or ahead:
-                while started < len(keys) and len(ahead) < _READ_AHEAD:
+                while started < len(keys) and len(ahead) < self.read_ahead:
+                    seconds = longest if deadline is None else min(longest, max(0.0, deadline - time.monotonic()))
                     # only a reader that holds nothing waits for a slot: two readers can never wait for each other
                     slots = self._lease(min(self.batch_size, len(keys) - started), 0.0 if ahead else seconds)
                     if not slots:
@@ -118,8 +99,10 @@ class MooncakeBackend(StorageBackend):
                     started += len(slots)
                     ahead.append(_Batch(batch, slots, self.store.start_get(batch, list(slots), timeout=seconds)))
                 if not ahead:
+                    down = not self._closed and not self.store.available
+                    reason = Status.POOL_DOWN.value if down else self.memory.refusal
                     for _ in keys[started:]:
-                        yield _FetchedSlot(None, None, "no_staging")
+                        yield FetchedObject(None, reason)
                     return
                 batch_keys, slots, call = ahead[0]
                 for key, result in zip(batch_keys, call.results(), strict=True):
@@ -131,31 +114,33 @@ class MooncakeBackend(StorageBackend):
                     slot.release()
 
     def stage(self, *, timeout: float | None = None) -> Staged | None:
-        slot = self.staging.lease(time.monotonic() + self._seconds(timeout, self._timeouts.put_ms))
-        return None if slot is None else _StagedSlot(slot, self.payload_bytes)
+        return self.memory.stage(self._seconds(timeout, self._timeouts.put_ms))
 
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
-        slots = [item.slot for item in staged if isinstance(item, _StagedSlot)]
-        if len(slots) != len(keys):
-            raise ValueError("batched_put takes one piece of memory per key, as `stage` lent it")
+        items = self.memory.own(staged, keys)
         try:
             if not self.store.available:
-                return _Refused([Status.POOL_DOWN] * len(keys))
-            sizes = [seal(key, slot.view, self.payload_bytes) for key, slot in zip(keys, slots, strict=True)]
+                return Settled([Status.CLOSED if self._closed else Status.POOL_DOWN] * len(keys))
+            sizes = [item.seal(key) for key, item in zip(keys, items, strict=True)]
             seconds = self._seconds(timeout, self._timeouts.put_ms)
-            return self.store.start_put(list(keys), slots, sizes, timeout=seconds)
+            return self.store.start_put(list(keys), [item.slot for item in items], sizes, timeout=seconds)
         finally:
             # the call in flight holds references of its own
-            for slot in slots:
-                slot.release()
+            for item in items:
+                item.release()
 
     def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+        if self._closed:
+            return [Status.CLOSED] * len(keys)
         return self.store.remove(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms))
 
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
+        if self._closed:
+            return Status.CLOSED
         return self.store.put_small(key, value, timeout=self._seconds(timeout, self._timeouts.exist_ms))
 
     def close(self) -> None:
+        self._closed = True
         self.store.close()
         self.staging.close()
 
@@ -173,13 +158,7 @@ class MooncakeBackend(StorageBackend):
 
     def _checked(self, key: str, slot: Slot, result: GetResult) -> Fetched:
         if result.status is Status.OK:
-            damage = inspect(key, slot.view[: result.size], self.payload_bytes)
-            if damage is None:
-                return _FetchedSlot(slot, slot.view[: self.payload_bytes], "")
-            reason = damage.value
-        elif result.status is Status.INVALID:
-            reason = "other_size"  # the object is larger than a chunk of this namespace: Mooncake refuses to read it
-        else:
-            reason = result.status.value
+            return self.memory.checked(key, slot, result.size)
         slot.release()
-        return _FetchedSlot(None, None, reason)
+        # INVALID: the object is larger than a chunk of this namespace, and Mooncake refuses to read it
+        return FetchedObject(None, "other_size" if result.status is Status.INVALID else result.status.value)

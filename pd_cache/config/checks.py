@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pd_cache.config.schema import (
+    Arguments,
     ClusterConfig,
+    DiskTier,
     EngineNode,
     EtcdDiscovery,
+    LocalTier,
     MasterNode,
+    MooncakeTier,
     ProxyNode,
+    ReferenceEngineConfig,
     StaticDiscovery,
+    StorageTier,
     StoreNode,
+    tensor_parallel,
 )
 from transfer.settings import MIN_SEGMENT
 
 KeyPath = tuple[str | int, ...]
 
 _ELECTION_S = 20
+
+
+_OURS = frozenset(("host", "port", "kv-transfer-config", "served-model-name", "model"))
+"""Flags of `vllm serve` that follow from the rest of the file."""
 
 
 class Problem(NamedTuple):
@@ -52,28 +63,21 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
         if size is not None and (0 < size < MIN_SEGMENT or (size == 0 and isinstance(node, StoreNode))):
             allowed = "at least 16MiB" if isinstance(node, StoreNode) else "0 for none, or at least 16MiB"
             yield Problem(("nodes", index, "segment_size"), f"must be {allowed}, the smallest that Mooncake takes")
+    yield from _host_client_problems(config)
+    yield from _placement_problems(config)
     engines = [index for index, node in enumerate(config.nodes) if isinstance(node, EngineNode)]
     if engines and config.engine is None:
         yield Problem(("engine",), f"missing, but nodes[{engines[0]}] is a {config.nodes[engines[0]].role} node")
     static = isinstance(config.discovery, StaticDiscovery)
     if static and any(isinstance(node, ProxyNode) for node in config.nodes) and not config.by_role("decode"):
         yield Problem(("nodes",), "a proxy needs at least one decode node to send requests to")
-    if config.engine is not None:
-        block, chunk = config.engine.block_size, config.cache.chunk_size
-        if chunk % block:
-            near = sorted({max(1, chunk // block) * block, (chunk // block + 1) * block})
-            yield Problem(
-                ("cache", "chunk_size"),
-                f"must be a multiple of engine.block_size {block}, e.g. {' or '.join(map(str, near))}",
-            )
-        if config.engine.num_blocks * block < config.engine.max_model_len:
-            yield Problem(
-                ("engine", "num_blocks"),
-                f"{config.engine.num_blocks} blocks of {block} tokens cannot hold one request of max_model_len "
-                f"{config.engine.max_model_len}; at least {-(-config.engine.max_model_len // block)} are needed",
-            )
-    if config.engine is not None and config.cache.hash_mode != "tokens":
-        yield Problem(("cache", "hash_mode"), "the reference engine has no block hashes; use tokens")
+    yield from _engine_problems(config)
+    yield from _tier_problems(config.cache.tiers)
+    pool = any(isinstance(tier, MooncakeTier) for tier in config.cache.tiers)
+    if engines and not pool:
+        yield Problem(
+            ("cache", "tiers"), "prefill and decode nodes share chunks through the pool; add {kind: mooncake}"
+        )
     slowest = max(config.transfer.timeouts.get_ms, config.transfer.timeouts.put_ms)
     for index, node in enumerate(config.nodes):
         if isinstance(node, MasterNode) and node.lease_ttl_ms < slowest:
@@ -106,3 +110,107 @@ def _master_problems(config: ClusterConfig, masters: list[int]) -> Iterator[Prob
         yield Problem(("nodes", masters[1]), f"{found}; there must be exactly one, unless `master: {{ha: true}}`")
     elif not masters and isinstance(discovery, StaticDiscovery):
         yield Problem(("nodes",), f"{found}; there must be exactly one")
+
+
+def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
+    engine = config.engine
+    if engine is None:
+        return
+    block, chunk = engine.block_size, config.cache.chunk_size
+    if block is not None and (block < 1 or chunk % block):
+        near = sorted({max(1, chunk // max(1, block)) * block, (chunk // max(1, block) + 1) * block})
+        named = "engine.block_size" if isinstance(engine, ReferenceEngineConfig) else "engine.args.block-size"
+        yield Problem(
+            ("cache", "chunk_size"), f"must be a multiple of {named} {block}, e.g. {' or '.join(map(str, near))}"
+        )
+    if isinstance(engine, ReferenceEngineConfig):
+        if engine.num_blocks * engine.block_size < engine.max_model_len:
+            yield Problem(
+                ("engine", "num_blocks"),
+                f"{engine.num_blocks} blocks of {block} tokens cannot hold one request of max_model_len "
+                f"{engine.max_model_len}; at least {-(-engine.max_model_len // engine.block_size)} are needed",
+            )
+        if config.cache.hash_mode == "blocks":
+            yield Problem(("cache", "hash_mode"), "the reference engine has no block hashes; use tokens")
+        for index, node in enumerate(config.nodes):
+            for field in ("args", "env"):
+                if getattr(node, field, None):
+                    yield Problem(("nodes", index, field), "is for vLLM, and engine.kind is reference")
+        return
+    for where, args in ((("engine", "args"), engine.args), *_own_args(config)):
+        for name in args:
+            if name.replace("_", "-") in _OURS:
+                yield Problem((*where, name), "is set by pd-cache itself; leave it out")
+    for index, node in enumerate(config.nodes):
+        if isinstance(node, EngineNode) and config.shards % tensor_parallel(engine, node):
+            yield Problem(
+                ("cache", "shards"),
+                f"must be a multiple of the tensor-parallel size {tensor_parallel(engine, node)} of nodes[{index}]",
+            )
+
+
+def _own_args(config: ClusterConfig) -> Iterator[tuple[KeyPath, Arguments]]:
+    for index, node in enumerate(config.nodes):
+        if isinstance(node, EngineNode):
+            yield ("nodes", index, "args"), node.args
+
+
+def _host_client_problems(config: ClusterConfig) -> Iterator[Problem]:
+    """`transfer.client: host` needs one `mooncake_client` a host, and that owns all of the host's memory."""
+    if config.transfer.client != "host":
+        return
+    for index, node in enumerate(config.nodes):
+        if not isinstance(node, EngineNode):
+            continue
+        if node.segment_size:
+            yield Problem(
+                ("nodes", index, "segment_size"), "with transfer.client: host only store nodes give memory to the pool"
+            )
+        stores = config.stores_of(node.host)
+        if len(stores) != 1 and not config.transfer.client_address:
+            there = f"{len(stores)} store nodes have" if stores else "no store node has"
+            yield Problem(
+                ("nodes", index, "host"),
+                f"{there} this host, and transfer.client: host needs exactly one beside its engines, or a "
+                "transfer.client_address",
+            )
+
+
+def _placement_problems(config: ClusterConfig) -> Iterator[Problem]:
+    if not isinstance(config.discovery, StaticDiscovery):
+        return  # segments of nodes that the file does not name are as good
+    segments = [
+        node
+        for node in config.nodes
+        if isinstance(node, StoreNode) or (isinstance(node, EngineNode) and config.segment_size(node))
+    ]
+    # of a store node with port 0 the name is not known yet
+    names = [f"{node.host}:{node.port}" for node in segments if isinstance(node, StoreNode)]
+    for index, tier in enumerate(config.cache.tiers):
+        if not isinstance(tier, MooncakeTier):
+            continue
+        if segments and tier.replicas > len(segments):
+            yield Problem(
+                ("cache", "tiers", index, "replicas"),
+                f"each needs a segment of its own, and only {len(segments)} nodes give memory to the pool",
+            )
+        if tier.preferred_segment not in ("own", "any", *names):
+            known = ", ".join(name for name in names if not name.endswith(":0")) or "none; give a store node a port"
+            yield Problem(
+                ("cache", "tiers", index, "preferred_segment"), f"is no store node's host:port; there are: {known}"
+            )
+
+
+def _tier_problems(tiers: Sequence[StorageTier]) -> Iterator[Problem]:
+    """Tiers in an order, or of a kind, that cannot work."""
+    for index, tier in enumerate(tiers):
+        before = tiers[:index]
+        if any(isinstance(other, MooncakeTier) for other in before):
+            yield Problem(("cache", "tiers", index), "stands after the pool; {kind: mooncake} must be the last tier")
+        if isinstance(tier, LocalTier):
+            if any(isinstance(other, DiskTier) for other in before):
+                yield Problem(("cache", "tiers", index), "memory stands after a disk; the fastest tier comes first")
+            if any(isinstance(other, LocalTier) and other.device == tier.device for other in before):
+                yield Problem(("cache", "tiers", index), f"is the second local tier on {tier.device}; make it one")
+        if isinstance(tier, DiskTier) and any(isinstance(o, DiskTier) and o.path == tier.path for o in before):
+            yield Problem(("cache", "tiers", index, "path"), "is the path of another tier already")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
 
-from transfer.settings import ByteSize, Positive, TransferSettings
+from transfer.settings import ByteSize, Placement, Positive, TransferSettings
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
@@ -20,8 +21,54 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 # --- cache -----------------------------------------------------------------------------------------------------------
 
 
-class MooncakeTier(_Section, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
-    """The shared pool."""
+EvictionName = Literal["lru", "lfu", "s3fifo"]
+PromotionName = Literal["always", "second_hit", "never"]
+
+
+class LocalTier(_Section, frozen=True, kw_only=True, tag_field="kind", tag="local"):
+    """Memory of each process that caches."""
+
+    capacity: ByteSize
+    device: Literal["cpu", "cuda"] = "cpu"
+    """On the CPU it shares one registered memory with `transfer.staging_size`, so that nothing is copied."""
+    policy: EvictionName = "lru"
+    promote: PromotionName = "always"
+    """When a chunk that was read from a later tier is put into this one."""
+    blocking: bool = True
+    """Whether a store waits for this tier; a memory is never waited for in fact."""
+
+
+class DiskTier(_Section, frozen=True, kw_only=True, tag_field="kind", tag="disk"):
+    """Files, which survive a restart."""
+
+    path: Annotated[str, msgspec.Meta(pattern="^/")]
+    """An absolute folder. Processes that share one each take a folder of their own below it."""
+    capacity: ByteSize
+    """Of each process."""
+    policy: EvictionName = "lru"
+    promote: PromotionName = "always"
+    blocking: bool = False
+    """Whether a store waits for the disk, or writes behind."""
+    direct: bool = True
+    """Past the page cache, where the file system can."""
+    sync: bool = False
+    """Whether a file is on the medium before its name appears. A torn file is found out and costs a miss."""
+    threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    """Files read at the same time, and as many written."""
+    retry_s: Seconds = 30.0
+    """How long a disk that failed, or is full, is left alone."""
+
+
+class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
+    """The shared pool, and where in it this node's chunks go."""
+
+    pipelined: bool = True
+    """Whether the next chunks are fetched while the last are checked and scattered; else one batch at a time."""
+    blocking: bool = True
+    """Whether a store waits for the pool."""
+
+
+StorageTier = LocalTier | DiskTier | MooncakeTier
 
 
 class CacheConfig(_Section, frozen=True, kw_only=True):
@@ -29,11 +76,14 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
 
     chunk_size: Positive = 256
     """Tokens a chunk; a multiple of the engine's block size."""
-    hash_mode: Literal["tokens", "blocks"] = "tokens"
-    """Name chunks by hashing tokens, or by the engine's own block hashes."""
+    hash_mode: Literal["auto", "tokens", "blocks"] = "auto"
+    """Name chunks by hashing tokens, or by the engine's own block hashes; `auto` is blocks for vLLM, else tokens."""
     hash_seed: str = ""
-    tiers: Annotated[tuple[MooncakeTier, ...], msgspec.Meta(min_length=1, max_length=1)] = (MooncakeTier(),)
-    """Where chunks live."""
+    shards: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    """Into how many parts a chunk's KV heads are cut: a common multiple of the tensor-parallel sizes of all nodes that shall
+    share chunks. 0 takes the least one of the nodes in this file."""
+    tiers: Annotated[tuple[StorageTier, ...], msgspec.Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
+    """Where chunks live, fastest first."""
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------
@@ -91,7 +141,54 @@ class ReferenceEngineConfig(_Section, frozen=True, kw_only=True, tag_field="kind
     """Compute threads; 0 leaves it to torch."""
 
 
-EngineConfig = ReferenceEngineConfig
+Argument = bool | int | float | str | list[int | float | str]
+Arguments = dict[Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_.-]*$")], Argument]
+"""Flags of `vllm serve` without the dashes: `max-model-len: 8192`; true is the bare flag, false its `--no-` form."""
+
+
+class VllmEngineConfig(_Section, frozen=True, kw_only=True, tag_field="kind", tag="vllm"):
+    """vLLM: prefill and decode nodes run `vllm serve` with pd-cache's connector."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1)]
+    """A model folder, or a name that vLLM finds in its cache."""
+    name: str | None = None
+    """What clients write into `model`; the model itself where it is not set."""
+    args: Arguments = {}
+    env: dict[str, str] = {}
+    executable: str = "vllm"
+    """A path, or what PATH has; beside this Python where it is there."""
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens a block, if the file says it; otherwise vLLM chooses."""
+        value = argument(self.args, "block-size")
+        return value if isinstance(value, int) else None
+
+
+def argument(args: Arguments, name: str) -> Argument | None:
+    """An argument of `vllm serve`, whichever way its name is spelled."""
+    return next((value for key, value in args.items() if key.replace("_", "-") == name), None)
+
+
+EngineConfig = ReferenceEngineConfig | VllmEngineConfig
+
+
+class ConnectorConfig(_Section, frozen=True, kw_only=True):
+    """The `connector` section: pd-cache inside of vLLM."""
+
+    load: Literal["async", "sync"] = "async"
+    """Load while other requests compute, or before the forward pass of the step that needs the KV."""
+    lookup_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 50
+    """How long a lookup may hold up the scheduler."""
+    load_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=600_000)] = 10_000
+    """After this a request computes what was not loaded."""
+    store_queue: Positive = 256
+    """Chunks that wait to be stored, or are being stored; their blocks are kept until then. What comes while there are so
+    many is not stored, and counted."""
+    store_generated: bool = False
+    """Store generated tokens too, not only prompts."""
+    revision: str = ""
+    """What the weights are, in place of the digest of their files: for models that are not read from files."""
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
@@ -123,15 +220,24 @@ class MasterNode(_Node, frozen=True, kw_only=True, tag="master"):
 
 
 class StoreNode(_Node, frozen=True, kw_only=True, tag="store"):
-    """A node that only gives memory to the pool."""
+    """A node that only gives memory to the pool. With `transfer.client: host` it runs the `mooncake_client` that owns the
+    memory, and that the engines of its host share memory with."""
 
     segment_size: ByteSize
+    port: Port = 0
+    """Its segment is named `host:port`. With `transfer.client: host`, its `mooncake_client` listens here."""
+    threads: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
+    """Calls that its `mooncake_client` works on at once; 0 is as many as the engines of its host can have under way."""
 
 
 class EngineNode(_Node, frozen=True, kw_only=True):
     port: Port = 0
     segment_size: ByteSize | None = None
     """Memory that this node gives to the pool; `transfer.segment_size` where it is not set."""
+    args: Arguments = {}
+    """vLLM: flags of this node alone, over those of `engine.args`."""
+    env: dict[str, str] = {}
+    """vLLM: likewise for `engine.env`, e.g. CUDA_VISIBLE_DEVICES."""
 
 
 class PrefillNode(EngineNode, frozen=True, kw_only=True, tag="prefill"):
@@ -146,6 +252,15 @@ class ProxyNode(_Node, frozen=True, kw_only=True, tag="proxy"):
     """Where clients post their requests."""
 
     port: Port = 8000
+
+
+def tensor_parallel(engine: VllmEngineConfig, node: EngineNode) -> int:
+    """The tensor-parallel size of a node that runs vLLM."""
+    for args in (node.args, engine.args):
+        value = argument(args, "tensor-parallel-size") or argument(args, "tp")
+        if isinstance(value, int) and value > 0:
+            return value
+    return 1
 
 
 Node = MasterNode | StoreNode | PrefillNode | DecodeNode | ProxyNode
@@ -259,6 +374,7 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig | None = None
     """Needed where there are prefill or decode nodes."""
+    connector: ConnectorConfig = ConnectorConfig()
     handoff: HandoffConfig = HandoffConfig()
     proxy: ProxyConfig = ProxyConfig()
     discovery: DiscoveryConfig = StaticDiscovery()
@@ -282,8 +398,20 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
         own = getattr(node, "segment_size", None)
         return int(self.transfer.segment_size if own is None else own)
 
+    def stores_of(self, host: str) -> list[StoreNode]:
+        """The store nodes of a host."""
+        return [node for node in self.nodes if isinstance(node, StoreNode) and node.host == host]
+
     def node(self, name: str) -> Node | None:
         return next((node for node in self.nodes if node.name == name), None)
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts the nodes of this file cut a chunk's KV heads."""
+        if self.cache.shards or not isinstance(self.engine, VllmEngineConfig):
+            return self.cache.shards or 1
+        sizes = (tensor_parallel(self.engine, node) for node in self.nodes if isinstance(node, EngineNode))
+        return math.lcm(*sizes)
 
     def by_role(self, role: str) -> list[Node]:
         return [node for node in self.nodes if node.role == role]
@@ -302,10 +430,14 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, config: ClusterConfig, node: Node) -> NodeSettings:
         """The settings of one node of the file."""
+        transfer = config.transfer
+        if transfer.client == "host" and not transfer.client_address and (stores := config.stores_of(node.host)):
+            address = f"{node.host}:{stores[0].port}"
+            transfer = msgspec.structs.replace(transfer, client_address=address)
         return cls(
             master=config.master_address,
             host=node.host,
             cache=config.cache,
-            transfer=config.transfer,
+            transfer=transfer,
             segment_size=config.segment_size(node),
         )

@@ -10,7 +10,26 @@ from pd_cache.layout import KVLayout, layer_tensors
 from pd_cache.paged.base import ChunkSlots, Completion, PagedCopier, plan_slots
 from transfer.staging import Pin
 
-__all__ = ["ChunkSlots", "Completion", "PagedCopier", "host_pin", "open_copier", "plan_slots"]
+__all__ = ["ChunkSlots", "Completion", "Fence", "PagedCopier", "host_pin", "open_copier", "plan_slots"]
+
+
+class Fence:
+    """What the calling thread has given the device of `tensor` to do so far: for another thread to come after.
+
+    On the CPU everything has happened when its call returned, and there is nothing to wait for.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._follow = None
+        if tensor.device.type == "cuda":
+            from pd_cache.paged.cuda import mark
+
+            self._follow = mark(tensor.device)
+
+    def follow(self) -> None:
+        """Order what the calling thread's current stream does from now on after the fence."""
+        if self._follow is not None:
+            self._follow()
 
 
 def open_copier(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> PagedCopier:

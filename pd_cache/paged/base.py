@@ -16,7 +16,10 @@ from pd_cache.layout import KVLayout, layer_tensors
 
 
 class ChunkSlots(NamedTuple):
-    """Where the tokens of one chunk lie: whole blocks, or slots one by one. Exactly one of the two is given."""
+    """Where the tokens of one chunk lie: whole blocks, or slots one by one. Exactly one of the two is given.
+
+    Negative ones stand for tokens that a scatter shall leave out; a gather takes none.
+    """
 
     blocks: torch.Tensor | None
     """int64 `[chunk_size / block_size]`, on the CPU: block b of the chunk is block `blocks[b]` of the cache."""
@@ -61,10 +64,17 @@ class PagedCopier(ABC):
         """Let go of device resources."""
 
 
-def plan_slots(slot_mapping: torch.Tensor, layout: KVLayout, chunk_size: int) -> list[ChunkSlots]:
+LEFT_OUT = -1
+"""The slot of a token that a scatter shall leave out."""
+
+
+def plan_slots(
+    slot_mapping: torch.Tensor, layout: KVLayout, chunk_size: int, *, may_leave_out: bool = False
+) -> list[ChunkSlots]:
     """Cut the slot mapping of whole chunks, int `[chunks * chunk_size]`, into `ChunkSlots`.
 
-    ValueError for a mapping of another type or shape, slots outside the cache, or two tokens that share one.
+    With `may_leave_out` it may begin with whole blocks of `LEFT_OUT`. ValueError for a mapping of another type or shape,
+    slots outside the cache, or two tokens that share one.
     """
     if slot_mapping.dim() != 1 or slot_mapping.is_floating_point() or slot_mapping.dtype == torch.bool:
         raise ValueError(f"slot_mapping must be 1-D of integers, got {tuple(slot_mapping.shape)} {slot_mapping.dtype}")
@@ -74,7 +84,16 @@ def plan_slots(slot_mapping: torch.Tensor, layout: KVLayout, chunk_size: int) ->
     if not slots.numel():
         return []
     size, capacity = layout.block_size, layout.blocks * layout.block_size
-    low, high = (int(value) for value in torch.aminmax(slots))
+    left_out = int((slots == LEFT_OUT).sum()) if may_leave_out else 0
+    if left_out:
+        if left_out % size or bool((slots[:left_out] != LEFT_OUT).any()):
+            raise ValueError(f"only whole blocks at the start may be left out, got {left_out} slots of {LEFT_OUT}")
+        # numbered below zero, apart from each other, so that what follows takes them for blocks like others
+        slots = torch.cat((torch.arange(-left_out, 0), slots[left_out:]))
+    if left_out == slots.numel():
+        low, high = 0, 0
+    else:
+        low, high = (int(value) for value in torch.aminmax(slots[left_out:]))
     if low < 0 or high >= capacity:
         raise ValueError(f"slots must lie in [0, {capacity}), got values from {low} to {high}")
     by_block = slots.view(-1, size)

@@ -66,12 +66,15 @@ class CpuPagedCopier(PagedCopier):
             done += len(group)
             if chunk.blocks is not None:
                 blocks = chunk.blocks.numpy()
+                first = int(np.count_nonzero(blocks < 0))  # those left out stand at the start
                 for plane, pages in zip(group, part, strict=True):
-                    plane[blocks] = pages
+                    plane[blocks[first:]] = pages[first:]
                 continue
             block, offset = self._split(chunk)
+            first = int(np.count_nonzero(block < 0))  # those left out stand at the start
             for plane, pages in zip(self._by_token(group), self._by_token(part), strict=True):
-                plane[block, :, offset] = pages.transpose(0, 2, 1, 3).reshape(-1, self.layout.pieces, pages.shape[3])
+                tokens = pages.transpose(0, 2, 1, 3).reshape(-1, self.layout.pieces, pages.shape[3])
+                plane[block[first:], :, offset[first:]] = tokens[first:]
         return DONE
 
     def _object(self, chunk: ChunkSlots, payload: torch.Tensor) -> Array:

@@ -61,10 +61,10 @@ def _move(
     """
     index = tl.program_id(0).to(tl.int64)
     plane = index // count
-    unit = tl.load(units + index % count)
+    unit = tl.load(units + index % count)  # below zero: left out
     page = tl.load(planes + 2 * plane) + unit // BLOCK_SIZE * tl.load(planes + 2 * plane + 1)
     element = tl.program_id(1) * LANES + tl.arange(0, LANES)
-    inside = element < PIECES * RUN
+    inside = element < tl.where(unit < 0, 0, PIECES * RUN)
     within = element // RUN * (BLOCK_SIZE * RUN) + element % RUN
     in_cache = page.to(chunk.dtype) + (unit % BLOCK_SIZE * RUN + within)
     # count is a multiple of BLOCK_SIZE, so index counts the units of the object over all planes
@@ -243,6 +243,17 @@ class CudaPagedCopier(PagedCopier):
         """Wait for what is in flight and give the bounce buffers back. May be called again; a later copy takes them anew."""
         self._out.close()
         self._in.close()
+
+
+def mark(device: torch.device) -> Callable[[], None]:
+    """Mark this point of the current stream; calling the result makes the then current stream wait for it."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+
+    def follow() -> None:
+        torch.cuda.current_stream(device).wait_event(event)
+
+    return follow
 
 
 def is_available() -> bool:

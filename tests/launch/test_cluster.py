@@ -62,6 +62,30 @@ def url_of(cluster: Cluster) -> str:
     return cluster.urls["proxy"]
 
 
+def test_engines_that_share_memory_with_their_hosts_mooncake_client_answer_as_one_alone(
+    tmp_path: Path, alone: Callable[[Tokens], Tokens], prompt: Callable[..., Tokens]
+) -> None:
+    transfer = {"client": "host", "staging_size": "8MiB", "timeouts": {"close_ms": 2000}}
+    with started(tmp_path, transfer=transfer) as cluster:
+        tokens = prompt(200)
+        first = complete(url_of(cluster), tokens)
+        assert first.tokens == alone(tokens)
+        assert first.cached == (0, 192), "the decode node takes what the prefill node stored"
+        again = complete(url_of(cluster), tokens)
+        assert again.tokens == first.tokens
+        assert again.cached == (192, 192)
+
+
+def test_a_proxy_looks_into_a_pool_of_shared_memory_by_itself(tmp_path: Path, prompt: Callable[..., Tokens]) -> None:
+    transfer = {"client": "host", "staging_size": "8MiB", "timeouts": {"close_ms": 2000}}
+    with started(tmp_path, transfer=transfer, proxy={}) as cluster:
+        tokens = prompt(200)
+        answers = [complete(url_of(cluster), tokens)]
+        # the namespace is learned with the first check of a node's health
+        wait_for(lambda: answers.append(complete(url_of(cluster), tokens)) or answers[-1].cached == (0, 192), 20)
+        assert {tuple(answer.tokens) for answer in answers} == {tuple(answers[0].tokens)}
+
+
 def test_a_prompt_is_prefilled_once_and_decoded_from_the_pool(cluster: Cluster, alone: Any, prompt: Any) -> None:
     tokens = prompt(5 * CHUNK + 7)
     answer = complete(url_of(cluster), tokens)

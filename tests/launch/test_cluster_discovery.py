@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -123,6 +124,45 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
             assert ask(cluster).status == 200
         wait_for(lambda: node.address not in health(cluster)["prefill"], TTL_S + 1, "the dead node is dropped")
         assert health(cluster)["differences"] == {}
+
+
+VLLM = """#!{python}
+import http.server, signal, sys, threading, time
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+
+def stop(*_):
+    time.sleep(2)  # what it has begun
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, stop)
+port = next(flag for flag in sys.argv if flag.startswith("--port=")).partition("=")[2]
+http.server.HTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+"""
+
+
+def test_a_vllm_node_registers_without_a_namespace_and_leaves_before_vllm_ends(
+    cluster: Cluster, own_etcd: Etcd, tmp_path: Path
+) -> None:
+    executable = tmp_path / "vllm"
+    executable.write_text(VLLM.format(python=sys.executable))
+    executable.chmod(0o755)
+    engine = {"kind": "vllm", "model": "some/model", "name": "tiny", "executable": str(executable)}
+    with joined(own_etcd, tmp_path, "prefill-3", engine=engine) as node:
+        wait_for(lambda: health(cluster)["prefill"].get(node.address), 1, "the node is routed to")
+        told = status(own_etcd, tmp_path)
+        assert told.exit_code == 0, told.output
+        found = next(one for one in json.loads(told.stdout)["nodes"] if one["name"] == "prefill-3")
+        assert (found["model"], found["state"], found["fingerprint"]) == ("tiny", "well", None)
+        assert health(cluster)["differences"] == {}
+        node.send(signal.SIGTERM)
+        wait_for(lambda: node.address not in health(cluster)["prefill"], 1.5, "it left before it ended")
+        assert node.process.poll() is None
 
 
 def test_status_shows_who_is_there_from_a_file_that_names_nobody_of_them(

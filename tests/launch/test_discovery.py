@@ -8,8 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.discovery import NodeRecord, View, decode_record, differences
+from launch.discovery.directory import describe_node
 from launch.discovery.membership import MAX_NODES, Membership
 from launch.discovery.record import RecordError, describe_namespace
+from pd_cache.config import (
+    ClusterConfig,
+    MasterNode,
+    ModelConfig,
+    PrefillNode,
+    RandomModel,
+    ReferenceEngineConfig,
+    VllmEngineConfig,
+)
 from pd_cache.tokens import Namespace
 
 NAMESPACE = Namespace(
@@ -30,6 +40,23 @@ def test_a_record_is_read_back_as_it_was_written() -> None:
     record = node("prefill-0", NAMESPACE)
     assert decode_record(record.encode()) == record
     assert record.cache_namespace == NAMESPACE
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "kv_tokens"),
+    [
+        (ReferenceEngineConfig(model=ModelConfig(name="tiny", random=RandomModel()), num_blocks=1024), "tiny", 16384),
+        (VllmEngineConfig(model="/models/llama"), "/models/llama", 0),
+        (VllmEngineConfig(model="/models/llama", name="demo"), "demo", 0),
+    ],
+    ids=["reference", "vllm", "vllm with a name"],
+)
+def test_a_record_tells_what_clients_write_into_model(
+    engine: ReferenceEngineConfig | VllmEngineConfig, model: str, kv_tokens: int
+) -> None:
+    config = ClusterConfig(nodes=(MasterNode(name="m"), PrefillNode(name="p")), engine=engine)
+    record = describe_node(config, config.nodes[1], "http://127.0.0.1:1")
+    assert (record.model, record.capacity.kv_tokens, record.fingerprint) == (model, kv_tokens, None)
 
 
 def test_what_a_newer_version_adds_is_ignored() -> None:

@@ -33,7 +33,10 @@ def role(cluster: Cluster, name: str) -> str:
     return "leader" if health.get("service_ready") else str(health.get("role"))
 
 
-def test_clients_follow_the_leader_and_no_key_is_lost_with_it(make_etcd: Callable[..., Etcd], tmp_path: Path) -> None:
+@pytest.mark.parametrize("client", ["embedded", "host"])
+def test_clients_follow_the_leader_and_no_key_is_lost_with_it(
+    client: str, make_etcd: Callable[..., Etcd], tmp_path: Path
+) -> None:
     etcd = make_etcd().start()
     masters = [
         {"name": f"master-{n}", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 20} for n in range(2)
@@ -48,7 +51,14 @@ def test_clients_follow_the_leader_and_no_key_is_lost_with_it(make_etcd: Callabl
     discovery = {"kind": "etcd", "endpoints": [etcd.endpoint], "ttl_s": 2}
     rng = random.Random(1)
     prompt = [rng.randrange(512) for _ in range(5 * CHUNK + 3)]
-    with started(tmp_path, name="elected", master={"ha": True}, discovery=discovery, nodes=nodes) as cluster:
+    transfer = {
+        "client": client,
+        "staging_size": "8MiB",
+        "breaker": {"failures": 2, "probe_interval_ms": 200},
+        "timeouts": {"exist_ms": 300, "get_ms": 1000, "put_ms": 1000, "close_ms": 2000},
+    }
+    sections = {"transfer": transfer, "master": {"ha": True}, "discovery": discovery, "nodes": nodes}
+    with started(tmp_path, name="elected", **sections) as cluster:
 
         def ask() -> Answer:
             answer = complete(cluster.urls["proxy"], prompt)

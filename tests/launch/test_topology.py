@@ -10,11 +10,16 @@ import msgspec
 import pytest
 
 from launch import topology
+from launch.roles import client_command
 from pd_cache.config import (
+    CacheConfig,
     ClusterConfig,
     DecodeNode,
+    EtcdDiscovery,
+    LocalTier,
     MasterNode,
     ModelConfig,
+    MooncakeTier,
     ProxyNode,
     RandomModel,
     ReferenceEngineConfig,
@@ -95,6 +100,9 @@ def test_memory_that_is_not_there_is_named() -> None:
     assert "nodes[1].segment_size: '1024TiB': is more than this machine's memory" in message
     (message,) = messages(cluster(transfer=TransferSettings(staging_size=much)))
     assert "transfer.staging_size: '1024TiB': is more than this machine's memory" in message
+    tiers = (LocalTier(capacity=much), MooncakeTier())
+    (message,) = messages(cluster(cache=CacheConfig(tiers=tiers)))
+    assert "cache.tiers[0].capacity: '1024TiB': is more than this machine's memory" in message
     half = ByteSize(topology.machine_memory() * 6 // 10)
     both = [StoreNode(name=name, segment_size=half) for name in ("s", "t")]
     (message,) = messages(cluster(*both))
@@ -117,3 +125,28 @@ def test_a_port_that_others_must_know_cannot_be_left_open() -> None:
     assert problem is not None
     assert problem.path == ("nodes", 0, "port")
     assert topology.unresolved_port(config, config.nodes[0]) is None
+
+
+def test_an_engine_that_shares_memory_has_to_know_the_port_of_its_hosts_store_node() -> None:
+    store, engine = StoreNode(name="s", segment_size=ByteSize(1 << 30)), DecodeNode(name="d", port=1)
+    master = MasterNode(name="master")
+    config = ClusterConfig(nodes=(master, store, engine), engine=ENGINE, transfer=TransferSettings(client="host"))
+    problem = topology.unresolved_port(config, engine)
+    assert problem is not None
+    assert problem.path == ("nodes", 1, "port")
+    assert topology.unresolved_port(config, store) is None
+    registered = msgspec.structs.replace(config, discovery=EtcdDiscovery(endpoints=("127.0.0.1:2379",)))
+    assert topology.unresolved_port(registered, engine) == problem, "it is asked for before anything is registered"
+    told = msgspec.structs.replace(config, transfer=TransferSettings(client="host", client_address="127.0.0.1:7"))
+    assert topology.unresolved_port(told, engine) is None
+
+
+def test_a_mooncake_client_has_a_thread_for_every_call_that_the_engines_of_its_host_can_have_under_way() -> None:
+    store = StoreNode(name="s", segment_size=ByteSize(1 << 30), port=5)
+    here = [DecodeNode(name=f"d{index}") for index in range(3)]
+    transfer = TransferSettings(client="host", threads=2)
+    config = cluster(store, *here, DecodeNode(name="there", host=ELSEWHERE), transfer=transfer)
+    command = client_command(config, store)
+    assert "--threads=21" in command  # 3 engines: 2 transfers each way, 2 control calls and a ping
+    assert {"--host=127.0.0.1:5", "--port=5"} < set(command)
+    assert "--threads=9" in client_command(config, msgspec.structs.replace(store, threads=9))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_cache.errors import LayoutError
-from pd_cache.layout import KVLayout, PageKind
+from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.paged import ChunkSlots, open_copier, plan_slots
 from tests.support.kv import make_cache, token_view
 
@@ -26,6 +26,8 @@ def canonical(cache: list[torch.Tensor], layout: KVLayout, slots: list[int]) -> 
             token_view(target, layout.kind, index, layout.block_size).copy_(
                 token_view(source, layout.kind, slot, layout.block_size)
             )
+    if layout.kind is PageKind.HEADS_LAST:
+        image = [layer.transpose(1, 2) for layer in image]
     return torch.cat([layer.contiguous().view(torch.uint8).flatten() for layer in image])
 
 
@@ -45,6 +47,8 @@ def test_gather_and_scatter_match_the_oracle(
 ) -> None:
     cache = make_cache(kind, heads=heads, dim=dim, one_storage=one_storage)
     layout = KVLayout.from_tensors(cache)
+    if heads == 1 and kind is PageKind.HEADS_LAST:
+        kind = PageKind.HEADS_FIRST  # of one head the two are the same
     assert layout.kind is kind
     copier = open_copier(cache, layout)
     rng = random.Random(str((kind, one_storage, heads, dim)))
@@ -140,7 +144,7 @@ def test_layouts_count_bytes_as_the_tensors_do() -> None:
         ([torch.zeros(2, 2, 4, 3, 8)], "pass `kind`"),
         ([torch.zeros(4, 4, 8), torch.zeros(4, 4, 9)], "layer 1"),
         ([torch.zeros(4, 4, 8), torch.zeros(4, 4, 8, dtype=torch.float16)], "layer 1"),
-        ([torch.zeros(4, 3, 4, 8).transpose(1, 2)], "not contiguous"),
+        ([torch.zeros(4, 3, 4, 8).transpose(1, 3)], "not contiguous"),
         ([torch.zeros(0, 4, 8)], "none empty"),
     ],
 )
@@ -168,3 +172,56 @@ def test_a_copier_refuses_tensors_and_payloads_of_another_shape() -> None:
             copier.gather(chunk, payload)
         with pytest.raises(ValueError, match="contiguous bytes"):
             copier.scatter(chunk, payload)
+
+
+@pytest.mark.parametrize("one_storage", [True, False])
+def test_a_scatter_leaves_out_the_blocks_that_the_engine_has(one_storage: bool) -> None:
+    cache = make_cache(one_storage=one_storage)
+    layout = KVLayout.from_tensors(cache)
+    (source,) = plan_slots(torch.arange(8), layout, CHUNK)
+    payload = torch.zeros(layout.chunk_bytes(CHUNK), dtype=torch.uint8)
+    copier = open_copier(cache, layout)
+    copier.gather(source, payload).wait()
+    before = [tensor.clone() for tensor in cache]
+
+    for tail in (range(20, 24), range(23, 19, -1)):  # a whole block, and slots one by one
+        (wanted,) = plan_slots(torch.tensor([-1] * 4 + list(tail)), layout, CHUNK, may_leave_out=True)
+        copier.scatter(wanted, payload).wait()
+        for now, was in zip(cache, before, strict=True):
+            differs = now.view(torch.int16) != was.view(torch.int16)
+            changed = {int(block) for block in differs.flatten(1).any(dim=1).nonzero()}
+            assert changed == {5}
+            slots = list(tail)
+            for index in range(4):
+                assert torch.equal(
+                    token_view(now, layout.kind, slots[index], 4), token_view(was, layout.kind, 4 + index, 4)
+                )
+
+
+@pytest.mark.parametrize("slots", [[-1] * 2 + list(range(6)), [0, 1, 2, 3] + [-1] * 4, [-2] * 4 + [0, 1, 2, 3]])
+def test_only_whole_blocks_at_the_start_may_be_left_out(slots: list[int]) -> None:
+    layout = KVLayout.from_tensors(make_cache())
+    with pytest.raises(ValueError, match=r"left out|slots must lie"):
+        plan_slots(torch.tensor(slots), layout, CHUNK, may_leave_out=True)
+    with pytest.raises(ValueError, match="slots must lie"):
+        plan_slots(torch.tensor(slots), layout, CHUNK)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_a_shard_is_a_contiguous_slice_of_heads_of_each_page(count: int) -> None:
+    cache = make_cache(heads=6)
+    layout = KVLayout.from_tensors(cache)
+    for views in shard_tensors(cache, count):
+        assert KVLayout.from_tensors(views, PageKind.HEADS_FIRST) == layout.shard(count)
+    assert layout.shard(count).page_bytes * count == layout.page_bytes
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PageKind if kind is not PageKind.HEADS_FIRST])
+def test_pages_whose_heads_are_not_outermost_are_never_cut(kind: PageKind) -> None:
+    with pytest.raises(LayoutError, match="cannot be cut into 3 shards"):
+        KVLayout.from_tensors(make_cache(kind)).shard(3)
+
+
+def test_heads_that_do_not_divide_are_never_cut() -> None:
+    with pytest.raises(LayoutError, match="3 KV heads cannot be cut into 2"):
+        KVLayout.from_tensors(make_cache(heads=3)).shard(2)

@@ -10,7 +10,15 @@ import msgspec
 import pytest
 import yaml
 
-from pd_cache.config import ClusterConfig, NodeSettings, PrefillNode, StoreNode, dump_config, load_config
+from pd_cache.config import (
+    ClusterConfig,
+    MooncakeTier,
+    NodeSettings,
+    PrefillNode,
+    StoreNode,
+    dump_config,
+    load_config,
+)
 from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize
 
@@ -82,8 +90,8 @@ def keys_of(kind: object) -> Iterator[str]:
         yield from keys_of(part)
 
 
-def test_the_local_file_shows_every_key_that_there_is() -> None:
-    text = (CONFIGS[0].parent / "local.yaml").read_text()
+def test_the_files_that_ship_show_every_key_that_there_is() -> None:
+    text = "".join((CONFIGS[0].parent / name).read_text() for name in ("local.yaml", "vllm-local.yaml"))
     assert [key for key in sorted(set(keys_of(ClusterConfig))) if f"{key}:" not in text] == []
 
 
@@ -157,6 +165,56 @@ def test_the_local_file_shows_every_key_that_there_is() -> None:
         ("cache: {chunk_size: 256}", "cache: {tiers: []}", "cache.tiers: expected `array` of length >= 1"),
         (
             "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: mooncake}, {kind: local, capacity: 1GiB}]}",
+            "c.yaml:3: cache.tiers[1]: stands after the pool; {kind: mooncake} must be the last tier",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: disk, path: /a, capacity: 1GiB}, {kind: local, capacity: 1GiB}, {kind: mooncake}]}",
+            "cache.tiers[1]: memory stands after a disk; the fastest tier comes first",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: local, capacity: 1GiB}, {kind: local, capacity: 2GiB}, {kind: mooncake}]}",
+            "cache.tiers[1]: is the second local tier on cpu; make it one",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: disk, path: /a, capacity: 1GiB}, {kind: disk, path: /a, capacity: 1GiB}]}",
+            "cache.tiers[1].path: '/a': is the path of another tier already",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: local, capacity: 1GiB}]}",
+            "c.yaml:3: cache.tiers: prefill and decode nodes share chunks through the pool; add {kind: mooncake}",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: disk, path: here, capacity: 1GiB}, {kind: mooncake}]}",
+            "cache.tiers[0].path: 'here': expected `str` matching regex",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: local}, {kind: mooncake}]}",
+            "cache.tiers[0]: the key capacity is missing",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: local, capacity: 1GiB, polcy: lfu}, {kind: mooncake}]}",
+            "cache.tiers[0].polcy: 'lfu': unknown key; did you mean policy?",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: local, capacity: 1GiB, policy: lru2}, {kind: mooncake}]}",
+            "cache.tiers[0].policy: 'lru2': must be one of lru, lfu, s3fifo",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: locl}]}",
+            "cache.tiers[0].kind: 'locl': must be one of local, disk, mooncake",
+        ),
+        (
+            "cache: {chunk_size: 256}",
             "cache: {hash_mode: blocks}",
             "the reference engine has no block hashes; use tokens",
         ),
@@ -165,6 +223,29 @@ def test_the_local_file_shows_every_key_that_there_is() -> None:
             "  kind: reference\n",
             "  kind: reference\n  num_blocks: 4\n",
             "cannot hold one request of max_model_len 8192",
+        ),
+        ("segment_size: 1GiB", "client: shared", "transfer.client: 'shared': must be one of embedded, host"),
+        ("segment_size: 1GiB", "client_address: 'h:1'", "only client: host uses it"),
+        ("segment_size: 1GiB", "client: host, segment_size: 1GiB", "with client: host only store nodes give memory"),
+        (
+            "segment_size: 1GiB",
+            "client: host",
+            "c.yaml:9: nodes[1].segment_size: '512MiB': with transfer.client: host only store nodes give memory",
+        ),
+        (
+            "{segment_size: 1GiB}\ncache: {chunk_size: 256}",
+            "{}\ncache: {tiers: [{kind: mooncake, replicas: 2}]}",
+            "c.yaml:3: cache.tiers[0].replicas: 2: each needs a segment of its own, and only 1 nodes give memory",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: mooncake, preferred_segment: '127.0.0.1:5'}]}",
+            "preferred_segment: '127.0.0.1:5': is no store node's host:port; there are: none; give a store node a port",
+        ),
+        (
+            "cache: {chunk_size: 256}",
+            "cache: {tiers: [{kind: mooncake, pin: firm}]}",
+            "must be one of none, soft, hard",
         ),
         (
             "port: 8000",
@@ -208,3 +289,40 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
 
 def test_nodes_know_their_role() -> None:
     assert StoreNode(name="s", segment_size=ByteSize(16 << 20)).role == "store"
+
+
+HOST = """\
+transfer: {client: host}
+engine: {kind: reference, model: {name: tiny, random: {seed: 1}}}
+nodes:
+  - {name: master, role: master}
+  - {name: s0, role: store, segment_size: 1GiB, port: 50052}
+  - {name: p0, role: prefill, port: 8100}
+"""
+
+
+def test_engines_share_memory_with_the_store_node_of_their_host(tmp_path: Path) -> None:
+    config = load(tmp_path, HOST)
+    engine, store = config.node("p0"), config.node("s0")
+    assert engine is not None
+    assert store is not None
+    assert NodeSettings.of(config, engine).transfer.client_address == "127.0.0.1:50052"
+    assert NodeSettings.of(config, engine).segment_size == 0
+    elsewhere = HOST.replace("client: host", "client: host, client_address: '127.0.0.1:7'")
+    assert NodeSettings.of(load(tmp_path, elsewhere), engine).transfer.client_address == "127.0.0.1:7"
+
+
+def test_a_host_client_needs_exactly_one_store_node_beside_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nodes\[2\].host: '10.0.0.9': no store node has this host"):
+        load(tmp_path, HOST.replace("role: prefill", "role: prefill, host: 10.0.0.9"))
+    second = "  - {name: s1, role: store, segment_size: 1GiB, port: 50053}\n"
+    with pytest.raises(ConfigError, match=r"nodes\[2\].host: 2 store nodes have this host"):
+        load(tmp_path, HOST + second)
+
+
+def test_segments_that_the_file_does_not_name_may_have_registered(tmp_path: Path) -> None:
+    tiers = "cache: {tiers: [{kind: mooncake, replicas: 2, preferred_segment: '10.0.0.9:50052'}]}\n"
+    with pytest.raises(ConfigError, match="only 1 nodes give memory"):
+        load(tmp_path, tiers + HOST)
+    config = load(tmp_path, "discovery: {kind: etcd, endpoints: ['127.0.0.1:2379']}\n" + tiers + HOST)
+    assert isinstance(config.cache.tiers[0], MooncakeTier)

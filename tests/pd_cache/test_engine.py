@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import struct
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,16 +15,20 @@ from typing import Any
 import pytest
 import torch
 
+from pd_cache.backends import open_backend
 from pd_cache.backends.objects import TRAILER_BYTES, seal
 from pd_cache.config import CacheConfig
-from pd_cache.engine import CacheEngineBuilder
-from pd_cache.layout import KVLayout, PageKind
+from pd_cache.engine import CacheEngine, CacheEngineBuilder, Stored
+from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import CacheMetadata
 from tests.support.engines import BLOCK, CHUNK, Host, host, random_slots
-from tests.support.kv import holds_token, make_cache
+from tests.support.kv import holds_token, make_cache, write_prompt
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
+from transfer.errors import Status
+from transfer.settings import Placement
+from transfer.store import MooncakeStore
 
 LONG = 29
 """Tokens of the prompts here: three chunks and a tail of five."""
@@ -31,8 +37,8 @@ _prompts = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def shared_node(pool: Pool) -> Iterator[Host]:
-    with host(pool) as node:
+def shared_node(any_pool: Pool) -> Iterator[Host]:
+    with host(any_pool) as node:
         yield node
 
 
@@ -71,6 +77,22 @@ def test_what_one_node_stores_another_retrieves_into_other_slots(pool: Pool, tok
         mask = decode.retrieve(tokens, other)
         assert mask == [True] * 24 + [False] * 5
         assert loaded(decode, tokens, other, mask)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("embedded", "host"), ("host", "embedded"), ("host", "host")], ids="-to-".join
+)
+def test_engines_of_either_way_to_be_a_client_use_each_others_chunks(
+    host_pool: Pool, tokens: list[int], writer: str, reader: str
+) -> None:
+    model, slots = uuid.uuid4().hex, list(range(LONG))
+    clients = [{} if client == "host" else {"client": client, "client_address": ""} for client in (writer, reader)]
+    with host(host_pool, model=model, **clients[0]) as prefill, host(host_pool, model=model, **clients[1]) as decode:
+        prefill.compute(tokens, slots)
+        assert prefill.store(tokens, slots) == 24
+        mask = decode.retrieve(tokens, slots)
+        assert mask == [True] * 24 + [False] * 5
+        assert loaded(decode, tokens, slots, mask)
 
 
 def test_a_masked_prefix_is_neither_stored_nor_loaded(node: Host, tokens: list[int]) -> None:
@@ -115,9 +137,9 @@ def test_hash_mode_works_from_block_hashes_alone(pool: Pool, tokens: list[int]) 
         assert node.engine.retrieve(**options).tolist() == [True] * 16 + [False] * 4
 
 
-def test_prompts_longer_than_the_staging_memory_pass_through_it(pool: Pool) -> None:
+def test_prompts_longer_than_the_staging_memory_pass_through_it(any_pool: Pool) -> None:
     tokens = list(range(200))
-    with host(pool, staging_size="8KiB", prefault=True) as node:
+    with host(any_pool, staging_size="8KiB", prefault=True) as node:
         assert node.engine.backend.staging.slots == 2  # type: ignore[attr-defined]
         slots = random_slots(random.Random(2), 200, True)
         node.compute(tokens, slots)
@@ -152,7 +174,7 @@ def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool: Pool, t
         writer.store(tokens, slots)
     with host(pool, model=model) as node:
         inside, go_on = threading.Event(), threading.Event()
-        copier = node.engine._copier(node.cache)
+        (copier,) = node.engine._copiers_of(node.cache)
         scatter = copier.scatter
 
         def slow(*arguments: Any) -> Any:
@@ -334,3 +356,99 @@ def test_a_pool_without_room_takes_what_it_can_and_counts_the_rest(
         assert node.store(tokens, list(range(LONG))) == 0
         assert node.troubles("store") == {"no_space": 3}
         assert node.engine.available
+
+
+def test_nodes_of_different_tensor_parallel_size_share_a_pool(pool: Pool, tokens: list[int]) -> None:
+    model, slots = uuid.uuid4().hex, list(range(LONG))
+    settings = pool.settings(CacheConfig(chunk_size=CHUNK))
+    whole = make_cache(heads=4, block_size=BLOCK)
+    layout = KVLayout.from_tensors(whole)
+    write_prompt(whole, layout, tokens, slots)
+    halves = [[view.clone() for view in views] for views in shard_tensors(whole, 2)]
+
+    def engine(cache: list[torch.Tensor], **place: int) -> CacheEngine:
+        layout = KVLayout.from_tensors(cache)
+        made = CacheEngine(
+            open_backend(settings, layout.shard(place.get("held", 1)).chunk_bytes(CHUNK)),
+            settings,
+            CacheMetadata.of(model, layout, **place),
+            layout,
+        )
+        stack.callback(made.close)
+        made.wait_available(10)
+        return made
+
+    with contextlib.ExitStack() as stack:
+        ranks = [engine(half, world_size=2, rank=rank) for rank, half in enumerate(halves)]
+        alone = engine(whole, held=2)
+        assert {one.namespace for one in ranks} == {alone.namespace}
+        mapping = torch.tensor(slots)
+
+        ranks[0].store(tokens, kv_caches=halves[0], slot_mapping=mapping)
+        assert alone.lookup(tokens) == 0, "half of a chunk is no chunk"
+        assert ranks[1].store(tokens, kv_caches=halves[1], slot_mapping=mapping) == 24
+        assert alone.lookup(tokens) == ranks[0].lookup(tokens) == 24
+
+        empty = [torch.zeros_like(layer) for layer in whole]
+        assert int(alone.retrieve(tokens, kv_caches=empty, slot_mapping=mapping).sum()) == 24
+        for now, was in zip(empty, whole, strict=True):
+            assert torch.equal(now.view(torch.int16)[:6], was.view(torch.int16)[:6])
+
+        more = [token + 500 for token in tokens]
+        assert alone.store(more, kv_caches=whole, slot_mapping=mapping) == 24
+        for rank, half in enumerate(halves):
+            blank = [torch.zeros_like(layer) for layer in half]
+            assert int(ranks[rank].retrieve(more, kv_caches=blank, slot_mapping=mapping).sum()) == 24
+            for now, was in zip(blank, half, strict=True):
+                assert torch.equal(now.view(torch.int16)[:6], was.view(torch.int16)[:6])
+
+
+def test_a_retrieve_past_its_deadline_ends_with_what_it_has(node: Host, tokens: list[int]) -> None:
+    slots = list(range(LONG))
+    node.compute(tokens, slots)
+    node.store(tokens, slots)
+    assert not any(node.retrieve(tokens, slots, timeout=0.0))
+    assert node.troubles("retrieve")
+
+
+def test_chunk_names_and_left_out_blocks_are_what_a_serving_engine_hands_over(node: Host, tokens: list[int]) -> None:
+    slots = list(range(LONG))
+    node.compute(tokens, slots)
+    node.store(tokens, slots)
+    names = node.engine.database.hash_tokens(tokens)
+    elsewhere = torch.tensor([-1] * BLOCK + list(range(100, 100 + CHUNK - BLOCK)))
+    before = [tensor.clone() for tensor in node.cache]
+    assert node.engine.retrieve_chunks(names[1:2], kv_caches=node.cache, slot_mapping=elsewhere) == 1
+    for index, slot in enumerate(elsewhere.tolist()):
+        if slot >= 0:
+            assert holds_token(node.cache, node.layout, tokens[: CHUNK + index + 1], slot)
+    for now, was in zip(node.cache, before, strict=True):
+        same = (now.view(torch.int16) == was.view(torch.int16)).flatten(1).all(dim=1)
+        assert [block for block, equal in enumerate(same.tolist()) if not equal] == [25]
+    more = node.engine.database.hash_tokens([token + 500 for token in tokens])
+    mapping = torch.arange(2 * CHUNK)
+    outcomes = node.engine.store_chunks([names[0], more[0]], kv_caches=node.cache, slot_mapping=mapping)
+    assert outcomes == [Stored.BEFORE, Stored.NEW]
+
+
+def test_a_full_pool_is_counted_and_stores_go_on_when_there_is_room(
+    make_pool: Callable[..., Pool], tokens: list[int]
+) -> None:
+    pool = make_pool(segment="16MiB").start()
+    slots = list(range(LONG))
+    settings = pool.settings(transfer={"staging_size": "16MiB"}).transfer
+    with host(pool) as node, MooncakeStore(settings, master=pool.address, placement=Placement(pin="hard")) as filler:
+        memory = filler.staging(16 << 20)
+        filler.wait_open(10)
+        slot = memory.lease(time.monotonic() + 5)
+        assert slot is not None
+        assert filler.start_put(["filler"], [slot], [slot.size], timeout=5).results() == [Status.OK]
+        slot.release()
+        node.compute(tokens, slots)
+        assert node.store(tokens, slots) == 0
+        assert node.troubles("store") == {"no_space": 3}
+        assert not any(node.retrieve(tokens, slots))
+        assert node.engine.available, "a full pool is not a pool that is down"
+        assert filler.remove(["filler"], timeout=5, force=True) == [Status.OK]
+        assert node.store(tokens, slots) == 24
+        memory.close()

@@ -6,8 +6,11 @@ import signal
 import time
 from collections.abc import Callable
 
+import pytest
+
 from pd_cache.lookup import MooncakeLookupClient
 from tests.support.engines import host
+from tests.support.kv import holds_token
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 
@@ -19,10 +22,11 @@ FAST = {
 }
 
 
-def test_without_a_master_an_engine_starts_misses_at_once_and_works_when_it_comes(
-    make_pool: Callable[..., Pool],
+@pytest.mark.parametrize("client", ["embedded", "host"])
+def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
+    make_pool: Callable[..., Pool], client: str
 ) -> None:
-    pool = make_pool()
+    pool = make_pool(client=client)
     with host(pool, wait=False, **FAST) as node:
         start = time.monotonic()
         for _ in range(20):
@@ -38,8 +42,9 @@ def test_without_a_master_an_engine_starts_misses_at_once_and_works_when_it_come
         assert node.engine.lookup(TOKENS) == 40
 
 
-def test_a_master_that_dies_and_comes_back_costs_misses_only(make_pool: Callable[..., Pool]) -> None:
-    pool = make_pool().start()
+@pytest.mark.parametrize("client", ["embedded", "host"])
+def test_a_master_that_dies_and_comes_back_costs_misses_only(make_pool: Callable[..., Pool], client: str) -> None:
+    pool = make_pool(client=client).start()
     with host(pool, **FAST) as node:
         assert node.store(TOKENS, SLOTS) == 40
         client = MooncakeLookupClient(node.engine.settings, node.engine.metadata, pool.address)
@@ -73,6 +78,26 @@ def test_a_store_node_killed_between_lookup_and_load_is_a_miss_with_a_reason(mak
         assert node.troubles("retrieve")
         pool.start("store-1")
         wait_for(lambda: node.store(TOKENS, SLOTS) == 40, 30, "another node taking the chunks")
+
+
+def test_a_mooncake_client_that_dies_and_comes_back_costs_misses_only(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(client="host").start()
+    with host(pool, **FAST) as node:
+        node.compute(TOKENS, SLOTS)
+        assert node.store(TOKENS, SLOTS) == 40
+        pool.kill("store-0")
+        start = time.monotonic()
+        for _ in range(10):
+            assert node.engine.lookup(TOKENS) == 0
+            assert not any(node.retrieve(TOKENS, SLOTS))
+            assert node.store(TOKENS, SLOTS) == 0
+        assert time.monotonic() - start < 10, "deadlines for the first calls, then answers at once"
+        pool.start("store-0")
+        wait_for(lambda: node.store(TOKENS, SLOTS) == 40, 30, "a store going through")
+        other = list(range(128, 168))
+        mask = node.retrieve(TOKENS, other)
+        assert all(mask)
+        assert all(holds_token(node.cache, node.layout, TOKENS[: index + 1], slot) for index, slot in enumerate(other))
 
 
 def test_a_store_node_that_stops_answering_is_given_up_at_the_deadline(make_pool: Callable[..., Pool]) -> None:

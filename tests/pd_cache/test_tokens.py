@@ -48,8 +48,8 @@ def test_keys_are_short_readable_and_name_namespace_shard_and_hash() -> None:
     db = database(shards=2)
     (name,) = db.hash_tokens(range(8))
     fingerprint = db.namespace.fingerprint()
-    assert db.keys([name], 1) == [f"pdc1/{fingerprint}/1/{name.hex()}"]
-    assert db.all_shard_keys([name]) == db.keys([name], 0) + db.keys([name], 1)
+    assert db.keys([name], (1,)) == [f"pdc1/{fingerprint}/1/{name.hex()}"]
+    assert db.all_shard_keys([name]) == db.keys([name], (0,)) + db.keys([name], (1,))
     assert db.manifest_key == f"pdc1/{fingerprint}/manifest"
     assert all(key.isascii() and len(key) < 80 for key in db.all_shard_keys([name]))
 

@@ -82,7 +82,7 @@ def host(
         yield Host(engine, tensors)
     finally:
         CacheEngineBuilder.destroy(instance)
-        engine.backend.staging.check_integrity()  # type: ignore[attr-defined]
+        engine.backend.memory.pool.check_integrity()
 
 
 def random_slots(rng: random.Random, count: int, whole_blocks: bool) -> list[int]:

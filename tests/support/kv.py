@@ -26,9 +26,12 @@ def make_cache(
         PageKind.KV_OUTER: (2, blocks, block_size, heads, dim),
         PageKind.KV_INNER: (blocks, 2, block_size, heads, dim),
         PageKind.MLA: (blocks, block_size, dim),
+        PageKind.HEADS_LAST: (blocks, block_size, heads, 2 * dim),
     }
     shape = (layers, *shapes[kind])
     whole = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16)
+    if kind is PageKind.HEADS_LAST:
+        whole = whole.transpose(2, 3)
     return list(whole.unbind()) if one_storage else [layer.clone() for layer in whole]
 
 
@@ -36,7 +39,7 @@ def token_view(tensor: torch.Tensor, kind: PageKind, slot: int, block_size: int)
     """The part of a layer's tensor that belongs to one slot, as int16."""
     block, offset = divmod(slot, block_size)
     bits = tensor.view(torch.int16)
-    if kind is PageKind.HEADS_FIRST:
+    if kind in (PageKind.HEADS_FIRST, PageKind.HEADS_LAST):
         return bits[block, :, offset, :]
     if kind is PageKind.KV_OUTER:
         return bits[:, block, offset]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from launch.process import spawn_child
@@ -30,9 +33,10 @@ def free_port() -> int:
 
 
 class Node:
-    """One role in a process of its own; ready when the constructor returns."""
+    """One role in a process of its own; ready when the constructor returns, or with `wait` false when `wait_ready` does."""
 
-    def __init__(self, role: str, name: str, file: Path, timeout: float = 60.0, host: Host | None = None) -> None:
+    def __init__(self, role: str, name: str, file: Path, *, wait: bool = True, host: Host | None = None) -> None:
+        self.role, self.name = role, name
         command = (sys.executable, "-m", "launch", "launch", role, "-c", str(file), "--node", name)
         self.process = spawn_child(
             command if host is None else host.inside(*command),
@@ -43,20 +47,26 @@ class Node:
             env={**os.environ, "MC_LOG_LEVEL": "ERROR"},
         )
         self.errors: list[str] = []
-        lines: queue.Queue[str] = queue.Queue()
-        self._readers = [
-            threading.Thread(target=self._read_out, args=(lines,), daemon=True),
+        self.address = ""
+        self._lines: queue.Queue[str] = queue.Queue()
+        self.readers = [
+            threading.Thread(target=self._read_out, args=(self._lines,), daemon=True),
             threading.Thread(target=self._read_errors, daemon=True),
         ]
-        for reader in self._readers:
+        for reader in self.readers:
             reader.start()
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self, timeout: float = 60.0) -> None:
+        """AssertionError, with the last lines that it printed, if it does not get ready."""
         try:
-            line = lines.get(timeout=timeout)
+            line = self._lines.get(timeout=timeout)
         except queue.Empty:
             line = ""
         if not line.startswith("ready "):
             self.kill()
-            raise AssertionError(f"{role} {name} did not get ready: {''.join(self.errors)[-2000:]}")
+            raise AssertionError(f"{self.role} {self.name} did not get ready: {''.join(self.errors)[-4000:]}")
         self.address = line.split()[2]
 
     def _read_out(self, lines: queue.Queue[str]) -> None:
@@ -86,7 +96,7 @@ class Node:
             if self.process.poll() is None:
                 self.process.kill()
                 self.process.wait()
-            for reader in self._readers:
+            for reader in self.readers:
                 reader.join(5)
             for pipe in (self.process.stdout, self.process.stderr):
                 if pipe is not None:
@@ -101,9 +111,18 @@ class Pool:
     """A master and its store nodes, on ports of their own."""
 
     def __init__(
-        self, folder: Path, *, segment: str = "256MiB", client_ttl_s: int = 2, metadata: str = "P2PHANDSHAKE"
+        self,
+        folder: Path,
+        *,
+        segment: str = "256MiB",
+        client_ttl_s: int = 2,
+        metadata: str = "P2PHANDSHAKE",
+        client: str = "embedded",
+        **master: Any,
     ) -> None:
-        """Nothing is started yet."""
+        """Nothing is started yet. With `client="host"`, store nodes run a `mooncake_client`; clients share that of
+        `store-0`. Further options are keys of the master."""
+        self.client = client
         self.port = free_port()
         self.metrics_port = free_port()
         self.file = folder / f"pool-{self.port}.yaml"
@@ -114,15 +133,35 @@ class Pool:
                 "port": self.port,
                 "metrics_port": self.metrics_port,
                 "client_ttl_s": client_ttl_s,
+                **master,
             }
         ]
-        nodes += [{"name": f"store-{index}", "role": "store", "segment_size": segment} for index in range(2)]
-        self.file.write_text(yaml.safe_dump({"transfer": {"metadata": metadata}, "nodes": nodes}))
+        self.store_ports = [free_port(), free_port()]
+        nodes += [
+            {"name": f"store-{index}", "role": "store", "segment_size": segment, "port": port}
+            for index, port in enumerate(self.store_ports)
+        ]
+        self.file.write_text(yaml.safe_dump({"transfer": {"metadata": metadata, "client": client}, "nodes": nodes}))
         self.nodes: dict[str, Node] = {}
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    def segment(self, store: int) -> str:
+        """The name of a store node's segment, and the address of its `mooncake_client`."""
+        return f"127.0.0.1:{self.store_ports[store]}"
+
+    def ask(self, path: str) -> str:
+        """What the master's HTTP service answers."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=5) as page:
+            return str(page.read().decode())
+
+    def used(self, store: int) -> int:
+        """Bytes that objects take of a store node's segment."""
+        match = re.search(r"Used\(bytes\)\s*:\s*(\d+)", self.ask(f"/query_segment?segment={self.segment(store)}"))
+        assert match is not None
+        return int(match[1])
 
     def start(self, *names: str) -> Pool:
         """Start the named nodes; `master` and `store-0` if none is named."""
@@ -137,6 +176,15 @@ class Pool:
     def kill(self, name: str) -> None:
         self.nodes.pop(name).kill()
 
+    def end(self) -> None:
+        """Kill whatever still runs, children too: nobody tidies up."""
+        for node in self.nodes.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(node.process.pid).children():
+                    child.kill()
+            node.kill()
+        self.nodes.clear()
+
     def settings(
         self, cache: CacheConfig | None = None, transfer: dict[str, Any] | None = None, segment_size: int = 0
     ) -> NodeSettings:
@@ -146,6 +194,8 @@ class Pool:
         from pd_cache.config import decode_custom
 
         options = {"staging_size": "16MiB", "prefault": False, **(transfer or {})}
+        if self.client == "host":
+            options = {"client": "host", "client_address": self.segment(0), **options}
         return NodeSettings(
             master=self.address,
             cache=cache or CacheConfig(),

@@ -1,4 +1,4 @@
-"""MooncakeStore against a real master and a real store node."""
+"""MooncakeStore against a real master and a real store node; what holds for both ways to be a client, with both."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from transfer.errors import PoolUnavailableError, Status, TransferError
-from transfer.settings import TransferSettings
+from transfer.settings import ByteSize, Placement, TransferSettings
 from transfer.staging import Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore
 
@@ -24,11 +25,19 @@ SLOT = 4096
 
 
 @contextmanager
-def opened(pool: Pool, *, slots: int = 8, slot: int = SLOT, segment_size: int = 0, **transfer: Any) -> Iterator[Any]:
+def opened(
+    pool: Pool,
+    *,
+    slots: int = 8,
+    slot: int = SLOT,
+    segment_size: int = 0,
+    placement: Placement | None = None,
+    **transfer: Any,
+) -> Iterator[Any]:
     settings = pool.settings(transfer=transfer).transfer
-    with MooncakeStore(settings, master=pool.address, segment_size=segment_size) as store:
-        staging = StagingPool(slots * (slot + 4096), slot, prefaulted=False)
-        store.attach(staging)
+    settings = msgspec.structs.replace(settings, staging_size=ByteSize(slots * (-(-slot // 4096) * 4096)))
+    with MooncakeStore(settings, master=pool.address, segment_size=segment_size, placement=placement) as store:
+        staging = store.staging(slot)
         store.wait_open(10)
         yield store, staging
     staging.check_integrity()
@@ -57,8 +66,8 @@ def put(store: MooncakeStore, staging: StagingPool, keys: list[str], fill: bytes
             slot.release()
 
 
-def test_bytes_that_were_put_come_back_and_missing_keys_say_so(pool: Pool) -> None:
-    with opened(pool) as (store, staging):
+def test_bytes_that_were_put_come_back_and_missing_keys_say_so(any_pool: Pool) -> None:
+    with opened(any_pool) as (store, staging):
         keys = fresh(3)
         assert put(store, staging, keys[:2]) == [Status.OK, Status.OK]
         assert store.batch_exist(keys, timeout=1) == [Status.OK, Status.OK, Status.MISSING]
@@ -90,8 +99,8 @@ def test_the_segment_is_resident_before_the_first_write(pool: Pool, caplog: pyte
     assert [record for record in caplog.records if "67108864 bytes prefaulted in" in record.getMessage()]
 
 
-def test_removed_keys_are_gone_and_a_leased_one_needs_force(pool: Pool) -> None:
-    with opened(pool) as (store, staging):
+def test_removed_keys_are_gone_and_a_leased_one_needs_force(any_pool: Pool) -> None:
+    with opened(any_pool) as (store, staging):
         keys = fresh(2)
         put(store, staging, keys)
         store.batch_exist(keys[:1], timeout=1)  # leases the first
@@ -99,16 +108,16 @@ def test_removed_keys_are_gone_and_a_leased_one_needs_force(pool: Pool) -> None:
         assert store.remove(keys, timeout=1, force=True) == [Status.OK, Status.MISSING]
 
 
-def test_small_control_objects_round_trip(pool: Pool) -> None:
-    with opened(pool) as (store, _):
+def test_small_control_objects_round_trip(any_pool: Pool) -> None:
+    with opened(any_pool) as (store, _):
         key = fresh(1)[0]
         assert store.get_small(key, timeout=1) is None
         assert store.put_small(key, b"in words", timeout=1) is Status.OK
         assert store.get_small(key, timeout=1) == b"in words"
 
 
-def test_calls_after_close_answer_closed_and_closing_twice_is_fine(pool: Pool) -> None:
-    with opened(pool) as (store, staging):
+def test_calls_after_close_answer_closed_and_closing_twice_is_fine(any_pool: Pool) -> None:
+    with opened(any_pool) as (store, staging):
         store.close()
         store.close()
         slots = leased(staging, 1)
@@ -123,19 +132,18 @@ def test_calls_after_close_answer_closed_and_closing_twice_is_fine(pool: Pool) -
 
 def test_a_full_pool_refuses_with_no_space(make_pool: Callable[..., Pool]) -> None:
     pool = make_pool(segment="16MiB").start()
-    with opened(pool, slots=3, slot=8 << 20) as (store, staging):
+    with opened(pool, slots=3, slot=8 << 20, placement=Placement(pin="hard")) as (store, staging):
         statuses = []
         for keys in (fresh(1) for _ in range(3)):
             slots = leased(staging, 1)
             statuses += store.start_put(keys, slots, [8 << 20], timeout=5).results()
-            store.batch_exist(keys, timeout=1)  # a lease keeps it from being evicted
             slots[0].release()
         assert Status.NO_SPACE in statuses
         assert store.available, "a full pool is not a pool that is down"
 
 
-def test_bad_batches_are_refused_before_anything_moves(pool: Pool) -> None:
-    with opened(pool) as (store, staging):
+def test_bad_batches_are_refused_before_anything_moves(any_pool: Pool) -> None:
+    with opened(any_pool) as (store, staging):
         slots = leased(staging, 1)
         for keys, sizes in (([], []), (["a", "b"], [1, 1]), (["a"], [0]), (["a"], [SLOT + 1])):
             with pytest.raises(ValueError):
@@ -143,8 +151,8 @@ def test_bad_batches_are_refused_before_anything_moves(pool: Pool) -> None:
         slots[0].release()
 
 
-def test_an_impatient_caller_says_nothing_about_the_pool(pool: Pool) -> None:
-    with opened(pool) as (store, _):
+def test_an_impatient_caller_says_nothing_about_the_pool(any_pool: Pool) -> None:
+    with opened(any_pool) as (store, _):
         for _ in range(10):
             store.batch_exist(["k"], timeout=0.0)
         assert store.available
@@ -249,8 +257,8 @@ def test_a_stopped_peer_costs_the_deadline_and_quarantines_the_slots(make_pool: 
         wait_for(lambda: staging.in_use == 0, 60, "the stuck call to end")
 
 
-def test_many_threads_share_one_store(pool: Pool) -> None:
-    with opened(pool, slots=16) as (store, staging):
+def test_many_threads_share_one_store(any_pool: Pool) -> None:
+    with opened(any_pool, slots=16) as (store, staging):
         failures: list[object] = []
 
         def work(letter: int) -> None:

@@ -26,9 +26,8 @@ from launch.engines.reference.attention import (
 )
 from launch.engines.reference.errors import UnsupportedModelError
 from pd_cache.config import ModelConfig, RandomModel, ReferenceEngineConfig
+from pd_cache.weights import weights_digest
 
-_SAMPLE_BYTES = 1 << 20
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _PROBE_TOKENS = 20
 _PROBE_SPLIT = 7
 _PROBE_BLOCK = 8
@@ -153,7 +152,7 @@ def load_model(config: ReferenceEngineConfig) -> PagedModel:
             folder = Path(source.path)
             _check_folder(folder)
             model = _folder_model(folder, dtype)
-            identity = f"folder:{_folder_digest(folder, config.dtype)}"
+            identity = f"folder:{config.dtype}:{weights_digest(folder)}"
         model.eval()
         text = model.config.get_text_config()
         _check_config(text, config.max_model_len)
@@ -249,20 +248,6 @@ def _folder_model(folder: Path, dtype: torch.dtype) -> Any:
     if missing:
         raise UnsupportedModelError(f"its files lack {len(missing)} weights, e.g. {missing[0]}")
     return model
-
-
-def _folder_digest(folder: Path, dtype: str) -> str:
-    """Over config.json and, of every weight file, name, size, and its first, middle and last MiB."""
-    digest = hashlib.sha256(dtype.encode())
-    digest.update((folder / "config.json").read_bytes())
-    for file in sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES):
-        size = file.stat().st_size
-        digest.update(f"\0{file.name}\0{size}\0".encode())
-        with file.open("rb") as opened:
-            for start in (0, max(0, (size - _SAMPLE_BYTES) // 2), max(0, size - _SAMPLE_BYTES)):
-                opened.seek(start)
-                digest.update(opened.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:32]
 
 
 def _check_config_before_loading(config: Any) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from launch.engines.reference.request import FinishReason, GenerationStats
 from launch.engines.reference.sampling import SamplingParams
 from pd_cache.errors import PdCacheError
+from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read_params, write_params
 
 _LONGEST_SALT = 1024
 
@@ -71,13 +72,6 @@ class BadRequest(PdCacheError):
         self.status = status
 
 
-class PrefillStats(msgspec.Struct, frozen=True):
-    """What the prefill node did for a prompt."""
-
-    cached_tokens: int
-    computed_tokens: int
-
-
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of a `/v1/completions` request, checked but for what needs the model."""
 
@@ -90,7 +84,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     for_remote_decode: bool
     """A proxy asks this node to compute a prompt whose answer another one gives."""
     announced_prefix: int
-    prefill: PrefillStats | None
+    prefill: PrefillWork | None
 
 
 def parse_completion(body: bytes, model: str) -> CompletionRequest:
@@ -124,8 +118,8 @@ def parse_completion(body: bytes, model: str) -> CompletionRequest:
     max_tokens = _take(fields, "max_tokens", int, 16)
     if max_tokens < 1:
         raise BadRequest(f"max_tokens must be at least 1, got {max_tokens}", param="max_tokens")
-    transfer = _take(fields, "kv_transfer_params", dict, {})
-    for_remote_decode, announced, prefill = _transfer(transfer)
+    handoff = _handoff(_take(fields, "kv_transfer_params", dict, {}))
+    announced = handoff.announced or Announcement()
     return CompletionRequest(
         prompt=_prompt(fields.get("prompt")),
         max_tokens=max_tokens,
@@ -133,9 +127,9 @@ def parse_completion(body: bytes, model: str) -> CompletionRequest:
         sampling=sampling,
         ignore_eos=_take(fields, "ignore_eos", bool, False),
         cache_salt=_salt(_take(fields, "cache_salt", str, None)),
-        for_remote_decode=for_remote_decode,
-        announced_prefix=announced,
-        prefill=prefill,
+        for_remote_decode=handoff.announce,
+        announced_prefix=announced.prefix_tokens,
+        prefill=announced.prefill,
     )
 
 
@@ -180,11 +174,8 @@ class AnswerBuilder:
             },
         }
         if self._request.for_remote_decode:
-            done = PrefillStats(stats.cached_tokens, stats.computed_tokens)
-            answer["kv_transfer_params"] = {
-                "do_remote_prefill": True,
-                "pd_cache": {"prefix_tokens": stats.prefix_tokens, "prefill": msgspec.to_builtins(done)},
-            }
+            work = PrefillWork(stats.cached_tokens, stats.computed_tokens)
+            answer["kv_transfer_params"] = write_params(Announcement(prefix_tokens=stats.prefix_tokens, prefill=work))
         return answer
 
 
@@ -254,31 +245,12 @@ def _salt(salt: str | None) -> str | None:
     return salt
 
 
-def _transfer(params: dict[str, Any]) -> tuple[bool, int, PrefillStats | None]:
-    """What `kv_transfer_params` say; keys of other connectors are none of our business."""
-    where = "kv_transfer_params."
-    for_remote_decode = _take(params, "do_remote_decode", bool, False, where)
-    from_remote_prefill = _take(params, "do_remote_prefill", bool, False, where)
-    if for_remote_decode and from_remote_prefill:
-        raise BadRequest(
-            "kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other", param="kv_transfer_params"
-        )
-    ours = _take(params, "pd_cache", dict, {}, where)
-    where += "pd_cache."
-    announced = _count(ours, "prefix_tokens", where)
-    prefill = _take(ours, "prefill", dict, None, where)
-    stats = None
-    if prefill is not None:
-        inner = f"{where}prefill."
-        stats = PrefillStats(_count(prefill, "cached_tokens", inner), _count(prefill, "computed_tokens", inner))
-    return bool(for_remote_decode), announced if from_remote_prefill else 0, stats
-
-
-def _count(fields: dict[str, Any], name: str, where: str) -> int:
-    value = int(_take(fields, name, int, 0, where))
-    if not 0 <= value < 2**31:
-        raise BadRequest(f"{where}{name} must be a count of tokens, got {value}", param=f"{where}{name}")
-    return value
+def _handoff(params: dict[str, Any]) -> Handoff:
+    try:
+        return read_params(params)
+    except BadParams as error:
+        where = f"kv_transfer_params.{error.path}" if error.path else "kv_transfer_params"
+        raise BadRequest(str(error), param=where) from None
 
 
 def _same(value: object, neutral: object) -> bool:

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from launch.engines.reference import GenerationStats
-from launch.engines.reference.protocol import AnswerBuilder, BadRequest, PrefillStats, parse_completion
+from launch.engines.reference.protocol import AnswerBuilder, BadRequest, parse_completion
+from pd_cache.handoff import PrefillWork
 
 BASE = {"model": "m", "prompt": [1, 2]}
 
@@ -92,7 +93,7 @@ BAD_FIELDS = [
     ({"kv_transfer_params": {"pd_cache": {"prefix_tokens": 2**40}}}, "kv_transfer_params.pd_cache.prefix_tokens"),
     ({"kv_transfer_params": {"pd_cache": {"prefill": 1}}}, "kv_transfer_params.pd_cache.prefill"),
     (
-        {"kv_transfer_params": {"pd_cache": {"prefill": {"cached_tokens": None, "computed_tokens": 1.5}}}},
+        {"kv_transfer_params": {"pd_cache": {"prefill": {"cached_tokens": 0, "computed_tokens": 1.5}}}},
         "kv_transfer_params.pd_cache.prefill.computed_tokens",
     ),
 ]
@@ -144,7 +145,7 @@ def test_a_handoff_is_read_and_other_connectors_keys_are_not():
     ours = {"prefix_tokens": 512, "prefill": {"cached_tokens": 256, "computed_tokens": 300}}
     request = parsed(kv_transfer_params={"do_remote_prefill": True, "pd_cache": ours, "remote_engine_id": None})
     assert request.announced_prefix == 512
-    assert request.prefill == PrefillStats(256, 300)
+    assert request.prefill == PrefillWork(256, 300)
     assert not request.for_remote_decode
 
 
@@ -171,6 +172,6 @@ def test_an_answer_for_a_proxy_carries_what_the_decode_node_needs():
         "pd_cache": {"self": {"cached_tokens": 16, "computed_tokens": 24, "ttft_ms": 1.235}, "prefill": None},
         "kv_transfer_params": {
             "do_remote_prefill": True,
-            "pd_cache": {"prefix_tokens": 32, "prefill": {"cached_tokens": 16, "computed_tokens": 24}},
+            "pd_cache": {"prefix_tokens": 32, "namespace": "", "prefill": {"cached_tokens": 16, "computed_tokens": 24}},
         },
     }

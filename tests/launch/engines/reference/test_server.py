@@ -133,7 +133,11 @@ def test_a_prompt_goes_from_a_prefill_to_a_decode_node(make_engine, expected):
             params = handed["kv_transfer_params"]
             assert params == {
                 "do_remote_prefill": True,
-                "pd_cache": {"prefix_tokens": 32, "prefill": {"cached_tokens": 0, "computed_tokens": 40}},
+                "pd_cache": {
+                    "prefix_tokens": 32,
+                    "namespace": "",
+                    "prefill": {"cached_tokens": 0, "computed_tokens": 40},
+                },
             }
             answer = await post(second, prompt=prompt, kv_transfer_params=params)
             assert answer["choices"][0]["token_ids"] == expected(request_of(40))

@@ -1,0 +1,9 @@
+"""What launching can fail with."""
+
+from __future__ import annotations
+
+from pd_cache.errors import PdCacheError
+
+
+class RoleError(PdCacheError):
+    """A role cannot do its work."""

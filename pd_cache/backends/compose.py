@@ -1,0 +1,98 @@
+"""From `cache.tiers` to one backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pd_cache.backends.base import StorageBackend
+from pd_cache.backends.disk import LocalDiskBackend
+from pd_cache.backends.hybrid import HybridBackend, Tier
+from pd_cache.backends.local import open_local
+from pd_cache.backends.memory import ObjectMemory, slots_of
+from pd_cache.backends.objects import TRAILER_BYTES
+from pd_cache.backends.pipelined import PipelinedBackend
+from pd_cache.config import DiskTier, LocalTier, MooncakeTier, NodeSettings
+from pd_cache.metrics import CacheMetrics, TierMetrics
+from transfer.staging import Pin, StagingPool
+
+
+def open_backend(
+    settings: NodeSettings, payload_bytes: int, *, pin: Pin | None = None, metrics: CacheMetrics | None = None
+) -> StorageBackend:
+    """The backend that the `cache.tiers` of the settings describe, for payloads of one size.
+
+    Waits neither for the pool nor for a disk. `pin` page-locks the memory for a GPU. ValueError if `transfer.staging_size`
+    holds no chunk.
+    """
+    tiers = settings.cache.tiers
+    metrics = metrics or CacheMetrics()
+    reserve = sum(_reserved(tier, payload_bytes) for tier in tiers)
+    if not slots_of(settings.transfer.staging_size, payload_bytes):
+        # a local tier's slots in the same memory are no substitute: once it is full, none of them is free
+        slot = StagingPool.stride_of(payload_bytes + TRAILER_BYTES)
+        raise ValueError(f"it holds no slot of {payload_bytes + TRAILER_BYTES} bytes; make it at least {slot}")
+    opened: list[StorageBackend] = []
+    try:
+        pool = next((tier for tier in tiers if isinstance(tier, MooncakeTier)), None)
+        if pool is not None:
+            # imported here: whoever has no pool needs no Mooncake
+            from pd_cache.backends.mooncake import MooncakeBackend
+
+            opened.append(MooncakeBackend(settings, payload_bytes, pin=pin, reserve=reserve, read_ahead=pool.pipelined))
+            if len(tiers) == 1:
+                return opened[0]
+            memory = opened[0].memory
+        else:
+            transfer = settings.transfer
+            slots = StagingPool(
+                transfer.staging_size + reserve, payload_bytes + TRAILER_BYTES, prefaulted=transfer.prefault, pin=pin
+            )
+            memory = ObjectMemory(slots, payload_bytes)
+        parts: list[Tier] = []
+        for tier, name in zip(tiers, _names([str(tier.__struct_config__.tag) for tier in tiers]), strict=True):
+            counts = metrics.tier(name)
+            if isinstance(tier, MooncakeTier):
+                parts.append(Tier(opened[0], counts, tier.blocking, "never"))
+                continue
+            opened.append(_open_tier(settings, tier, memory, counts))
+            parts.append(Tier(opened[-1], counts, tier.blocking, tier.promote))
+        staging = memory.pool.slots - reserve // StagingPool.stride_of(memory.object_bytes)
+        return HybridBackend(parts, backlog=staging // 2, close_s=settings.transfer.timeouts.close_ms / 1000)
+    except BaseException:
+        for backend in opened:
+            backend.close()
+        raise
+
+
+def _open_tier(
+    settings: NodeSettings, tier: LocalTier | DiskTier, memory: ObjectMemory, metrics: TierMetrics
+) -> StorageBackend:
+    timeouts = settings.transfer.timeouts
+    if isinstance(tier, LocalTier):
+        local = open_local(memory, tier.capacity, tier.policy, timeouts, metrics, device=tier.device)
+        # copies from a device take the caller's time, unless another thread makes them
+        return local if tier.device == "cpu" else PipelinedBackend(local)
+    return LocalDiskBackend(
+        memory,
+        Path(tier.path),
+        tier.capacity,
+        policy=tier.policy,
+        direct=tier.direct,
+        sync=tier.sync,
+        threads=tier.threads,
+        retry_s=tier.retry_s,
+        timeouts=timeouts,
+        metrics=metrics,
+    )
+
+
+def _reserved(tier: object, payload_bytes: int) -> int:
+    """Bytes of the shared memory that a tier keeps objects in."""
+    if not isinstance(tier, LocalTier) or tier.device != "cpu":
+        return 0
+    return slots_of(tier.capacity, payload_bytes) * StagingPool.stride_of(payload_bytes + TRAILER_BYTES)
+
+
+def _names(kinds: list[str]) -> list[str]:
+    """A name for each tier: its kind, and a number from the second of that kind on."""
+    return [f"{kind}-{kinds[:n].count(kind)}" if kind in kinds[:n] else kind for n, kind in enumerate(kinds)]

@@ -1,0 +1,322 @@
+"""HybridBackend: several tiers as one. A put writes through to all of them; a get reads through, and promotes.
+
+1. All tiers share one memory, so an object is gathered once, written everywhere from there, and promoted without a copy.
+2. A key is read from the first tier that knows it. What all but the last lack is asked of the last, the pool, and nothing
+   else is. A tier that knew wrongly, or holds something damaged, is counted, and the next one is asked.
+3. While a reader waits for memory it holds none of its own: only one tier reads ahead for it at a time.
+4. A put waits for the blocking tiers, and its outcome is the last one's: the pool's, where it is one of them. What another
+   tier did not take is counted, and no reason to think that nobody has it. Tiers that do not block write behind, within half
+   of the staging memory; what does not fit is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Generator, Sequence
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+from pd_cache.backends.base import Fetched, PutOutcome, Settled, Staged, StorageBackend
+from pd_cache.backends.memory import FetchedObject, StagedObject
+from pd_cache.metrics import TierMetrics
+from transfer.errors import PoolUnavailableError, Status
+
+log = logging.getLogger(__name__)
+
+Promotion = Literal["always", "second_hit", "never"]
+
+_REMEMBERED = 1 << 16
+"""Keys that a tier remembers to have been read once, for promotion on the second hit."""
+
+
+class Tier(NamedTuple):
+    """One of the tiers, fastest first."""
+
+    backend: StorageBackend
+    metrics: TierMetrics
+    blocking: bool = True
+    """Whether a put waits for this tier."""
+    promote: Promotion = "always"
+    """When a chunk that was read from a later tier is put into this one."""
+
+
+class HybridBackend(StorageBackend):
+    """Tiers as one backend, which owns them."""
+
+    def __init__(self, tiers: Sequence[Tier], *, backlog: int | None = None, close_s: float = 5.0) -> None:
+        """`backlog`: how many chunks may be written behind at the same time; half of the memory's slots if not given.
+
+        ValueError where there is no tier, or they do not share one memory.
+        """
+        if not tiers:
+            raise ValueError("a hybrid needs at least one tier")
+        first = tiers[0].backend
+        if any(tier.backend.memory.pool is not first.memory.pool for tier in tiers):
+            raise ValueError("the tiers of a hybrid must share one memory")
+        self.tiers = tuple(tiers)
+        self.memory = first.memory
+        self.payload_bytes = first.payload_bytes
+        self.batch_size = min(tier.backend.batch_size for tier in tiers)
+        self._seen = [_SecondHit() if tier.promote == "second_hit" else None for tier in tiers]
+        self._behind = _WriteBehind(max(1, self.memory.pool.slots // 2 if backlog is None else backlog), close_s)
+        self._closed = False
+
+    @property
+    def available(self) -> bool:
+        return any(tier.backend.available for tier in self.tiers)
+
+    def wait_available(self, timeout: float) -> None:
+        """Wait until every tier was opened; PoolUnavailableError if the last one was not after `timeout` seconds.
+
+        The others may fail, and the cache works without them.
+        """
+        end = time.monotonic() + timeout
+        for tier in self.tiers[:-1]:
+            with contextlib.suppress(PoolUnavailableError):
+                tier.backend.wait_available(max(0.0, end - time.monotonic()))
+        self.tiers[-1].backend.wait_available(max(0.0, end - time.monotonic()))
+
+    def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+        first, *others = self.tiers
+        statuses = first.backend.batched_contains(keys, timeout=timeout)
+        for tier in others:
+            lacking = [index for index, status in enumerate(statuses) if status is not Status.OK]
+            if not lacking:
+                break
+            answers = tier.backend.batched_contains([keys[index] for index in lacking], timeout=timeout)
+            for index, answer in zip(lacking, answers, strict=True):
+                # a tier that cannot tell might have had it: that is not a plain miss
+                if answer is not Status.MISSING or statuses[index] is Status.MISSING:
+                    statuses[index] = answer
+        return statuses
+
+    def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+        """MISSING for a key that the last tier lacks, or that no tier has while the last one cannot tell."""
+        statuses = self.tiers[-1].backend.batched_wants(keys, timeout=timeout)
+        unsure = [index for index, status in enumerate(statuses) if status not in (Status.OK, Status.MISSING)]
+        others = [tier.backend for tier in self.tiers[:-1] if tier.backend.available]
+        if unsure and others:
+            asked = [keys[index] for index in unsure]
+            answers = [other.batched_contains(asked, timeout=timeout) for other in others]
+            for index, found in zip(unsure, zip(*answers, strict=True), strict=True):
+                if Status.OK not in found:
+                    statuses[index] = Status.MISSING
+        return statuses
+
+    def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        done = 0
+        floor = 0  # of the next key: the first tier that it was not looked for in vain
+        while done < len(keys):
+            with contextlib.closing(self._read_runs(keys[done:], floor, deadline)) as outcomes:
+                for level, key, fetched in outcomes:
+                    if fetched.payload is None and level + 1 < len(self.tiers):
+                        self.tiers[level].metrics.missed(fetched.reason)
+                        # what this reader has in flight is given up first: the next tier may have to wait for memory
+                        floor = level + 1
+                        break
+                    if fetched.payload is not None:
+                        self.tiers[level].metrics.hit()
+                        self._promote(level, key, fetched)
+                    floor = 0
+                    done += 1
+                    yield fetched
+
+    def stage(self, *, timeout: float | None = None) -> Staged | None:
+        return self.tiers[-1].backend.stage(timeout=timeout)
+
+    def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
+        items = self.memory.own(staged, keys)
+        try:
+            if self._closed:
+                return Settled([Status.CLOSED] * len(keys))
+            for key, item in zip(keys, items, strict=True):
+                item.seal(key)  # once, and before anybody else looks at the bytes
+            begun: list[_Begun] = []
+            for tier in self.tiers:
+                if tier.blocking:
+                    begun.append(_begin(tier, keys, items, timeout))
+                else:
+                    self._behind.put(tier, keys, items, timeout)
+            return _Through(begun) if begun else Settled([Status.OK] * len(keys))
+        finally:
+            for item in items:
+                item.release()
+
+    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+        statuses = [Status.MISSING] * len(keys)
+        for tier in self.tiers:
+            for index, answer in enumerate(tier.backend.batched_remove(keys, timeout=timeout)):
+                # gone from one is gone, unless another still has it, or cannot tell
+                if answer is not Status.MISSING and statuses[index] in (Status.MISSING, Status.OK):
+                    statuses[index] = answer
+        return statuses
+
+    def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
+        answers = [tier.backend.annotate(key, value, timeout=timeout) for tier in self.tiers]
+        return answers[-1]
+
+    def flush(self, timeout: float) -> bool:
+        """Wait for what is written behind; False if some of it is still under way after `timeout` seconds."""
+        return self._behind.flush(timeout)
+
+    def close(self) -> None:
+        self._closed = True
+        self._behind.close()
+        for tier in reversed(self.tiers):
+            tier.backend.close()
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def _read_runs(
+        self, keys: Sequence[str], floor: int, deadline: float | None
+    ) -> Generator[tuple[int, str, Fetched], None, None]:
+        """Each key's outcome in the first tier that knows it, with that tier's number. The first key from `floor` on."""
+        levels = self._levels(keys, floor, _seconds_to(deadline))
+        start = 0
+        for level, run in groupby(levels):
+            stop = start + len(list(run))
+            fetches = self.tiers[level].backend.batched_get(keys[start:stop], timeout=_seconds_to(deadline))
+            with contextlib.closing(fetches):
+                for key, fetched in zip(keys[start:stop], fetches, strict=True):
+                    yield level, key, fetched
+            start = stop
+
+    def _levels(self, keys: Sequence[str], floor: int, timeout: float | None) -> list[int]:
+        """The number of the first tier that knows each key; the last one's for those that no other does."""
+        last = len(self.tiers) - 1
+        levels = [last] * len(keys)
+        unknown = list(range(len(keys)))
+        for level, tier in enumerate(self.tiers[:-1]):
+            asked = [index for index in unknown if index or level >= floor]
+            if not asked or not tier.backend.available:
+                continue
+            answers = tier.backend.batched_contains([keys[index] for index in asked], timeout=timeout)
+            for index, answer in zip(asked, answers, strict=True):
+                if answer is Status.OK:
+                    levels[index] = level
+            unknown = [index for index in unknown if levels[index] == last]
+        return levels
+
+    def _promote(self, level: int, key: str, fetched: Fetched) -> None:
+        """Put what was read from one tier into those before it, as their policies say."""
+        for tier, seen in zip(self.tiers[:level], self._seen, strict=False):
+            if tier.promote == "never" or (seen is not None and not seen.again(key)):
+                continue
+            if isinstance(fetched, FetchedObject) and (staged := fetched.share()) is not None:
+                try:
+                    self._behind.put(tier, [key], [staged], None)
+                finally:
+                    staged.release()
+
+
+def _seconds_to(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+class _SecondHit:
+    """Which keys were read before, among the last that were."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def again(self, key: str) -> bool:
+        """Whether this is the second read; the next one is a first again."""
+        with self._lock:
+            if key in self._keys:
+                del self._keys[key]
+                return True
+            self._keys[key] = None
+            if len(self._keys) > _REMEMBERED:
+                self._keys.popitem(last=False)
+            return False
+
+
+class _Begun(NamedTuple):
+    """A write to one tier."""
+
+    tier: Tier
+    chunks: int
+    outcome: PutOutcome
+
+    def results(self) -> list[Status]:
+        """One status a key; what was dropped is counted."""
+        statuses = self.outcome.results()
+        for status, chunks in Counter(statuses).items():
+            if status is not Status.OK:
+                self.tier.metrics.dropped(status.value, chunks)
+        return statuses
+
+
+def _begin(tier: Tier, keys: Sequence[str], items: Sequence[StagedObject], timeout: float | None) -> _Begun:
+    shares = [item.share() for item in items]
+    return _Begun(tier, len(keys), tier.backend.batched_put(keys, shares, timeout=timeout))
+
+
+class _Through:
+    """A put to the blocking tiers, at least one."""
+
+    def __init__(self, begun: Sequence[_Begun]) -> None:
+        self._begun = begun
+
+    def results(self) -> list[Status]:
+        return [write.results() for write in self._begun][-1]
+
+
+class _WriteBehind:
+    """Writes that nobody waits for: begun at once, in order, as long as there are at most `limit` chunks under way.
+
+    One thread waits for their outcomes, each of which has a deadline, and counts what was dropped.
+    """
+
+    def __init__(self, limit: int, close_s: float) -> None:
+        self._limit = limit
+        self._close_s = close_s
+        self._chunks = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._jobs: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="write-behind", daemon=True)
+        self._thread.start()
+
+    def put(self, tier: Tier, keys: Sequence[str], items: Sequence[StagedObject], timeout: float | None) -> None:
+        """Begin to write, or count why not."""
+        if tier.backend.settles_at_once:
+            _begin(tier, keys, items, timeout).results()
+            return
+        with self._changed:
+            fits = 0 if self._closed else min(len(keys), self._limit - self._chunks)
+            if fits:
+                self._chunks += fits
+                self._jobs.put(_begin(tier, keys[:fits], items[:fits], timeout))
+        tier.metrics.dropped((Status.CLOSED if self._closed else Status.OVERLOADED).value, len(keys) - fits)
+
+    def flush(self, timeout: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._chunks, timeout)
+
+    def close(self) -> None:
+        """Wait for what is under way, as long as `close_s` allows. Idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._jobs.put(None)
+        self._thread.join(self._close_s)
+
+    def _run(self) -> None:
+        while (write := self._jobs.get()) is not None:
+            try:
+                write.results()
+            except Exception:
+                log.exception("tier %s: a write behind broke", write.tier.metrics.tier)
+            finally:
+                with self._changed:
+                    self._chunks -= write.chunks
+                    self._changed.notify_all()

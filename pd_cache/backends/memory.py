@@ -1,0 +1,136 @@
+"""The memory that the tiers of a node share: equal slots, each with room for one object.
+
+An object lies in one slot from the moment the engine gathers it until the last tier lets go of it. A put hands the same
+slot to every tier, and each holds a reference for as long as it needs the bytes: a transfer while it runs, the local tier
+until the entry is evicted. A read leaves the bytes in a slot, which the local tier keeps by taking one more reference:
+neither write-through nor promotion copies anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pd_cache.backends.objects import TRAILER_BYTES, inspect, seal
+from transfer.errors import Status
+from transfer.staging import Slot, StagingPool
+
+if TYPE_CHECKING:
+    from pd_cache.backends.base import Staged
+
+
+def _nothing() -> None:
+    return
+
+
+class StagedObject:
+    """One reference to a slot whose payload is being filled, or that holds a whole object. See `base.Staged`."""
+
+    __slots__ = ("_slot", "memory", "payload", "sealed_for")
+
+    def __init__(self, memory: ObjectMemory, slot: Slot, sealed_for: str | None = None) -> None:
+        """Takes over one reference of `slot`."""
+        self.memory = memory
+        self._slot: Slot | None = slot
+        self.payload = slot.view[: memory.payload_bytes]
+        self.sealed_for = sealed_for
+        """The key whose trailer lies behind the payload."""
+
+    @property
+    def slot(self) -> Slot:
+        """ValueError once it was released."""
+        if self._slot is None:
+            raise ValueError("this piece of memory was given back already")
+        return self._slot
+
+    def seal(self, key: str) -> int:
+        """Write the trailer, unless it is there; returns the object's size in bytes."""
+        if self.sealed_for != key:
+            seal(key, self.slot.view, self.memory.payload_bytes)
+            self.sealed_for = key
+        return self.memory.object_bytes
+
+    def share(self) -> StagedObject:
+        """One more reference to the same bytes, which nobody writes to any more."""
+        slot = self.slot
+        slot.retain()
+        return StagedObject(self.memory, slot, self.sealed_for)
+
+    def release(self) -> None:
+        """Let go of this reference. Idempotent."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.release()
+
+
+class FetchedObject:
+    """One key's outcome; see `base.Fetched`. A hit holds one reference to the slot that its object lies in."""
+
+    __slots__ = ("_on_release", "_staged", "payload", "reason")
+
+    def __init__(
+        self, staged: StagedObject | None, reason: str = "", on_release: Callable[[], None] = _nothing
+    ) -> None:
+        """A checked object, or the `reason` why there is none. `on_release` runs once."""
+        self._staged = staged
+        self._on_release = on_release
+        self.payload: memoryview | None = None if staged is None else staged.payload
+        self.reason = reason
+
+    def share(self) -> StagedObject | None:
+        """One more reference to the object, for another tier to keep; None for a miss."""
+        return None if self._staged is None else self._staged.share()
+
+    def release(self) -> None:
+        staged, self._staged, self.payload = self._staged, None, None
+        if staged is not None:
+            staged.release()
+            self._on_release()
+
+
+class ObjectMemory:
+    """Slots of one `StagingPool`, each for an object with a payload of `payload_bytes`."""
+
+    def __init__(self, pool: StagingPool, payload_bytes: int) -> None:
+        """ValueError where the pool's slots are too small."""
+        self.payload_bytes = payload_bytes
+        self.object_bytes = payload_bytes + TRAILER_BYTES
+        if pool.slot_bytes < self.object_bytes:
+            raise ValueError(f"slots of {pool.slot_bytes} bytes cannot hold an object of {self.object_bytes}")
+        self.pool = pool
+
+    def stage(self, seconds: float) -> StagedObject | None:
+        """Memory for one payload; None if none came free within `seconds`."""
+        slot = self.pool.lease(time.monotonic() + seconds)
+        return None if slot is None else StagedObject(self, slot)
+
+    @property
+    def refusal(self) -> str:
+        """Why `stage` lent nothing: the reason of a miss."""
+        return Status.CLOSED.value if self.pool.closed else "no_staging"
+
+    def own(self, staged: Sequence[Staged], keys: Sequence[str]) -> list[StagedObject]:
+        """What `stage` lent for these keys. ValueError for anything else: another memory, or another number of pieces."""
+        own = [item for item in staged if isinstance(item, StagedObject) and item.memory.pool is self.pool]
+        if len(own) != len(keys) or len(staged) != len(keys):
+            raise ValueError("batched_put takes one piece of memory per key, as `stage` lent it")
+        return own
+
+    def checked(self, key: str, slot: Slot, size: int, on_release: Callable[[], None] = _nothing) -> FetchedObject:
+        """The outcome of a read of `size` bytes into `slot`, whose reference is taken over."""
+        damage = inspect(key, slot.view[:size], self.payload_bytes)
+        if damage is None:
+            return FetchedObject(StagedObject(self, slot, key), on_release=on_release)
+        slot.release()
+        on_release()
+        return FetchedObject(None, damage.value)
+
+    def close(self) -> None:
+        """Lend nothing more. What is lent stays valid until it is released. Idempotent."""
+        self.pool.close()
+
+
+def slots_of(capacity: int, payload_bytes: int) -> int:
+    """How many objects fit into `capacity` bytes of memory."""
+    return capacity // StagingPool.stride_of(payload_bytes + TRAILER_BYTES)

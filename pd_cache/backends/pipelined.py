@@ -1,0 +1,153 @@
+"""PipelinedBackend: the next chunks are fetched and checked while the caller works on the last. A wrapper of any backend.
+
+For backends that work on the caller's thread, such as memory on a device. The pool and the disk have threads of their own
+and run ahead by themselves: `MooncakeBackend` and `LocalDiskBackend` need no wrapper for it.
+
+The first chunk is fetched on the caller's own thread: nothing could overlap with it, and handing it from thread to thread
+would only make it later. From then on a thread of this read runs ahead, by `depth` chunks at most.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+
+from pd_cache.backends.base import Fetched, PutOutcome, Staged, StorageBackend
+from pd_cache.backends.memory import FetchedObject
+from transfer.errors import Status
+
+_CLOSE_S = 5.0
+
+
+class _Pump:
+    """A thread that takes over an iterator of fetches and keeps up to `depth` of them ready."""
+
+    def __init__(self, fetches: Generator[Fetched, None, None], depth: int) -> None:
+        self._fetches = fetches
+        self._depth = depth
+        self._ready: deque[Fetched] = deque()
+        self._changed = threading.Condition()
+        self._ended = False
+        self._stopped = False
+        self._error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
+        self.thread.start()
+
+    def __iter__(self) -> Iterator[Fetched]:
+        while True:
+            with self._changed:
+                # what is waited for has a deadline of its own, in the backend
+                self._changed.wait_for(lambda: self._ready or self._ended)
+                if not self._ready:
+                    if self._error is not None:
+                        raise self._error
+                    return
+                fetched = self._ready.popleft()
+                self._changed.notify_all()
+            yield fetched
+
+    def stop(self) -> None:
+        """Give up what was not taken. The thread ends as soon as the fetch that it waits for does."""
+        with self._changed:
+            self._stopped = True
+            left = list(self._ready)
+            self._ready.clear()
+            self._changed.notify_all()
+        for fetched in left:
+            fetched.release()
+
+    def _run(self) -> None:
+        try:
+            for fetched in self._fetches:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopped or len(self._ready) < self._depth)
+                    if not self._stopped:
+                        self._ready.append(fetched)
+                        self._changed.notify_all()
+                        continue
+                fetched.release()
+                return
+        except BaseException as error:  # noqa: BLE001 - raised again where the fetches are waited for
+            self._error = error
+        finally:
+            self._fetches.close()
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+
+class PipelinedBackend(StorageBackend):
+    """The backend that it wraps, which it owns, with reads that run ahead on a thread of their own."""
+
+    def __init__(self, inner: StorageBackend, depth: int = 4) -> None:
+        """Keep at most `depth` chunks ready for each reader, besides what `inner` has on its way."""
+        self.inner = inner
+        self.payload_bytes = inner.payload_bytes
+        self.batch_size = inner.batch_size
+        self.memory = inner.memory
+        self.settles_at_once = inner.settles_at_once
+        self._depth = depth
+        self._pumps: set[_Pump] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def available(self) -> bool:
+        return self.inner.available
+
+    def wait_available(self, timeout: float) -> None:
+        self.inner.wait_available(timeout)
+
+    def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+        return self.inner.batched_contains(keys, timeout=timeout)
+
+    def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+        return self.inner.batched_wants(keys, timeout=timeout)
+
+    def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
+        fetches = self.inner.batched_get(keys, timeout=timeout)
+        pump: _Pump | None = None
+        try:
+            first = next(fetches, None)
+            if first is None:
+                return
+            if len(keys) > 1:
+                pump = _Pump(fetches, self._depth)
+                with self._lock:
+                    self._pumps = {one for one in self._pumps if one.thread.is_alive()} | {pump}
+            yield first
+            if pump is not None:
+                rest = len(keys) - 1
+                for fetched in pump:
+                    rest -= 1
+                    yield fetched
+                for _ in range(rest):  # the backend was closed meanwhile
+                    yield FetchedObject(None, Status.CLOSED.value)
+        finally:
+            if pump is None:
+                fetches.close()
+            else:
+                pump.stop()
+
+    def stage(self, *, timeout: float | None = None) -> Staged | None:
+        return self.inner.stage(timeout=timeout)
+
+    def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
+        return self.inner.batched_put(keys, staged, timeout=timeout)
+
+    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+        return self.inner.batched_remove(keys, timeout=timeout)
+
+    def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
+        return self.inner.annotate(key, value, timeout=timeout)
+
+    def close(self) -> None:
+        with self._lock:
+            pumps = list(self._pumps)
+        self.inner.close()
+        end = time.monotonic() + _CLOSE_S
+        for pump in pumps:
+            pump.stop()
+        for pump in pumps:
+            pump.thread.join(max(0.0, end - time.monotonic()))

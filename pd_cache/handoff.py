@@ -1,0 +1,78 @@
+"""What a prefill node tells a decode node about a prompt: our part of `kv_transfer_params`. The one home of that format.
+
+A proxy sends the prefill node `do_remote_decode: true`, and forwards what it answers to the decode node unread:
+
+    {"do_remote_prefill": true, "pd_cache": {"prefix_tokens": 4096, "namespace": "0123456789abcdef",
+                                             "prefill": {"cached_tokens": 1024, "computed_tokens": 3072}}}
+
+The chunks may still be on their way when the answer is: the decode node waits for them, up to `handoff.wait_ms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class PrefillWork(msgspec.Struct, frozen=True):
+    """What the prefill node did for the prompt, in tokens."""
+
+    cached_tokens: Count = 0
+    computed_tokens: Count = 0
+
+
+class Announcement(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefix that is in the pool, or about to be."""
+
+    prefix_tokens: Count = 0
+    """Whole chunks, from the start of the prompt."""
+    namespace: str = ""
+    """Fingerprint of the namespace they are stored in; a node of another one need not wait. Empty if not told."""
+    prefill: PrefillWork | None = None
+
+
+class _Params(msgspec.Struct, frozen=True):
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    pd_cache: Announcement | None = None
+
+    def __post_init__(self) -> None:
+        if self.do_remote_decode and self.do_remote_prefill:
+            raise ValueError("do_remote_decode and do_remote_prefill exclude each other")
+
+
+class BadParams(ValueError):
+    """`kv_transfer_params` that nobody can have meant. `path` is the key's, with dots, empty for the whole."""
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(f"kv_transfer_params{path and '.' + path}: {message}")
+        self.path = path
+
+
+class Handoff(msgspec.Struct, frozen=True):
+    """What a request's `kv_transfer_params` ask of a node."""
+
+    announce: bool = False
+    """Another node decodes this prompt: say what was stored."""
+    announced: Announcement | None = None
+
+
+def read_params(params: Mapping[str, Any] | None) -> Handoff:
+    """Check a request's `kv_transfer_params`; BadParams says what is wrong. Keys of other connectors do not matter."""
+    if not params:
+        return Handoff()
+    try:
+        known = msgspec.convert(dict(params), _Params)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        raise BadParams(path.strip(".`"), message[0].lower() + message[1:]) from None
+    return Handoff(bool(known.do_remote_decode), known.pd_cache if known.do_remote_prefill else None)
+
+
+def write_params(announcement: Announcement) -> dict[str, Any]:
+    """The `kv_transfer_params` of a prefill node's answer."""
+    return {"do_remote_prefill": True, "pd_cache": msgspec.to_builtins(announcement)}

@@ -1,0 +1,395 @@
+"""PdCacheConnector: what vLLM sees.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "PdCacheConnector",
+        "kv_connector_module_path": "pd_cache.vllm.connector", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"config_file": "cluster.yaml"}}'
+
+Before the first request, what cannot work is an exception that says why. After it nothing is: a hook that fails is counted,
+logged, and answers as if there were no cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+
+from pd_cache.config import NodeSettings
+from pd_cache.engine import CacheEngine, CacheEngineBuilder
+from pd_cache.errors import ConfigError
+from pd_cache.layout import KVLayout
+from pd_cache.lookup import BypassLookupClient, MooncakeLookupClient
+from pd_cache.metrics import CacheMetrics
+from pd_cache.vllm.compat import check_version
+from pd_cache.vllm.messages import Handshake, StepMetadata
+from pd_cache.vllm.model import UnsupportedModelError, check_supported, model_identity, place_of
+from pd_cache.vllm.scheduler import Lookup, SchedulerSide
+from pd_cache.vllm.settings import Settings, read_settings
+from pd_cache.vllm.stats import CacheStats, CacheStatsSource, PromCacheMetrics
+from pd_cache.vllm.worker import WorkerSide
+from transfer.settings import MIN_SEGMENT
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.pd_cache")  # below vLLM's own logger, whose handlers and level it takes
+
+R = TypeVar("R")
+
+
+class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
+    """KV of prompts in a pool that all nodes share. One instance in the scheduler, one in each worker."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """ConfigError, UnsupportedModelError or IncompatibleVllmError for what cannot work."""
+        check_version(vllm.__version__, KVConnectorBase_V1)
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        check_supported(vllm_config, kv_cache_config)
+        if transfer.kv_load_failure_policy != "recompute" and role is KVConnectorRole.SCHEDULER:
+            logger.warning(
+                "kv_load_failure_policy is %r: a chunk that cannot be loaded fails its request. Set it to 'recompute' to have "
+                "vLLM compute the prompt instead",
+                transfer.kv_load_failure_policy,
+            )
+        settings = read_settings(transfer.kv_connector_extra_config, transfer.kv_role)
+        self._settings = with_hash_seed(settings, vllm_config)
+        self._metrics = CacheMetrics()
+        self._stats = CacheStatsSource(self._metrics)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._handshake: Handshake | None = None
+        self._bad_blocks: set[int] = set()
+        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        chunk_size = self._settings.node.cache.chunk_size
+        if chunk_size % block_size:
+            near = f"{max(1, chunk_size // block_size) * block_size} or {(chunk_size // block_size + 1) * block_size}"
+            raise ConfigError(
+                f"cache.chunk_size {chunk_size} must be a multiple of vLLM's block size {block_size}, e.g. {near}"
+            )
+        self._block_size = block_size
+        if role is KVConnectorRole.SCHEDULER:
+            events = vllm_config.kv_events_config
+            self._scheduler = SchedulerSide(
+                self._settings,
+                stores=transfer.is_kv_producer,
+                block_size=block_size,
+                ranks=vllm_config.parallel_config.tensor_parallel_size,
+                events=events is not None and events.enable_kv_cache_events,
+                metrics=self._metrics,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A chunk that was not stored is computed again by whoever needs it."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Heads outermost in a page, so that a head is a contiguous slice and nodes of different size can share chunks."""
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
+    # --- worker: before the first step ---------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Open the cache for these tensors. Does not wait for the pool."""
+        config, name = self._vllm_config, self._vllm_config.model_config.model
+        tensors = _in_layer_order(kv_caches)
+        layout = KVLayout.from_tensors(tensors)
+        if layout.block_size != self._block_size:
+            raise UnsupportedModelError(
+                f"{name}: its attention kernel uses blocks of {layout.block_size} tokens, vLLM blocks of {self._block_size}; set "
+                f"--block-size {layout.block_size}"
+            )
+        ranks = config.parallel_config.tensor_parallel_size
+        rank = get_tensor_model_parallel_rank()
+        place = place_of(
+            model_identity(config, self._settings.connector.revision),
+            layout,
+            name,
+            rank=rank,
+            ranks=ranks,
+            replicas=self._kv_cache_config.kv_tp_replicas,
+            shards=self._settings.shards,
+        )
+        instance = f"vllm-{self._kv_transfer_config.engine_id}-{rank}"
+        try:
+            engine = CacheEngineBuilder.get_or_create(
+                instance, _of_rank(self._settings.node, rank, ranks), place.metadata, layout, metrics=self._metrics
+            )
+        except ValueError as error:  # what the file cannot know: how large a chunk of this model is
+            staging = self._settings.node.transfer.staging_size
+            raise ConfigError(f"transfer.staging_size: {staging}: {error}") from None
+        self._worker = WorkerSide(
+            engine,
+            tensors,
+            block_size=self._block_size,
+            stores=place.stores,
+            load_timeout_s=self._settings.connector.load_timeout_ms / 1000,
+            asynchronous=self._settings.connector.load == "async",
+        )
+        self._handshake = Handshake(place.metadata, os.getpid(), instance)
+        logger.info("pd-cache: namespace %s: %s", engine.namespace.fingerprint(), engine.namespace.manifest().decode())
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What the scheduler has to know of the KV tensors."""
+        return self._handshake
+
+    # --- worker: each step ---------------------------------------------------------------------------------------
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Begin the step's loads; with `load: sync`, do them."""
+        if self._worker is not None:
+            worker = self._worker
+            self._safely("start_load_kv", lambda: worker.start(self._step()), None)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are whole before a request computes: nothing to wait for."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Chunks are stored whole, after the step that completes them."""
+
+    def wait_for_save(self) -> None:
+        """Queue the step's stores. Their blocks are kept by the scheduler until they have ended."""
+        if self._worker is not None:
+            worker = self._worker
+            self._safely("wait_for_save", lambda: worker.save(self._step()), None)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose loads have ended."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        loads = self._worker.take_loads(self._step(), finished_req_ids)
+        self._bad_blocks = loads.bad_blocks
+        return KVConnectorTransferResults(finished_recving=loads.finished)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that were to be loaded and are not; belongs to the last `get_transfer_results`."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What ended in this worker, for the scheduler."""
+        return None if self._worker is None else self._worker.take_report()
+
+    # --- scheduler: before the first request ---------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Called once, when the manager exists."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.bind(kv_cache_manager)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Called once, with what each worker found out."""
+        known = [one for one in metadata.values() if isinstance(one, Handshake)]
+        if self._scheduler is None or not known:
+            return
+        cache = self._settings.node.cache
+        first = known[0]
+        for other in known[1:]:
+            if other.metadata.namespace(cache) != first.metadata.namespace(cache):
+                raise UnsupportedModelError(
+                    f"{self._vllm_config.model_config.model}: its ranks have different KV: {first.metadata} and {other.metadata}"
+                )
+        self._scheduler.open(first.metadata, self._open_lookup(first))
+
+    def _open_lookup(self, worker: Handshake) -> Lookup:
+        """Ask the worker's engine where it lives in this process, else the pool's master."""
+        seconds = self._settings.connector.lookup_timeout_ms / 1000
+        engine = CacheEngineBuilder.get(worker.instance) if worker.pid == os.getpid() else None
+        logger.info(
+            "pd-cache: lookups ask %s",
+            f"the master at {self._settings.node.master}" if engine is None else "the worker's engine",
+        )
+        if engine is not None:
+            bounded = _Bounded(engine, seconds)
+            bypass = BypassLookupClient(self._settings.node, worker.metadata, bounded, metrics=self._metrics)
+            return Lookup(bypass, lambda: engine.available)
+        own = _with_exist_timeout(self._settings.node, self._settings.connector.lookup_timeout_ms)
+        client = MooncakeLookupClient(own, worker.metadata, own.master, metrics=self._metrics)
+        return Lookup(client, lambda: client.store.available)
+
+    # --- scheduler: each step ------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has arrived."""
+        scheduler = self._scheduling()
+        self._safely("on_new_request", lambda: scheduler.track(request), None)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens of the request that can be loaded, beyond those that the engine holds."""
+        scheduler = self._scheduling()
+        none: tuple[int | None, bool] = (0, False)
+        return self._safely("lookup", lambda: scheduler.matched_tokens(request, num_computed_tokens), none)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """vLLM has made room for `num_external_tokens` of what was matched."""
+        # not guarded: a load that vLLM counts on and that never begins would be a request that never ends. What could fail
+        # here, naming the chunks, has succeeded when they were matched
+        self._scheduling().allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """What the workers shall do with this step."""
+        scheduler = self._scheduling()
+        step = scheduler.begin_step(scheduler_output)
+        self._safely("store", lambda: scheduler.plan_stores(step, scheduler_output), None)
+        return step
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What the workers have done."""
+        scheduler = self._scheduling()
+        self._safely("report", lambda: scheduler.take_report(connector_output), None)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Its blocks can go: those that are still being stored are held for that."""
+        scheduler = self._scheduling()
+        return False, self._safely("request_finished", lambda: scheduler.finished(request), None)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`: there is one group."""
+        return self.request_finished(request, block_ids[0])
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine has to go on stepping, so that blocks are given back when stores end."""
+        return self._scheduling().storing
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether waiting for stores is better than preempting a request."""
+        return self._scheduling().frees_blocks
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """KV events of chunks that were stored."""
+        return self._scheduling().take_events()
+
+    # --- both ----------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What was counted since the last call."""
+        return self._safely("stats", self._stats.take, None)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Statistics from their payload."""
+        return CacheStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """The same for Prometheus, on vLLM's /metrics."""
+        return PromCacheMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """Stop moving, unmount the segment, let go of the pool."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close(self._settings.node.transfer.timeouts.close_ms / 1000)
+            assert self._handshake is not None
+            CacheEngineBuilder.destroy(self._handshake.instance)
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _scheduling(self) -> SchedulerSide:
+        assert self._scheduler is not None, "called in a worker"
+        return self._scheduler
+
+    def _step(self) -> StepMetadata:
+        step = self._connector_metadata
+        return step if isinstance(step, StepMetadata) else StepMetadata()
+
+    def _safely(self, hook: str, call: Callable[[], R], otherwise: R) -> R:
+        """Nothing that goes wrong in a cache is worth a request."""
+        try:
+            return call()
+        except Exception as error:
+            self._metrics.trouble(hook, f"error_{type(error).__name__}", detail=str(error))
+            logger.exception("pd-cache: %s failed; going on without", hook)
+            return otherwise
+
+
+class _Bounded:
+    """An engine whose lookups hold up the scheduler for a bounded time."""
+
+    def __init__(self, engine: CacheEngine, seconds: float) -> None:
+        self.namespace = engine.namespace
+        self._engine = engine
+        self._seconds = seconds
+
+    def lookup(self, *arguments: Any, **options: Any) -> int:
+        return self._engine.lookup(*arguments, timeout=self._seconds, **options)
+
+
+def with_hash_seed(settings: Settings, vllm_config: VllmConfig) -> Settings:
+    """Let the namespace say what vLLM's block hashes depend on besides tokens."""
+    cache = settings.node.cache
+    if cache.hash_mode != "blocks":
+        return settings
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
+        raise ConfigError(
+            f"prefix_caching_hash_algo is {algorithm}, for which vLLM draws a random seed in every process: no other node "
+            "could ever find a chunk. Set PYTHONHASHSEED to the same value everywhere, use sha256, or set cache.hash_mode to tokens"
+        )
+    seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
+    described = f"{algorithm}:{hashlib.sha256(seed.encode()).hexdigest()[:16]}:{cache.hash_seed}"
+    node = msgspec.structs.replace(settings.node, cache=msgspec.structs.replace(cache, hash_seed=described))
+    return msgspec.structs.replace(settings, node=node)
+
+
+def _of_rank(node: NodeSettings, rank: int, ranks: int) -> NodeSettings:
+    """Each rank's process gives its part of the node's memory; all of it comes from the first where parts are too small."""
+    part = node.segment_size // ranks
+    if part < MIN_SEGMENT:
+        part = node.segment_size if rank == 0 else 0
+    return msgspec.structs.replace(node, segment_size=part)
+
+
+def _with_exist_timeout(node: NodeSettings, timeout_ms: int) -> NodeSettings:
+    timeouts = msgspec.structs.replace(node.transfer.timeouts, exist_ms=timeout_ms)
+    return msgspec.structs.replace(node, transfer=msgspec.structs.replace(node.transfer, timeouts=timeouts))
+
+
+def _in_layer_order(kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor for each layer that has its own, in the order of the layers' numbers: on every node the same."""
+    ordered = sorted(
+        kv_caches, key=lambda name: [int(part) if part.isdigit() else -1 for part in re.split(r"(\d+)", name)]
+    )
+    tensors = {kv_caches[name].data_ptr(): kv_caches[name] for name in ordered}
+    return list(tensors.values())

@@ -1,0 +1,135 @@
+"""What a model is to the cache: which weights, whether its KV can be restored, and which part of it a rank holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+
+from pd_cache.errors import LayoutError, PdCacheError
+from pd_cache.layout import KVLayout, PageKind
+from pd_cache.tokens import CacheMetadata
+from pd_cache.weights import WeightsError, weights_digest
+
+_VOLATILE = frozenset(("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"))
+"""Of a model's configuration: what differs between two copies of one model."""
+_NO_KV_DRAFTS = frozenset(("ngram", "ngram_gpu", "suffix"))
+"""Ways of speculative decoding that have no KV cache of their own."""
+
+
+class UnsupportedModelError(PdCacheError):
+    """A model whose KV cannot be restored faithfully."""
+
+
+def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """UnsupportedModelError, with the model's name and the reason, for what could give a wrong token."""
+    name = vllm_config.model_config.model
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups})) or "none"
+        raise UnsupportedModelError(
+            f"{name}: its layers keep KV in {len(groups)} groups ({kinds}), and pd-cache restores models with one group of "
+            "full attention. With sliding windows, --disable-hybrid-kv-cache-manager makes them one group"
+        )
+    spec = groups[0].kv_cache_spec
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        raise UnsupportedModelError(
+            f"{name}: its KV cache is a {type(spec).__name__}; pd-cache restores full attention and MLA, whose blocks keep "
+            "the KV of every token"
+        )
+    parallel, cache, speculative = (
+        vllm_config.parallel_config,
+        vllm_config.cache_config,
+        vllm_config.speculative_config,
+    )
+    reasons = {
+        f"pipeline_parallel_size is {parallel.pipeline_parallel_size}; layers on several ranks are not supported": (
+            parallel.pipeline_parallel_size > 1
+        ),
+        "context parallelism spreads a block's tokens over ranks": (
+            getattr(parallel, "decode_context_parallel_size", 1) > 1
+            or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+        ),
+        "calculate_kv_scales: the scales are found at run time and are not part of the KV": (
+            getattr(cache, "calculate_kv_scales", False)
+        ),
+        "a draft model keeps KV of its own, which depends on more than tokens": (
+            speculative is not None and speculative.method not in _NO_KV_DRAFTS
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UnsupportedModelError(f"{name}: {reason}")
+
+
+def model_identity(vllm_config: VllmConfig, revision: str) -> str:
+    """The weights and what else changes KV values, e.g. `LlamaForCausalLM:0123…`; the same on every node that has them.
+
+    UnsupportedModelError where the weights cannot be told and no `revision` is given.
+    """
+    model = vllm_config.model_config
+    effective = model.hf_config.to_dict()
+    described: dict[str, Any] = {
+        "weights": f"revision {revision}" if revision else _weights(vllm_config),
+        "config": {key: value for key, value in effective.items() if key not in _VOLATILE},
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
+    }
+    if any(kind in json.dumps(effective, default=str) for kind in ("longrope", "dynamic")):
+        described["max_model_len"] = model.max_model_len  # which of its rotary embeddings such a model uses
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return f"{'+'.join(model.architectures)}:{digest}"
+
+
+def _weights(vllm_config: VllmConfig) -> str:
+    model = vllm_config.model_config
+    folder = Path(model.model)
+    try:
+        if not folder.exists():
+            from huggingface_hub import snapshot_download
+
+            folder = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+        return weights_digest(folder)
+    except (WeightsError, OSError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{model.model}: cannot tell its weights from those of other models ({error}); set connector.revision to a name "
+            "that changes whenever they do"
+        ) from error
+
+
+class Place(NamedTuple):
+    """Which part of each chunk a rank holds."""
+
+    metadata: CacheMetadata
+    stores: bool
+    """False for a rank that holds the same as another one before it."""
+
+
+def place_of(model: str, layout: KVLayout, name: str, *, rank: int, ranks: int, replicas: int, shards: int) -> Place:
+    """The place of tensor-parallel rank `rank` of `ranks`, of which `replicas` in a row hold the same KV.
+
+    UnsupportedModelError if chunks cannot be cut into `shards` parts (0: one for each rank).
+    """
+    distinct = ranks // replicas
+    if layout.kind is PageKind.MLA:
+        shards, distinct = 1, 1
+        replicas = ranks
+    shards = shards or distinct
+    if shards % distinct:
+        raise UnsupportedModelError(
+            f"{name}: cache.shards is {shards}, which {distinct} ranks with KV heads of their own cannot share evenly; make it "
+            "a common multiple of all nodes' tensor-parallel sizes"
+        )
+    try:
+        metadata = CacheMetadata.of(model, layout, world_size=distinct, rank=rank // replicas, held=shards // distinct)
+    except LayoutError as error:
+        raise UnsupportedModelError(
+            f"{name}: nodes of different tensor-parallel size are to share chunks of {shards} parts, but {error}. Give all "
+            "nodes the same tensor-parallel size, or choose an attention backend with the KV cache layout LBHNC (HND)"
+        ) from error
+    return Place(metadata, stores=rank % replicas == 0)

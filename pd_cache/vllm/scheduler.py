@@ -1,0 +1,436 @@
+"""The connector's part in the scheduler: what to look up, what to load, what to store, and when blocks are given back.
+
+Everything runs on the scheduler's thread, which spins through its loop while requests wait for loads: hundreds of times a
+second for one request. So a request is looked up once, and what else happens here is a few dictionary operations.
+
+Blocks that a store still reads carry a reference of ours, as if a request held them: whether the request that computed them
+has finished, was aborted or preempted by then does not matter.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored, KVCacheEvent
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from pd_cache.engine import Stored
+from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read_params, write_params
+from pd_cache.lookup import LookupClient
+from pd_cache.metrics import CacheMetrics
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey
+from pd_cache.vllm.messages import LoadOp, StepMetadata, StoreOp, WorkerReport
+from pd_cache.vllm.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.020
+"""How often an announced prefix is asked for again."""
+
+
+class Lookup(NamedTuple):
+    """The lookup client, and whether the pool behind it is known to be of no use."""
+
+    client: LookupClient
+    available: Callable[[], bool]
+
+
+class _Found(NamedTuple):
+    """The answer to a request's lookup."""
+
+    start: int
+    """Tokens before this were not asked for: the engine held them."""
+    end: int
+
+
+class _Proposal(NamedTuple):
+    """A load that vLLM was told of, and has not taken yet."""
+
+    start: int
+    """Tokens that the engine holds."""
+    end: int
+    """Whole chunks up to here are in the pool."""
+    tokens: int
+    """What vLLM was told."""
+
+
+class _Tracked:
+    """What is known of one request."""
+
+    def __init__(self, request: Request, handoff: Handoff) -> None:
+        self.request = request
+        self.handoff = handoff
+        self.arrived = time.monotonic()
+        self.names: list[bytes] = []
+        """Of the whole chunks so far; grows with the request."""
+        self.found: _Found | None = None
+        self.next_poll = 0.0
+        self.poll_s = _FIRST_POLL_S
+        self.load: _Proposal | None = None
+        self.loaded = 0
+        """Tokens that were loaded, for the handoff."""
+        self.may_load = True
+        self.planned = 0
+        """Chunks that need no more storing: planned already, or in the pool."""
+
+
+class _Job(NamedTuple):
+    """A store under way."""
+
+    request_id: str
+    first: int
+    """Number of its first chunk in the request."""
+    blocks: list[int]
+    chunks: int
+    events: list[BlockStored]
+    """What to tell of each chunk; empty where nobody wants to know."""
+
+
+class SchedulerSide:
+    """One per engine, on the scheduler's thread."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        stores: bool,
+        block_size: int,
+        ranks: int,
+        events: bool,
+        metrics: CacheMetrics,
+    ) -> None:
+        """`stores` is false for a consumer; `events` for an engine whose KV events nobody wants."""
+        self._settings = settings
+        self._options = settings.connector
+        self._stores = stores
+        self._block_size = block_size
+        self._ranks = ranks
+        self._events = events
+        self.metrics = metrics
+        self._chunk = settings.node.cache.chunk_size
+        self._blocks_per_chunk = self._chunk // block_size
+        self._token_mode = settings.node.cache.hash_mode == "tokens"
+        self._database: ChunkedTokenDatabase | None = None
+        self._lookup: Lookup | None = None
+        self._manager: KVCacheManager | None = None
+        self._requests: dict[str, _Tracked] = {}
+        self._loads: list[LoadOp] = []
+        self._jobs: dict[int, tuple[_Job, int, list[Stored]]] = {}
+        """Of each job: itself, how many ranks are still at it, and what became of its chunks so far."""
+        self._next_job = 0
+        self._chunks_under_way = 0
+        self._late: list[StoreOp] = []
+        """Stores of requests that have finished since the last step."""
+        self._expecting = False
+        self._stored_events: list[KVCacheEvent] = []
+
+    # --- before the first request --------------------------------------------------------------------------------
+
+    def open(self, metadata: CacheMetadata, lookup: Lookup) -> None:
+        """The workers' KV tensors are known: chunks can be named and asked for."""
+        self._database = ChunkedTokenDatabase(metadata.namespace(self._settings.node.cache))
+        self._lookup = lookup
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """The manager that knows each request's blocks."""
+        self._manager = manager
+
+    def close(self) -> None:
+        """Let go of the lookup client. Idempotent."""
+        lookup, self._lookup = self._lookup, None
+        if lookup is not None:
+            lookup.client.close()
+
+    # --- a request's way -----------------------------------------------------------------------------------------
+
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """How many tokens beyond `computed` can be loaded; None to be asked again later."""
+        tracked = self._track(request)
+        tracked.load = None
+        if self._lookup is None or not tracked.may_load or not self._nameable(request):
+            return 0, False
+        found = self._find(tracked, self._lookup, computed)
+        if found is None:
+            self._expecting = True
+            return None, False
+        # one token is left to compute: its logits are wanted
+        external = min(found.end, request.num_tokens - 1) - computed
+        if external <= 0:
+            return 0, False
+        tracked.load = _Proposal(computed, found.end, external)
+        return external, self._options.load == "async"
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """vLLM has made room for what it takes of our proposal: load it with this step."""
+        tracked = self._track(request)
+        proposed, tracked.load = tracked.load, None
+        if external <= 0 or proposed is None:
+            return
+        first, last = proposed.start // self._chunk, proposed.end // self._chunk
+        ids = blocks.get_block_ids()[0][first * self._blocks_per_chunk : last * self._blocks_per_chunk]
+        held = proposed.start // self._block_size - first * self._blocks_per_chunk
+        # of another number of tokens than was proposed nobody knows which: load none, and vLLM computes all of them
+        names = self._names(tracked, last)[first:] if external == proposed.tokens else []
+        self._loads.append(LoadOp(request.request_id, names, [-1] * held + list(ids[held:])))
+        tracked.loaded = external
+        if first <= tracked.planned:
+            tracked.planned = max(tracked.planned, last)
+
+    def begin_step(self, output: SchedulerOutput) -> StepMetadata:
+        """What has to be done with this step, whatever else is planned."""
+        step = StepMetadata(
+            loads=self._loads,
+            stores=self._late,
+            nothing_to_compute=output.total_num_scheduled_tokens == 0,
+            expecting=self._expecting,
+        )
+        self._loads, self._late = [], []
+        self._expecting = False
+        return step
+
+    def plan_stores(self, step: StepMetadata, output: SchedulerOutput) -> None:
+        """Add the chunks that this step completes."""
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                request = tracked.request
+                # a load before the forward pass may turn out to have failed only when that pass is over, and what was
+                # computed in it is worth nothing then: wait for its outcome before anything of it is stored
+                certain = -request.num_in_flight_tokens if self._options.load == "sync" else scheduled
+                step.stores += self._plan_stores(tracked, request.num_computed_tokens + certain)
+
+    def take_report(self, output: KVConnectorOutput) -> None:
+        """What the workers have done since."""
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, WorkerReport):
+            return
+        for job, (ranks, outcomes) in report.jobs.items():
+            self._advance(job, ranks, outcomes)
+        for request_id in report.failed_loads:
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                # what was there is not: compute it, and store it again
+                tracked.may_load = False
+                tracked.found = None
+                tracked.planned = 0
+                tracked.loaded = 0
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """Forget the request; what to hand to the node that decodes it."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None or self._database is None:
+            return None
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        if self._options.load == "sync":  # otherwise all was planned, and what was still being loaded is not computed
+            self._late += self._plan_stores(tracked, computed)
+        if not tracked.handoff.announce:
+            return None
+        computed = min(computed, request.num_prompt_tokens)
+        cached = request.prefill_stats.num_cached_tokens if request.prefill_stats is not None else tracked.loaded
+        return write_params(
+            Announcement(
+                prefix_tokens=computed // self._chunk * self._chunk if self._stores else 0,
+                namespace=self._database.namespace.fingerprint(),
+                prefill=PrefillWork(cached, max(0, request.num_prompt_tokens - cached)),
+            )
+        )
+
+    def track(self, request: Request) -> None:
+        """A request has arrived."""
+        self._track(request)
+
+    # --- blocks --------------------------------------------------------------------------------------------------
+
+    @property
+    def storing(self) -> bool:
+        """Whether stores are under way; the engine has to go on stepping to hear of their end."""
+        return bool(self._jobs)
+
+    @property
+    def frees_blocks(self) -> bool:
+        """Whether the end of a store will give blocks back that nobody else holds."""
+        pool = self._pool()
+        return any(pool.blocks[block].ref_cnt == 1 for job, _, _ in self._jobs.values() for block in job.blocks)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """`BlockStored` for chunks that all ranks have stored."""
+        events, self._stored_events = self._stored_events, []
+        return events
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _pool(self) -> BlockPool:
+        assert self._manager is not None
+        return self._manager.block_pool
+
+    def _track(self, request: Request) -> _Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            try:
+                handoff = read_params(request.kv_transfer_params)
+            except BadParams as error:
+                self.metrics.trouble("lookup", "bad_handoff", detail=str(error))
+                handoff = Handoff()
+            tracked = self._requests[request.request_id] = _Tracked(request, handoff)
+        return tracked
+
+    def _nameable(self, request: Request) -> bool:
+        """Whether the request's chunks can be told from others: a prompt of embeddings has no tokens to hash."""
+        if request.skip_reading_prefix_cache:
+            return False
+        return not self._token_mode or request.prompt_embeds is None
+
+    def _find(self, tracked: _Tracked, lookup: Lookup, computed: int) -> _Found | None:
+        """The answer to the request's one lookup; None while an announced prefix is still awaited."""
+        held = computed // self._chunk * self._chunk
+        known = tracked.found
+        now = time.monotonic()
+        awaited = self._awaited(tracked, now) if lookup.available() else 0
+        # what was held then may be evicted by now, and whether the pool has it was never asked
+        if known is not None and known.start <= held and (known.end >= awaited or now < tracked.next_poll):
+            return known if known.end >= awaited else None
+        request = tracked.request
+        if self._token_mode:
+            tokens = list(request.all_token_ids)
+            end = lookup.client.lookup(tokens, request.request_id, {"extra_keys": _isolation(request)}, held=held)
+        else:
+            end = lookup.client.lookup(None, request.request_id, block_hashes=request.block_hashes, held=held)
+        tracked.found = _Found(held, end)
+        if end < awaited:
+            tracked.next_poll = time.monotonic() + tracked.poll_s
+            tracked.poll_s = min(2 * tracked.poll_s, _LONGEST_POLL_S)
+            return None
+        return tracked.found
+
+    def _awaited(self, tracked: _Tracked, now: float) -> int:
+        """Tokens that are worth waiting for, because a prefill node is storing them."""
+        announced = tracked.handoff.announced
+        if announced is None or now >= tracked.arrived + self._settings.handoff_wait_s:
+            return 0
+        assert self._database is not None
+        if announced.namespace not in ("", self._database.namespace.fingerprint()):
+            self.metrics.trouble(
+                "lookup",
+                "other_namespace",
+                detail=f"a prefill node stores in {announced.namespace}, this node reads {self._database.manifest_key}",
+            )
+            tracked.handoff = Handoff(tracked.handoff.announce)
+            return 0
+        length: int = tracked.request.num_tokens
+        return min(announced.prefix_tokens, length) // self._chunk * self._chunk
+
+    def _names(self, tracked: _Tracked, count: int) -> list[bytes]:
+        """The hashes of the request's first chunks, up to `count` of them."""
+        assert self._database is not None
+        names, request = tracked.names, tracked.request
+        if len(names) < count:
+            if self._token_mode:
+                tracked.names = names = self._database.hash_tokens(list(request.all_token_ids), _isolation(request))
+            else:
+                new = request.block_hashes[len(names) * self._blocks_per_chunk : count * self._blocks_per_chunk]
+                names += self._database.stride_hashes(new)
+        return names[:count]
+
+    def _plan_stores(self, tracked: _Tracked, computed: int) -> list[StoreOp]:
+        """The store of those of the request's chunks that are complete with its first `computed` tokens, if any."""
+        if (
+            not self._stores
+            or self._database is None
+            or (self._token_mode and tracked.request.prompt_embeds is not None)
+        ):
+            return []
+        request = tracked.request
+        if not self._options.store_generated:
+            computed = min(computed, request.num_prompt_tokens)
+        # vLLM counts tokens that it only speculates on; those that are certain are in the request
+        complete = min(computed, request.num_tokens) // self._chunk
+        if complete <= tracked.planned:
+            return []
+        names = self._names(tracked, complete)
+        first, last = tracked.planned, len(names)
+        tracked.planned = last
+        room = self._options.store_queue - self._chunks_under_way
+        if last - first > room:
+            self.metrics.trouble("store", "queue_full", last - first - room)
+            last = first + room
+        if last <= first:
+            return []
+        assert self._manager is not None
+        ids = self._manager.get_block_ids(request.request_id)[0]
+        blocks = list(ids[first * self._blocks_per_chunk : last * self._blocks_per_chunk])
+        job = _Job(request.request_id, first, blocks, last - first, self._describe(tracked, first, last))
+        return [self._begin(job, names)]
+
+    def _begin(self, job: _Job, names: Sequence[bytes]) -> StoreOp:
+        pool = self._pool()
+        pool.touch([pool.blocks[block] for block in job.blocks])
+        number = self._next_job
+        self._next_job += 1
+        self._chunks_under_way += job.chunks
+        self._jobs[number] = (job, self._ranks, [Stored.BEFORE] * job.chunks)
+        return StoreOp(number, list(names[job.first : job.first + job.chunks]), job.blocks)
+
+    def _advance(self, number: int, ranks: int, outcomes: Sequence[Stored]) -> None:
+        """Some ranks are done with a job; when all are, its blocks are given back."""
+        if number not in self._jobs:
+            return
+        job, remaining, before = self._jobs[number]
+        both = [Stored.together(pair) for pair in zip(before, outcomes, strict=True)]
+        if remaining > ranks:
+            self._jobs[number] = (job, remaining - ranks, both)
+            return
+        del self._jobs[number]
+        self._chunks_under_way -= job.chunks
+        pool = self._pool()
+        # the last first: what is freed first is evicted first, and a prefix is worth more than what follows it
+        pool.free_blocks(pool.blocks[block] for block in reversed(job.blocks))
+        self._stored_events += [
+            event for event, outcome in zip(job.events, both, strict=False) if outcome is Stored.NEW
+        ]
+        tracked = self._requests.get(job.request_id)
+        if tracked is not None and tracked.found is not None and Stored.NOT not in both:
+            start, end = job.first * self._chunk, (job.first + job.chunks) * self._chunk
+            if start <= tracked.found.end < end:
+                tracked.found = _Found(tracked.found.start, end)  # of use if it is preempted
+
+    def _describe(self, tracked: _Tracked, first: int, last: int) -> list[BlockStored]:
+        if not self._events:
+            return []
+        request, per_chunk, size = tracked.request, self._blocks_per_chunk, self._block_size
+        hashes = [maybe_convert_block_hash(value) for value in request.block_hashes[: last * per_chunk]]
+        tokens = request.all_token_ids
+        lora = request.lora_request
+        return [
+            BlockStored(
+                block_hashes=hashes[chunk * per_chunk : (chunk + 1) * per_chunk],
+                parent_block_hash=hashes[chunk * per_chunk - 1] if chunk else None,
+                token_ids=list(tokens[chunk * self._chunk : (chunk + 1) * self._chunk]),
+                block_size=size,
+                lora_id=lora.adapter_id if lora is not None else None,
+                medium=MEDIUM_STORAGE,
+                lora_name=lora.name if lora is not None else None,
+                group_idx=0,
+                locality="REMOTE",
+            )
+            for chunk in range(first, last)
+        ]
+
+
+def _isolation(request: Request) -> tuple[ExtraKey, ...]:
+    """Token mode: what besides tokens a request's KV depends on, or must be kept apart by."""
+    parts: list[ExtraKey] = []
+    if request.cache_salt:
+        parts += ["salt", request.cache_salt]
+    if request.lora_request is not None:
+        parts += ["lora", request.lora_request.name]
+    for feature in request.mm_features:
+        parts += ["mm", feature.identifier, feature.mm_position.offset]
+    return tuple(parts)

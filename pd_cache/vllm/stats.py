@@ -1,0 +1,121 @@
+"""The cache's counters in vLLM's own statistics: with each step what was added, and on vLLM's /metrics the sums.
+
+They are counted once, in `CacheMetrics`; what travels from worker and scheduler to the API server's process are differences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from pd_cache.metrics import CacheMetrics
+
+_LABELS = {
+    "tokens": ("op", "outcome"),
+    "bytes": ("op",),
+    "op_seconds_sum": ("op",),
+    "op_seconds_count": ("op",),
+    "troubles": ("op", "reason"),
+}
+_NAMES = {
+    "tokens": ("tokens", "Tokens by what became of them in the cache"),
+    "bytes": ("bytes", "Payload bytes moved"),
+    "op_seconds_sum": ("op_seconds", "Seconds spent in cache operations"),
+    "op_seconds_count": ("ops", "Cache operations"),
+    "troubles": ("troubles", "Chunks not stored or not loaded, by reason"),
+}
+
+
+@dataclass
+class CacheStats(KVConnectorStats):
+    """`data`: what was added, by `family|label|label`."""
+
+    data: dict[str, float] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        """Nothing was added."""
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Both together."""
+        for key, value in other.data.items():
+            self.data[key] = self.data.get(key, 0.0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log line."""
+
+        def total(*key: str) -> float:
+            return float(self.data.get("|".join(key), 0.0))
+
+        line: dict[str, int | float] = {
+            "requested tokens": int(total("tokens", "lookup", "requested")),
+            "hit tokens": int(total("tokens", "lookup", "hit")),
+        }
+        for op in ("retrieve", "store"):
+            seconds = total("op_seconds_sum", op)
+            line[f"{op} MB"] = round(total("bytes", op) / 1e6, 1)
+            line[f"{op} GB/s"] = round(total("bytes", op) / seconds / 1e9, 2) if seconds else 0.0
+        for key, value in sorted(self.data.items()):
+            family, _, rest = key.partition("|")
+            if family == "troubles":
+                line[rest.replace("|", " ")] = int(value)
+        return line
+
+
+class CacheStatsSource:
+    """What was counted since the last time."""
+
+    def __init__(self, metrics: CacheMetrics) -> None:
+        self._metrics = metrics
+        self._last: dict[tuple[str, ...], float] = {}
+        self._changes = 0
+
+    def take(self) -> CacheStats | None:
+        """None if nothing was."""
+        changes = self._metrics.changes
+        if changes == self._changes:
+            return None
+        self._changes = changes
+        totals = self._metrics.totals()
+        added = {
+            "|".join(key): value - self._last.get(key, 0.0)
+            for key, value in totals.items()
+            if value != self._last.get(key, 0.0) and key[0] in _LABELS
+        }
+        self._last = totals
+        return CacheStats(data=added) if added else None
+
+
+class PromCacheMetrics(KVConnectorPromMetrics):
+    """`vllm:pd_cache_*` counters."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            family: self._counter_cls(
+                name=f"vllm:pd_cache_{name}",
+                documentation=description,
+                labelnames=[*labelnames, *_LABELS[family]],
+            )
+            for family, (name, description) in _NAMES.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what an engine has counted."""
+        for key, value in transfer_stats_data.items():
+            family, *labels = key.split("|")
+            if family in self._counters and value > 0:
+                self._counters[family].labels(*self.per_engine_labelvalues[engine_idx], *labels).inc(value)

@@ -1,0 +1,212 @@
+"""The connector's part in a worker: moves KV between vLLM's blocks and the pool, off the model's thread.
+
+A load or store never touches a block after it was reported as ended: the thread that copies is the one that reports, and it
+waits for the pool only until its deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from pd_cache.engine import CacheEngine, Stored
+from pd_cache.paged import Fence
+from pd_cache.vllm.messages import LoadOp, StepMetadata, StoreOp, WorkerReport
+
+log = logging.getLogger(__name__)
+
+_LOADERS = 2
+_IDLE_WAIT_S = 0.002
+"""How long a step in which nothing computes waits for a transfer to end. vLLM spins through such steps, and a thread that
+spins keeps those that copy from running; a request that arrives meanwhile is scheduled that much later."""
+
+
+class _Load(NamedTuple):
+    op: LoadOp
+    deadline: float
+
+
+class _Store(NamedTuple):
+    op: StoreOp
+    fence: Fence
+
+
+class LoadResult(NamedTuple):
+    """Loads that ended since the last step."""
+
+    finished: set[str]
+    bad_blocks: set[int]
+
+
+class WorkerSide:
+    """One per worker. `start`, `save` and `take_*` are called on the model's thread, once a step."""
+
+    def __init__(
+        self,
+        engine: CacheEngine,
+        kv_caches: Sequence[torch.Tensor],
+        *,
+        block_size: int,
+        stores: bool,
+        load_timeout_s: float,
+        asynchronous: bool,
+    ) -> None:
+        """`engine` stays its owner's. `stores` is false where another rank stores the same KV."""
+        self.engine = engine
+        self._kv_caches = kv_caches
+        self._block_size = block_size
+        self._stores = stores
+        self._load_timeout_s = load_timeout_s
+        self._asynchronous = asynchronous
+        self._offsets = torch.arange(block_size)
+        self._load_queue: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
+        self._store_queue: queue.SimpleQueue[_Store | None] = queue.SimpleQueue()  # the scheduler bounds what is in it
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._wanted: set[str] = set()
+        """Requests whose load is queued or running."""
+        self._ended_loads: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._report = WorkerReport()
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=target, name=f"pd-cache-{name}", daemon=True)
+            for name, target in (
+                *((f"load-{index}", self._run_loads) for index in range(_LOADERS)),
+                ("store", self._run_stores),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, step: StepMetadata) -> None:
+        """Begin this step's loads; without `asynchronous`, do them."""
+        deadline = time.monotonic() + self._load_timeout_s
+        for op in step.loads:
+            if self._asynchronous:
+                with self._changed:
+                    self._under_way += 1
+                    self._wanted.add(op.request_id)
+                self._load_queue.put(_Load(op, deadline))
+                continue
+            bad = self._load(op, deadline)
+            with self._changed:
+                self._bad_blocks |= bad
+                if bad:
+                    self._report.failed_loads.add(op.request_id)
+
+    def save(self, step: StepMetadata) -> None:
+        """Queue this step's stores: the forward pass has been launched, and a fence marks its end."""
+        if not step.stores:
+            return
+        fence = Fence(self._kv_caches[0])
+        for op in step.stores:
+            with self._changed:
+                if self._stores:
+                    self._under_way += 1
+                else:
+                    self._report.jobs[op.job] = (1, [Stored.BEFORE] * len(op.names))
+            if self._stores:
+                self._store_queue.put(_Store(op, fence))
+
+    def take_loads(self, step: StepMetadata, finished: set[str]) -> LoadResult:
+        """What ended; loads of `finished` requests that have not begun are given up."""
+        with self._changed:
+            self._wanted -= finished
+            if step.nothing_to_compute and (self._under_way or step.expecting) and not self._something_ended():
+                self._changed.wait(_IDLE_WAIT_S)
+            ended, self._ended_loads = self._ended_loads, set()
+            bad, self._bad_blocks = self._bad_blocks, set()
+        return LoadResult(ended, bad)
+
+    def take_report(self) -> WorkerReport | None:
+        """For the scheduler; None if nothing ended."""
+        with self._changed:
+            if not self._report.jobs and not self._report.failed_loads:
+                return None
+            report, self._report = self._report, WorkerReport()
+            return report
+
+    def close(self, timeout: float) -> None:
+        """Give up what is queued, and wait for what runs, at most `timeout` seconds. Idempotent."""
+        self._closing = True
+        for _ in range(_LOADERS):
+            self._load_queue.put(None)
+        self._store_queue.put(None)
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _something_ended(self) -> bool:
+        return bool(self._ended_loads or self._bad_blocks or self._report.jobs)
+
+    def _run_loads(self) -> None:
+        while (item := self._load_queue.get()) is not None:
+            op = item.op
+            wanted = op.request_id in self._wanted
+            bad = _blocks(op.blocks) if wanted else set()
+            if wanted and not self._closing:
+                bad = self._load(op, item.deadline)
+            with self._changed:
+                self._under_way -= 1
+                self._wanted.discard(op.request_id)
+                self._ended_loads.add(op.request_id)
+                self._bad_blocks |= bad
+                if bad:
+                    self._report.failed_loads.add(op.request_id)
+                self._changed.notify_all()
+
+    def _load(self, op: LoadOp, deadline: float) -> set[int]:
+        """Load, and return the blocks that are not as they should be."""
+        if not op.names:
+            return _blocks(op.blocks)
+        loaded = 0
+        try:
+            remaining = deadline - time.monotonic()
+            if remaining > 0:
+                loaded = self.engine.retrieve_chunks(
+                    op.names, kv_caches=self._kv_caches, slot_mapping=self._slots(op.blocks), timeout=remaining
+                )
+            else:
+                self.engine.metrics.trouble("retrieve", "deadline", len(op.names))
+        except Exception as error:  # noqa: BLE001 - whatever it is, vLLM computes the blocks
+            self._unexpected("retrieve", len(op.names), error)
+        return _blocks(op.blocks[loaded * len(op.blocks) // len(op.names) :])
+
+    def _run_stores(self) -> None:
+        while (item := self._store_queue.get()) is not None:
+            op = item.op
+            outcomes = [Stored.NOT] * len(op.names)
+            try:
+                if not self._closing:
+                    item.fence.follow()
+                    outcomes = self.engine.store_chunks(
+                        op.names, kv_caches=self._kv_caches, slot_mapping=self._slots(op.blocks)
+                    )
+            except Exception as error:  # noqa: BLE001 - a chunk that is not stored is computed again, no more
+                self._unexpected("store", len(op.names), error)
+            with self._changed:
+                self._under_way -= 1
+                self._report.jobs[op.job] = (1, outcomes)
+                self._changed.notify_all()
+
+    def _unexpected(self, op: str, chunks: int, error: Exception) -> None:
+        self.engine.metrics.trouble(op, f"error_{type(error).__name__}", chunks, detail=str(error))
+
+    def _slots(self, blocks: Sequence[int]) -> torch.Tensor:
+        """The slot of each token, -1 for those of blocks that are left out."""
+        first = torch.tensor(blocks, dtype=torch.int64).unsqueeze(1)
+        return torch.where(first < 0, first, first * self._block_size + self._offsets).flatten()
+
+
+def _blocks(blocks: Sequence[int]) -> set[int]:
+    """Those that are meant: not left out."""
+    return {block for block in blocks if block >= 0}

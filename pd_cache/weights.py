@@ -1,0 +1,84 @@
+"""What tells two models apart that agree in name, shape and size: a digest of their folder. Pure but for reading files.
+
+config.json counts whole. Of weight files, which may be hundreds of gigabytes, samples count: of a safetensors file the
+whole header and four samples of every tensor, so that a fine-tune that touched a single matrix differs; of other formats
+256 samples of the file. A file that differs in a few scattered numbers only may be taken for the same: give such models a
+revision of their own (`connector.revision`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from pd_cache.errors import PdCacheError
+
+SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf"))
+_SAMPLE = 4096
+_SAMPLES_OF_A_TENSOR = 4
+_SAMPLES_OF_A_FILE = 256
+_LONGEST_HEADER = 100 << 20
+"""Of a safetensors file, in bytes: the format's own limit."""
+
+
+class WeightsError(PdCacheError):
+    """A folder that holds no model whose weights can be told from others."""
+
+
+def weights_digest(folder: Path) -> str:
+    """32 hex digits that differ between models of different weights. WeightsError if there is nothing to read."""
+    config = folder / "config.json"
+    files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES) if folder.is_dir() else []
+    if not config.is_file() or not files:
+        lacking = "weight files" if config.is_file() else "config.json"
+        raise WeightsError(f"{folder} is no model folder: it has no {lacking}")
+    digest = hashlib.sha256(config.read_bytes())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"\0{file.name}\0{size}\0".encode())
+        with file.open("rb") as opened:
+            for start, length in _places(opened, file, size):
+                opened.seek(start)
+                digest.update(opened.read(length))
+    return digest.hexdigest()[:32]
+
+
+def _places(opened: BinaryIO, file: Path, size: int) -> Iterator[tuple[int, int]]:
+    """Where to read: (start, length) in bytes."""
+    header = _safetensors_header(opened, size) if file.suffix == ".safetensors" else None
+    if header is None:
+        yield from _spread(0, size, _SAMPLES_OF_A_FILE)
+        return
+    data, ranges = header
+    yield 0, data
+    for start, end in ranges:
+        yield from _spread(data + start, data + end, _SAMPLES_OF_A_TENSOR)
+
+
+def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
+    """`count` samples from `start` to `end`, the first and the last byte among them; all of it where that is no more."""
+    if end - start <= count * _SAMPLE:
+        yield start, max(0, end - start)
+        return
+    for index in range(count):
+        yield start + (end - start - _SAMPLE) * index // (count - 1), _SAMPLE
+
+
+def _safetensors_header(opened: BinaryIO, size: int) -> tuple[int, list[tuple[int, int]]] | None:
+    """Where the data begin, and where each tensor lies in them; None for a file that is no safetensors after all."""
+    raw = opened.read(8)
+    if len(raw) < 8:
+        return None
+    length = struct.unpack("<Q", raw)[0]
+    if length > min(_LONGEST_HEADER, size - 8):
+        return None
+    try:
+        header = json.loads(opened.read(length))
+        ranges = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
+        return 8 + length, sorted((int(start), int(end)) for start, end in ranges)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,81 @@
+"""The digest that keeps two models apart which agree in name, shape and size."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pd_cache.weights import WeightsError, weights_digest
+
+TENSOR = 300_000
+"""Bytes: far more than what is sampled of it."""
+
+
+def write_model(folder: Path, tensors: list[bytes], config: str = "{}", name: str = "model.safetensors") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(config)
+    header, start = {}, 0
+    for index, data in enumerate(tensors):
+        header[f"layer.{index}"] = {
+            "dtype": "U8",
+            "shape": [len(data)],
+            "data_offsets": [start, start + len(data)],
+        }
+        start += len(data)
+    raw = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    (folder / name).write_bytes(struct.pack("<Q", len(raw)) + raw + b"".join(tensors))
+    return folder
+
+
+def test_the_same_weights_in_another_folder_have_the_same_digest(tmp_path: Path) -> None:
+    tensors = [bytes([index]) * TENSOR for index in range(3)]
+    one = weights_digest(write_model(tmp_path / "a" / "llama", tensors))
+    assert one == weights_digest(write_model(tmp_path / "b" / "other", tensors))
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changed=st.integers(0, 19))
+def test_two_fine_tunes_that_differ_in_one_matrix_of_many_have_different_digests(tmp_path: Path, changed: int) -> None:
+    tensors = [bytes([index]) * TENSOR for index in range(20)]
+    base = weights_digest(write_model(tmp_path / "llama", tensors))
+    tensors[changed] = bytes([200]) * TENSOR
+    assert weights_digest(write_model(tmp_path / "llama", tensors)) != base
+
+
+def test_a_small_tensor_counts_whole(tmp_path: Path) -> None:
+    norm = bytearray(4096)
+    base = weights_digest(write_model(tmp_path, [b"a" * TENSOR, bytes(norm)]))
+    norm[1234] = 1
+    assert weights_digest(write_model(tmp_path, [b"a" * TENSOR, bytes(norm)])) != base
+
+
+def test_the_configuration_counts(tmp_path: Path) -> None:
+    plain = weights_digest(write_model(tmp_path, [b"a"], '{"rope_theta": 10000}'))
+    assert weights_digest(write_model(tmp_path, [b"a"], '{"rope_theta": 500000}')) != plain
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "broken.safetensors"])
+def test_other_formats_are_sampled_all_over(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    data = bytearray(b"\xff" * 4_000_000)
+    (tmp_path / name).write_bytes(data)
+    base = weights_digest(tmp_path)
+    for changed in range(0, len(data), 1_000_000):
+        altered = bytearray(data)
+        altered[changed : changed + 20_000] = bytes(20_000)
+        (tmp_path / name).write_bytes(altered)
+        assert weights_digest(tmp_path) != base
+
+
+def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"no config\.json"):
+        weights_digest(tmp_path / "nowhere")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.json").write_text("{}")
+    with pytest.raises(WeightsError, match="no weight files"):
+        weights_digest(tmp_path / "b")

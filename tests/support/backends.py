@@ -1,0 +1,237 @@
+"""Every storage backend, and every wrapper around each, built alike for the suites that all of them pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pd_cache.backends.base import StorageBackend
+from pd_cache.backends.disk import LocalDiskBackend
+from pd_cache.backends.eviction import PolicyName
+from pd_cache.backends.hybrid import HybridBackend, Promotion, Tier
+from pd_cache.backends.local import DeviceShelf, LocalBackend, open_local
+from pd_cache.backends.memory import ObjectMemory
+from pd_cache.backends.mooncake import MooncakeBackend
+from pd_cache.backends.objects import TRAILER_BYTES
+from pd_cache.backends.pipelined import PipelinedBackend
+from pd_cache.config import NodeSettings
+from pd_cache.metrics import CacheMetrics
+from transfer.errors import Status
+from transfer.settings import Timeouts
+from transfer.staging import StagingPool
+
+TIMEOUTS = Timeouts(exist_ms=2_000, get_ms=10_000, put_ms=10_000, close_ms=5_000)
+
+BASES = ("local", "device", "disk", "mooncake")
+CHAINS = ("local+disk", "local+mooncake", "disk+mooncake", "local+disk+mooncake")
+KINDS = (
+    *BASES,
+    *(f"pipelined({base})" for base in BASES),
+    *(f"hybrid({base})" for base in BASES),
+    *(f"hybrid({chain})" for chain in CHAINS),
+    "pipelined(hybrid(local+disk+mooncake))",
+)
+"""`device` is the local tier's code for a GPU, with its slab on the CPU."""
+
+
+class _KeptMemory(ObjectMemory):
+    def close(self) -> None:
+        return
+
+
+class SharedPoolBackend(MooncakeBackend):
+    """A pool client that many subjects use one after another; opening and closing one takes a second."""
+
+    def __init__(self, settings: NodeSettings, payload_bytes: int, slots: int) -> None:
+        super().__init__(settings, payload_bytes, reserve=slots * StagingPool.stride_of(payload_bytes + TRAILER_BYTES))
+        self.memory = _KeptMemory(self.staging, payload_bytes)
+        self.wait_available(20)
+
+    def close(self) -> None:
+        return
+
+    def really_close(self) -> None:
+        super().close()
+
+
+class Subject:
+    """A backend under test, with what it is made of."""
+
+    def __init__(self, backend: StorageBackend, bases: dict[str, StorageBackend], metrics: CacheMetrics) -> None:
+        self.backend = backend
+        self.bases = bases
+        self.metrics = metrics
+
+    def put(self, values: dict[str, bytes]) -> list[Status]:
+        """Put all of them at once; their statuses."""
+        staged = []
+        for value in values.values():
+            memory = self.backend.stage(timeout=5)
+            assert memory is not None, "no memory came free"
+            memory.payload[:] = value
+            staged.append(memory)
+        return self.backend.batched_put(list(values), staged).results()
+
+    def get(self, keys: list[str]) -> list[bytes | str]:
+        """The payload of each key, or the reason why there is none."""
+        outcomes: list[bytes | str] = []
+        for fetched in self.backend.batched_get(keys):
+            outcomes.append(fetched.reason if fetched.payload is None else bytes(fetched.payload))
+            fetched.release()
+            fetched.release()  # idempotent
+        return outcomes
+
+    def has(self, key: str) -> bool:
+        return self.backend.batched_contains([key]) == [Status.OK]
+
+    def count(self, name: str, **labels: str) -> float:
+        """The sum of a counter's samples with these labels."""
+        return count(self.metrics, name, **labels)
+
+    def plant(self, key: str, damage: Callable[[bytes], bytes], raw_client: Any) -> None:
+        """Replace the object in every tier that has it, behind the backends' backs."""
+        for base in self.bases.values():
+            plant(base, key, damage, raw_client)
+
+    def check_integrity(self) -> None:
+        """Every slot is free, or one of the local tier's."""
+        pool = self.backend.memory.pool
+        pool.check_integrity()
+        for base in self.bases.values():
+            if isinstance(base, LocalBackend | LocalDiskBackend):
+                base.index.check_integrity()
+
+
+def count(metrics: CacheMetrics, name: str, **labels: str) -> float:
+    return sum(
+        sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def make_memory(payload: int, slots: int) -> ObjectMemory:
+    stride = StagingPool.stride_of(payload + TRAILER_BYTES)
+    return ObjectMemory(StagingPool(slots * stride, payload + TRAILER_BYTES, prefaulted=False), payload)
+
+
+def make_local(
+    memory: ObjectMemory,
+    objects: int,
+    *,
+    policy: PolicyName = "lru",
+    metrics: CacheMetrics | None = None,
+    on_device: bool = False,
+) -> LocalBackend[Any]:
+    """A local tier for so many objects."""
+    counts = (metrics or CacheMetrics()).tier("device" if on_device else "local")
+    if on_device:
+        return LocalBackend(memory, DeviceShelf(memory, objects, "cpu"), objects, policy, TIMEOUTS, counts)
+    stride = StagingPool.stride_of(memory.object_bytes)
+    backend = open_local(memory, objects * stride, policy, TIMEOUTS, counts)
+    assert isinstance(backend, LocalBackend)
+    return backend
+
+
+def make_disk(
+    memory: ObjectMemory,
+    path: Path,
+    objects: int,
+    *,
+    metrics: CacheMetrics | None = None,
+    timeouts: Timeouts = TIMEOUTS,
+    **options: Any,
+) -> LocalDiskBackend:
+    """A disk tier for so many objects; it may not be open yet."""
+    options = {"policy": "lru", "direct": True, "sync": False, "threads": 2, "retry_s": 0.1, **options}
+    capacity = objects * StagingPool.stride_of(memory.object_bytes)
+    counts = (metrics or CacheMetrics()).tier("disk")
+    return LocalDiskBackend(memory, path, capacity, timeouts=timeouts, metrics=counts, **options)
+
+
+def make_subject(
+    kind: str,
+    payload: int,
+    folder: Path,
+    pool: MooncakeBackend | None,
+    *,
+    objects: int = 64,
+    slots: int = 16,
+    policy: PolicyName = "lru",
+    blocking: bool = True,
+    promote: Promotion = "always",
+) -> Subject:
+    """The backend that `kind` names. `objects`: capacity of each local and disk tier; `slots`: of the memory besides it."""
+    wrappers = re.findall(r"(pipelined|hybrid)\(", kind)
+    names = kind.replace(")", "").split("(")[-1].split("+")
+    metrics = CacheMetrics()
+    if "mooncake" in names:
+        assert pool is not None
+        memory = pool.memory
+    else:
+        memory = make_memory(payload, slots + objects)
+    bases: dict[str, StorageBackend] = {}
+    for name in names:
+        if name == "mooncake":
+            assert pool is not None
+            bases[name] = pool
+        elif name == "disk":
+            bases[name] = make_disk(memory, folder, objects, metrics=metrics, policy=policy)
+        else:
+            bases[name] = make_local(memory, objects, policy=policy, metrics=metrics, on_device=name == "device")
+    backend = bases[names[0]]
+    for wrapper in reversed(wrappers):
+        if wrapper == "pipelined":
+            backend = PipelinedBackend(backend, depth=2)
+        else:
+            last = names[-1]
+            tiers = [Tier(base, metrics.tier(name), blocking or name == last, promote) for name, base in bases.items()]
+            backend = HybridBackend(tiers)
+    try:
+        backend.wait_available(20)
+    except BaseException:
+        backend.close()
+        raise
+    return Subject(backend, bases, metrics)
+
+
+def plant(base: StorageBackend, key: str, damage: Callable[[bytes], bytes], raw_client: Any) -> None:
+    """Replace what a base backend holds under a key by damaged bytes, by raw access; nothing where it holds nothing."""
+    if isinstance(base, MooncakeBackend):
+        if good := raw_client.get(key):
+            assert raw_client.upsert(key, damage(good)) == 0
+        return
+    assert isinstance(base, LocalBackend | LocalDiskBackend)
+    if isinstance(base, LocalDiskBackend):
+        from pd_cache.backends.folder import PAGE, digest_of
+
+        entry = base.index.pin(digest_of(key))
+        if entry is None:
+            return
+        file = base.folder.path_of(entry.resource)
+        raw = file.read_bytes()
+        changed = damage(raw[: base.memory.object_bytes])
+        whole = len(changed) >= base.memory.object_bytes
+        file.write_bytes(changed.ljust(-(-len(changed) // PAGE) * PAGE, b"\0") if whole else changed)
+        base.index.unpin(entry)
+        return
+    held = base.index.pin(key)
+    if held is None:
+        return
+    size = base.memory.object_bytes
+    if isinstance(base._shelf, DeviceShelf):
+        row = base._shelf._slab[held.resource].numpy()  # type: ignore[index]
+        row[:] = list(damage(bytes(row))[:size].ljust(size, b"\0"))
+    else:
+        view = held.resource.slot.view
+        view[:size] = damage(bytes(view[:size]))[:size].ljust(size, b"\0")
+    base.index.unpin(held)
+
+
+def settings_with(settings: NodeSettings, **transfer: Any) -> NodeSettings:
+    return msgspec.structs.replace(settings, transfer=msgspec.structs.replace(settings.transfer, **transfer))

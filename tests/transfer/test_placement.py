@@ -1,0 +1,104 @@
+"""Where objects go and how long they stay, on real pools: each option has its effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+from tests.transfer.test_store import SLOT, fresh, leased, opened, put
+from transfer.errors import Status
+from transfer.settings import Placement
+from transfer.store import MooncakeStore
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def two_segments(make_pool: Callable[..., Pool]) -> Pool:
+    return make_pool().start("master", "store-0", "store-1")
+
+
+def readable(store: MooncakeStore, staging: object, keys: list[str], fill: bytes) -> bool:
+    slots = leased(staging, len(keys))  # type: ignore[arg-type]
+    try:
+        results = store.start_get(keys, slots, timeout=5).results()
+        return all(
+            result.status is Status.OK and bytes(slot.view) == bytes([fill[0] + index]) * SLOT
+            for index, (result, slot) in enumerate(zip(results, slots, strict=True))
+        )
+    finally:
+        for slot in slots:
+            slot.release()
+
+
+def test_two_replicas_lie_on_two_segments_and_survive_the_loss_of_one(two_segments: Pool) -> None:
+    with opened(two_segments, placement=Placement(replicas=2)) as (store, staging):
+        keys = fresh(4)
+        assert put(store, staging, keys, b"r") == [Status.OK] * 4
+        assert (two_segments.used(0), two_segments.used(1)) == (4 * SLOT, 4 * SLOT)
+        two_segments.kill("store-0")
+        wait_for(lambda: readable(store, staging, keys, b"r"), 20, "every key being read from its other copy")
+
+
+def test_one_replica_does_not_survive_the_loss_of_its_segment(two_segments: Pool) -> None:
+    with opened(two_segments, placement=Placement(preferred_segment=two_segments.segment(1))) as (store, staging):
+        keys = fresh(4)
+        assert put(store, staging, keys) == [Status.OK] * 4
+        two_segments.stop("store-1")
+        assert store.batch_exist(keys, timeout=5) == [Status.MISSING] * 4
+
+
+def test_a_preferred_segment_gets_the_bytes_and_any_spreads_them(two_segments: Pool) -> None:
+    for index in (0, 1):
+        with opened(two_segments, placement=Placement(preferred_segment=two_segments.segment(index))) as (
+            store,
+            staging,
+        ):
+            keys = [key for _ in range(5) for key in fresh(8)]
+            for first in range(0, 40, 8):
+                assert put(store, staging, keys[first : first + 8]) == [Status.OK] * 8
+            assert (two_segments.used(index), two_segments.used(1 - index)) == (40 * SLOT, 0)
+            store.remove(keys, timeout=5, force=True)
+    with opened(two_segments, placement=Placement(preferred_segment="any")) as (store, staging):
+        for _ in range(5):
+            put(store, staging, fresh(8))
+        assert two_segments.used(0)
+        assert two_segments.used(1)
+
+
+def test_own_is_the_segment_of_the_hosts_mooncake_client(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(client="host", segment="64MiB").start("master", "store-0", "store-1")
+    with opened(pool) as (store, staging):
+        for _ in range(5):
+            assert put(store, staging, fresh(8)) == [Status.OK] * 8
+        assert (pool.used(0), pool.used(1)) == (40 * SLOT, 0)
+
+
+@pytest.mark.parametrize("pin", ["soft", "hard"])
+def test_a_pinned_object_survives_pressure_that_evicts_the_others(make_pool: Callable[..., Pool], pin: str) -> None:
+    pool = make_pool(segment="16MiB").start()
+    with (
+        opened(pool, slots=1, slot=MIB, placement=Placement(pin=pin)) as (keeper, keepers_staging),  # type: ignore[arg-type]
+        opened(pool, slots=1, slot=MIB) as (store, staging),
+    ):
+
+        def put_one(into: MooncakeStore, memory: object, key: str) -> Status:
+            slot = leased(memory, 1)[0]  # type: ignore[arg-type]
+            try:
+                return into.start_put([key], [slot], [MIB], timeout=5).results()[0]
+            finally:
+                slot.release()
+
+        pinned, plain = fresh(4), fresh(60)
+        assert [put_one(keeper, keepers_staging, key) for key in pinned] == [Status.OK] * 4
+        first = [put_one(store, staging, key) for key in plain[:8]]
+        assert first == [Status.OK] * 8
+        later = [put_one(store, staging, key) for key in plain[8:]]
+        assert set(later) <= {Status.OK, Status.NO_SPACE}
+        assert later.count(Status.OK) > 16, "eviction goes on: more was stored than there is room for"
+        assert store.available, "a full pool is not a pool that is down"
+        assert keeper.batch_exist(pinned, timeout=5) == [Status.OK] * 4
+        assert Status.MISSING in store.batch_exist(plain[:8], timeout=5)

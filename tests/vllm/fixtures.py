@@ -1,0 +1,92 @@
+"""What the tests share: a pool that they may break and mend, a plain vLLM, and a pair of nodes with the connector."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from bench.model import VOCABULARY, write_model
+from tests.support.leaks import no_leaks
+from tests.support.pool import Pool, free_port
+from tests.vllm.servers import PdCacheServer, PlainServer, Reference, cluster_file, running
+
+
+class Pair(NamedTuple):
+    """A stores, B decodes; each in processes of its own."""
+
+    a: PdCacheServer
+    b: PdCacheServer
+
+
+@pytest.fixture(scope="session")
+def vllm_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """A pool that a test may break, if it mends it before it ends."""
+    pool = Pool(tmp_path_factory.mktemp("pool"), client_ttl_s=5)
+    try:
+        yield pool.start()
+    finally:
+        pool.stop()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(vllm_pool: Pool) -> Iterator[None]:
+    """As everywhere, but tests may start the shared pool's nodes anew."""
+    with no_leaks(lambda: [vllm_pool]):
+        yield
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    """What a vLLM without a cache answers."""
+    server = PlainServer(model, tmp_path_factory.mktemp("plain") / "log")
+    try:
+        yield Reference(server)
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def events_port() -> int:
+    """Where A publishes KV events."""
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def pair(
+    model: Path, vllm_pool: Pool, plain: Reference, events_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    """A with vLLM's prefix cache and asynchronous scheduling, B without either. `plain` first: it is always needed."""
+    events = (
+        f'{{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:{events_port}", "topic": "kv"}}'
+    )
+    nodes = {
+        "prefill-0": {"args": {"async-scheduling": True, "kv-events-config": events}},
+        "decode-0": {"args": {"async-scheduling": False, "enable-prefix-caching": False}},
+    }
+    file = cluster_file(tmp_path_factory.mktemp("pair"), vllm_pool, model, nodes)
+    with running(file, *nodes) as (a, b):
+        yield Pair(a, b)
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def new_prompt() -> Callable[[int], list[int]]:
+    """Prompts that no other test has used."""
+    rng = random.Random(f"prompt {next(_numbers)}")
+
+    def make(length: int) -> list[int]:
+        return [rng.randrange(10, VOCABULARY) for _ in range(length)]
+
+    return make

@@ -1,0 +1,279 @@
+"""vLLM servers for tests: started by `pd-cache launch` from a cluster's file, or plain ones to compare with."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from launch.process import spawn_child
+from tests.support.pool import ROOT, Node, Pool, free_port
+
+CHUNK, BLOCK = 64, 32
+MODEL_NAME = "demo"
+
+ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "MC_LOG_LEVEL": "ERROR",
+}
+ARGS: dict[str, Any] = {
+    "max-model-len": 4096,
+    "block-size": BLOCK,
+    "max-num-batched-tokens": 256,
+    "dtype": "float32",
+    "enforce-eager": True,
+    "enable-prompt-tokens-details": True,
+}
+"""Of every server, plain or not: small steps, so that each longer prompt is computed in several."""
+
+_READY_S = 300.0
+
+
+class Answer(NamedTuple):
+    """What a completion request came back with."""
+
+    tokens: list[int]
+    cached: int
+    """Tokens of the prompt that were not computed."""
+    seconds: float
+    kv_transfer_params: dict[str, Any] | None
+
+
+class Server:
+    """An OpenAI-compatible server."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def complete(self, prompt: Sequence[int], max_tokens: int = 6, **options: Any) -> Answer:
+        """Greedy, and always `max_tokens` long."""
+        start = time.monotonic()
+        answer = self._post("/v1/completions", {**self._body(prompt, max_tokens), **options})
+        details = answer["usage"]["prompt_tokens_details"] or {}
+        return Answer(
+            answer["choices"][0]["token_ids"],
+            details.get("cached_tokens") or 0,
+            time.monotonic() - start,
+            answer.get("kv_transfer_params"),
+        )
+
+    def complete_all(self, prompts: Sequence[Sequence[int]], max_tokens: int = 6) -> list[Answer]:
+        """All at once."""
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            return list(threads.map(lambda prompt: self.complete(prompt, max_tokens), prompts))
+
+    def stream(self, prompt: Sequence[int], max_tokens: int = 6) -> Iterator[list[int]]:
+        """The token ids of each event."""
+        request = self._request("/v1/completions", {**self._body(prompt, max_tokens), "stream": True})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            for line in answer:
+                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        yield choice.get("token_ids") or []
+
+    @contextlib.contextmanager
+    def abandoned(self, prompt: Sequence[int], max_tokens: int = 400) -> Iterator[None]:
+        """A request whose client goes away at the end of the block."""
+        host, port = self.url.removeprefix("http://").split(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=60)
+        try:
+            body = json.dumps({**self._body(prompt, max_tokens), "stream": True})
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            yield
+        finally:
+            connection.close()
+
+    def forget_prefixes(self) -> None:
+        """Empty vLLM's own prefix cache."""
+        request = urllib.request.Request(f"{self.url}/reset_prefix_cache", b"", method="POST")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert answer.status == 200
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric over all label sets that have `labels`."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        total = 0.0
+        for line in lines:
+            match = re.fullmatch(r"([^{ ]+)(?:\{(.*)\})? (\S+)", line)
+            if match and match[1] == name:
+                given = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
+                if labels.items() <= given.items():
+                    total += float(match[3])
+        return total
+
+    def troubles(self, op: str, reason: str) -> float:
+        return self.metric("vllm:pd_cache_troubles_total", op=op, reason=reason)
+
+    @property
+    def blocks_in_use(self) -> float:
+        """Share of the KV cache's blocks that somebody holds."""
+        return self.metric("vllm:kv_cache_usage_perc")
+
+    def _body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        return {
+            "model": MODEL_NAME,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+
+    def _request(self, path: str, body: dict[str, Any]) -> urllib.request.Request:
+        return urllib.request.Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            with urllib.request.urlopen(self._request(path, body), timeout=120) as answer:
+                return dict(json.load(answer))
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{error.code}: {error.read().decode()[:2000]}") from None
+
+
+class PdCacheServer(Server):
+    """A prefill or decode node, as `pd-cache launch ROLE` runs it."""
+
+    def __init__(self, role: str, name: str, file: Path) -> None:
+        """Started, but not ready yet."""
+        self.node = Node(role, name, file, wait=False)
+        super().__init__("")
+
+    def wait_ready(self) -> None:
+        self.node.wait_ready(_READY_S)
+        self.url = self.node.address
+
+
+class PlainServer(Server):
+    """`vllm serve` without a connector."""
+
+    def __init__(self, model: Path, log: Path) -> None:
+        port = free_port()
+        super().__init__(f"http://127.0.0.1:{port}")
+        flags = [f"--{key}" if value is True else f"--{key}={value}" for key, value in ARGS.items()]
+        executable = str(Path(sys.executable).with_name("vllm"))
+        command = [executable, "serve", str(model), f"--served-model-name={MODEL_NAME}", f"--port={port}", *flags]
+        with log.open("wb") as output:
+            self.process = spawn_child(
+                command,
+                death_signal=signal.SIGTERM,
+                env={**os.environ, **ENV},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        end = time.monotonic() + _READY_S
+        while True:
+            assert self.process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < end, f"vLLM not ready: {log.read_text()[-3000:]}"
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=2):
+                    break
+            except OSError:
+                time.sleep(0.2)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+class Reference:
+    """A plain vLLM's outputs, each computed once."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self._lock = threading.Lock()
+
+    def tokens(self, prompt: Sequence[int], max_tokens: int = 6) -> list[int]:
+        key = (tuple(prompt), max_tokens)
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = self._server.complete(prompt, max_tokens).tokens
+            return self._known[key]
+
+
+def cluster_file(
+    folder: Path,
+    pool: Pool,
+    model: Path,
+    nodes: dict[str, dict[str, Any]],
+    *,
+    args: dict[str, Any] | None = None,
+    **sections: Any,
+) -> Path:
+    """A file that describes prefill and decode nodes (`prefill-0`, …) over a pool that runs already."""
+    described = [
+        {"name": name, "role": name.split("-")[0], "port": 0, "segment_size": 0, **options}
+        for name, options in nodes.items()
+    ]
+    master = {"name": "master", "role": "master", "port": pool.port, "metrics_port": pool.metrics_port}
+    tree = {
+        "transfer": {"staging_size": "32MiB", "prefault": False, "timeouts": {"get_ms": 4000, "put_ms": 4000}},
+        "cache": {"chunk_size": CHUNK},
+        "engine": {
+            "kind": "vllm",
+            "model": str(model),
+            "name": MODEL_NAME,
+            "args": {**ARGS, **(args or {})},
+            "env": ENV,
+        },
+        "handoff": {"wait_ms": 3000},
+        "supervisor": {"ready_timeout_s": _READY_S, "stop_grace_s": 30},
+        "nodes": [master, *described],
+        **sections,
+    }
+    file = folder / f"cluster-{free_port()}.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+@contextlib.contextmanager
+def running(file: Path, *names: str) -> Iterator[list[PdCacheServer]]:
+    """The named nodes of the file, started at the same time."""
+    servers = [PdCacheServer(name.split("-")[0], name, file) for name in names]
+    try:
+        for server in servers:
+            server.wait_ready()
+        yield servers
+    finally:
+        statuses = [server.node.stop(timeout=60) for server in servers]
+    assert not any(statuses), "".join(line for server in servers for line in server.node.errors[-40:])
+
+
+__all__ = [
+    "BLOCK",
+    "CHUNK",
+    "ROOT",
+    "Answer",
+    "PdCacheServer",
+    "PlainServer",
+    "Reference",
+    "Server",
+    "cluster_file",
+    "running",
+]

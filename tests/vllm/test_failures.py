@@ -1,0 +1,210 @@
+"""The cache may fail in any way: requests are answered, with the right tokens, and every block is given back."""
+
+from __future__ import annotations
+
+import signal
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+from tests.vllm.fixtures import Pair
+from tests.vllm.servers import CHUNK, Reference, Server, cluster_file, running
+
+NewPrompt = Callable[[int], list[int]]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LENGTH = 1000
+WHOLE = LENGTH // CHUNK * CHUNK
+
+
+def all_free(server: Server) -> None:
+    wait_for(lambda: not server.blocks_in_use, 30)
+
+
+def store(server: Server, prompt: list[int]) -> None:
+    server.complete(prompt, 1)
+    all_free(server)
+
+
+@contextmanager
+def stopped(pool: Pool, name: str) -> Iterator[None]:
+    """A node that neither answers nor dies."""
+    pool.nodes[name].send(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        pool.nodes[name].send(signal.SIGCONT)
+
+
+@contextmanager
+def bare_client(pool: Pool) -> Iterator[Any]:
+    """What plants bad data behind pd-cache's back."""
+    from transfer.store import load_mooncake
+
+    client = load_mooncake().MooncakeDistributedStore()
+    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", pool.address) == 0
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def keys_of(pool: Pool) -> set[str]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{pool.metrics_port}/get_all_keys", timeout=10) as answer:
+        return {key for key in answer.read().decode().split() if not key.endswith("/manifest")}
+
+
+def corrupt(pool: Pool, key: str) -> None:
+    """Flip a bit of an object."""
+    with bare_client(pool) as client:
+        value = bytearray(client.get(key))
+        value[len(value) // 2] ^= 1
+        assert client.remove(key, True) == 0
+        assert client.put(key, bytes(value)) == 0
+
+
+def test_a_corrupt_object_is_computed_again_and_never_used(
+    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
+) -> None:
+    prompt = new_prompt(LENGTH)
+    store(pair.a, first_half := prompt[: 8 * CHUNK])
+    before = keys_of(vllm_pool)
+    store(pair.a, prompt)
+    corrupted = sorted(keys_of(vllm_pool) - before)
+    assert len(corrupted) == (WHOLE - len(first_half)) // CHUNK
+    for key in corrupted:
+        corrupt(vllm_pool, key)
+    counted = pair.b.troubles("retrieve", "corrupt")
+    answer = pair.b.complete(prompt)
+    assert answer.tokens == plain.tokens(prompt)
+    assert pair.b.troubles("retrieve", "corrupt") == counted + 1, "the first of them ends the load"
+    all_free(pair.b)
+
+
+def test_a_client_that_goes_away_while_its_prompt_is_loaded(
+    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
+) -> None:
+    prompt = new_prompt(LENGTH)
+    store(pair.a, prompt)
+    with stopped(vllm_pool, "store-0"):
+        with pair.b.abandoned(prompt):
+            wait_for(lambda: pair.b.blocks_in_use)
+        assert pair.b.blocks_in_use, "a transfer may still write to staging: its end is waited for"
+    all_free(pair.b)
+    answer = pair.b.complete(prompt)
+    assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
+
+
+def test_a_client_that_goes_away_while_its_prompt_is_stored(
+    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
+) -> None:
+    prompt = new_prompt(LENGTH)
+    with stopped(vllm_pool, "store-0"):
+        with pair.a.abandoned(prompt):
+            wait_for(lambda: pair.a.blocks_in_use)
+        assert pair.a.complete(other := new_prompt(100)).tokens == plain.tokens(other), "the engine serves on meanwhile"
+    all_free(pair.a)
+    assert pair.a.complete(prompt).tokens == plain.tokens(prompt)
+    all_free(pair.a)
+
+
+def test_the_memory_node_is_killed_between_lookup_and_load(
+    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
+) -> None:
+    prompt = new_prompt(LENGTH)
+    store(pair.a, prompt)
+    hits = pair.b.metric("vllm:pd_cache_tokens_total", op="lookup", outcome="hit")
+    failed = pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve")
+    vllm_pool.kill("store-0")
+    try:
+        # for some seconds the master does not know, and still promises the chunks
+        answer = pair.b.complete(prompt)
+        assert answer.tokens == plain.tokens(prompt)
+        assert answer.seconds < 20
+        assert pair.b.metric("vllm:pd_cache_tokens_total", op="lookup", outcome="hit") == hits + WHOLE
+        assert pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve") > failed
+        all_free(pair.b)
+    finally:
+        vllm_pool.start("store-0")
+
+
+def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_back(
+    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
+) -> None:
+    prompt = new_prompt(LENGTH)
+    usual = pair.b.complete(new_prompt(LENGTH)).seconds
+    vllm_pool.kill("master")
+    try:
+        for server in (pair.a, pair.b):
+            for _ in range(3):
+                other = new_prompt(LENGTH)
+                answer = server.complete(other)
+                assert answer.tokens == plain.tokens(other)
+                # a lookup holds a request up for 50 ms at most, and nothing else does
+                assert answer.seconds < 3 * usual + 2
+            all_free(server)
+        assert pair.b.troubles("lookup", "pool_down") + pair.b.troubles("lookup", "timeout") > 0
+    finally:
+        vllm_pool.start("master")
+
+    def hit() -> bool:
+        pair.a.forget_prefixes()
+        pair.a.complete(prompt, 1)
+        return pair.b.complete(prompt).cached == WHOLE
+
+    wait_for(hit, 90)
+    assert pair.b.complete(prompt).tokens == plain.tokens(prompt)
+
+
+def test_loading_before_the_forward_pass(
+    model: Path, vllm_pool: Pool, plain: Reference, pair: Pair, new_prompt: NewPrompt, tmp_path: Path
+) -> None:
+    """`load: sync`, also where a load fails: what was computed from garbage is neither answered nor stored."""
+    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, connector={"load": "sync"})
+    with running(file, "prefill-0") as (server,):
+        prompt = new_prompt(LENGTH)
+        store(pair.a, prompt)
+        answer = server.complete(prompt)
+        assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
+
+        before = keys_of(vllm_pool)
+        store(pair.a, prompt := new_prompt(8 * CHUNK))
+        bad = keys_of(vllm_pool) - before
+        for key in bad:
+            corrupt(vllm_pool, key)
+        longer = [prompt + new_prompt(300) for _ in range(3)]
+        answers = server.complete_all(longer)
+        assert [answer.tokens for answer in answers] == [plain.tokens(one) for one in longer]
+        assert server.troubles("retrieve", "corrupt") >= 1
+        all_free(server)
+
+    # what was stored behind the bad chunks is good: with those replaced, another node takes all of it
+    with bare_client(vllm_pool) as client:
+        assert not any(client.remove(key, True) for key in bad)
+    store(pair.a, prompt)
+    for one in longer:
+        answer = pair.b.complete(one)
+        assert (answer.cached, answer.tokens) == (len(one) // CHUNK * CHUNK, plain.tokens(one))
+
+
+def test_preemption_under_a_tiny_kv_cache(
+    model: Path, vllm_pool: Pool, plain: Reference, new_prompt: NewPrompt, tmp_path: Path
+) -> None:
+    """28 blocks of 32 tokens for eight requests of 200 and 120 more: most are preempted, some while they are stored."""
+    args = {"num-gpu-blocks-override": 28, "max-model-len": 800}
+    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, args=args, connector={"store_generated": True})
+    with running(file, "prefill-0") as (server,):
+        prompts = [new_prompt(200) for _ in range(8)]
+        for _ in range(2):
+            answers = server.complete_all(prompts, 120)
+            assert [answer.tokens for answer in answers] == [plain.tokens(prompt, 120) for prompt in prompts]
+            all_free(server)
+        assert server.metric("vllm:num_preemptions_total") > 0
+        assert server.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded") > 0

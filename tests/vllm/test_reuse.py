@@ -1,0 +1,190 @@
+"""What one vLLM computed, another need not: right tokens, and exactly the whole chunks from the pool."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import zmq
+
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+from tests.vllm.fixtures import Pair
+from tests.vllm.servers import CHUNK, Reference
+
+NewPrompt = Callable[[int], list[int]]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def whole_chunks(tokens: int) -> int:
+    return tokens // CHUNK * CHUNK
+
+
+def stored(pair: Pair, prompt: list[int]) -> None:
+    """Have A compute a prompt, and wait until its chunks are in the pool."""
+    before = pair.a.metric("vllm:pd_cache_tokens_total", op="store", outcome="stored")
+    pair.a.complete(prompt, 1)
+    wait_for(lambda: not pair.a.blocks_in_use)
+    after = pair.a.metric("vllm:pd_cache_tokens_total", op="store", outcome="stored")
+    assert after - before == whole_chunks(len(prompt))
+
+
+def test_what_a_stores_b_takes_from_the_pool(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
+    prompt = new_prompt(1000)
+    first = pair.a.complete(prompt)
+    assert (first.cached, first.tokens) == (0, plain.tokens(prompt))
+    wait_for(lambda: not pair.a.blocks_in_use)
+    lookups = pair.b.metric("vllm:pd_cache_ops_total", op="lookup")
+    second = pair.b.complete(prompt)
+    assert second.cached == whole_chunks(1000)
+    assert second.tokens == plain.tokens(prompt)
+    assert pair.b.metric("vllm:pd_cache_ops_total", op="lookup") == lookups + 1, (
+        "asked for once, however many steps it took"
+    )
+
+
+def test_a_full_hit_leaves_one_token_to_compute(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
+    prompt = new_prompt(8 * CHUNK)
+    stored(pair, prompt)
+    answer = pair.b.complete(prompt)
+    assert answer.cached == 8 * CHUNK - 1
+    assert answer.tokens == plain.tokens(prompt)
+
+
+def test_a_producer_reuses_what_the_pool_has_and_computes_the_tail(
+    pair: Pair, plain: Reference, new_prompt: NewPrompt
+) -> None:
+    prefix = new_prompt(500)
+    stored(pair, prefix)
+    pair.a.forget_prefixes()
+    prompt = prefix + new_prompt(300)
+    answer = pair.a.complete(prompt)
+    assert answer.cached == whole_chunks(500)
+    assert answer.tokens == plain.tokens(prompt)
+
+
+def test_what_the_engine_holds_itself_is_not_loaded_again(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
+    prompt = new_prompt(1000)
+    stored(pair, prompt)
+    pair.a.forget_prefixes()
+    # vLLM's own cache has one block more than three chunks: a chunk is loaded in part
+    pair.a.complete(prompt[: 3 * CHUNK + CHUNK // 2 + 1], 1)
+    loaded = pair.a.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
+    answer = pair.a.complete(prompt)
+    assert answer.cached == whole_chunks(1000)
+    assert answer.tokens == plain.tokens(prompt)
+    again = pair.a.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded") - loaded
+    assert again == whole_chunks(1000) - 3 * CHUNK
+
+
+def test_chunks_of_a_long_prompt_are_stored_while_it_is_computed(
+    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
+) -> None:
+    """Steps have 256 tokens here: four chunks are complete after the first of sixteen."""
+
+    def keys() -> int:
+        with urllib.request.urlopen(f"http://127.0.0.1:{vllm_pool.metrics_port}/get_all_keys", timeout=10) as answer:
+            return len(answer.read().splitlines())
+
+    prompt = new_prompt(4000)
+    before = keys()
+    with pair.a.abandoned(prompt, 40):
+        wait_for(lambda: keys() > before)
+        early = keys() - before
+    assert 0 < early < 4000 // CHUNK
+    wait_for(lambda: not pair.a.blocks_in_use)
+    stored_so_far = pair.b.complete(prompt).cached
+    assert 0 < stored_so_far <= whole_chunks(4000)
+    assert pair.a.complete(prompt).tokens == plain.tokens(prompt)
+    wait_for(lambda: not pair.a.blocks_in_use)
+    answer = pair.b.complete(prompt)
+    assert answer.cached == whole_chunks(4000)
+    assert answer.tokens == plain.tokens(prompt)
+
+
+def test_sixteen_requests_at_once_with_prefixes_in_common(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
+    shared = new_prompt(600)
+    prompts = [shared[: 200 + 25 * index] + new_prompt(150) for index in range(16)]
+    for server in (pair.a, pair.b):
+        answers = server.complete_all(prompts)
+        assert [answer.tokens for answer in answers] == [plain.tokens(prompt) for prompt in prompts]
+        wait_for(lambda server=server: not server.blocks_in_use)
+    again = pair.b.complete_all(prompts)
+    assert [answer.tokens for answer in again] == [plain.tokens(prompt) for prompt in prompts]
+    assert [answer.cached for answer in again] == [whole_chunks(len(prompt)) for prompt in prompts]
+
+
+def test_tenants_of_different_salt_share_nothing(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
+    prompt = new_prompt(400)
+    pair.a.complete(prompt, cache_salt="one")
+    wait_for(lambda: not pair.a.blocks_in_use)
+    for salt, cached in (("two", 0), ("one", whole_chunks(400))):
+        answer = pair.b.complete(prompt, cache_salt=salt)
+        assert (answer.cached, answer.tokens) == (cached, plain.tokens(prompt))
+    assert pair.b.complete(prompt).cached == 0
+
+
+def test_the_prefill_node_tells_what_it_stores_and_the_decode_node_waits_for_it(
+    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
+) -> None:
+    prompt = new_prompt(700)
+    remote = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+    handed = pair.a.complete(prompt, 1, kv_transfer_params=remote).kv_transfer_params
+    assert handed is not None
+    ours = handed["pd_cache"]
+    assert ours["prefix_tokens"] == whole_chunks(700)
+    assert ours["prefill"] == {"cached_tokens": 0, "computed_tokens": 700}
+    before = pair.b.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
+    assert pair.b.complete(prompt, kv_transfer_params=handed).tokens == plain.tokens(prompt)
+    after = pair.b.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
+    assert after - before == whole_chunks(700)
+
+    # announced, but never stored: the decode node waits until its deadline, and computes
+    start = time.monotonic()
+    answer = pair.b.complete(other := new_prompt(700), kv_transfer_params=handed)
+    assert answer.tokens == plain.tokens(other)
+    assert time.monotonic() - start > 2.9
+    # stored in another namespace: no use to wait
+    foreign = {**handed, "pd_cache": {**ours, "namespace": "0123456789abcdef"}}
+    assert pair.b.complete(other := new_prompt(700), kv_transfer_params=foreign).tokens == plain.tokens(other)
+    assert pair.b.troubles("lookup", "other_namespace") >= 1
+
+
+def test_statistics_reach_vllms_prometheus(pair: Pair, new_prompt: NewPrompt) -> None:
+    prompt = new_prompt(6 * CHUNK + 5)
+    stored(pair, prompt)
+    before = {op: pair.b.metric("vllm:pd_cache_bytes_total", op=op) for op in ("retrieve",)}
+    pair.b.complete(prompt)
+    tokens = 6 * CHUNK
+    per_token = 4 * 2 * 4 * 32 * 4  # layers, K and V, KV heads, head dimension, bytes of a float32
+    assert pair.b.metric("vllm:pd_cache_bytes_total", op="retrieve") - before["retrieve"] == tokens * per_token
+    for op in ("lookup", "retrieve"):
+        assert pair.b.metric("vllm:pd_cache_ops_total", op=op) > 0
+        assert pair.b.metric("vllm:pd_cache_op_seconds_total", op=op) > 0
+    assert pair.a.metric("vllm:pd_cache_op_seconds_total", op="store") > 0
+    assert pair.b.metric("vllm:external_prefix_cache_hits_total") > 0
+
+
+def test_kv_events_tell_which_chunks_were_stored(pair: Pair, new_prompt: NewPrompt, events_port: int) -> None:
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+        subscriber.connect(f"tcp://127.0.0.1:{events_port}")
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        subscriber.setsockopt(zmq.RCVTIMEO, 20_000)
+        told: list[int] = []
+        # the subscription needs a moment to be known: later prompts are heard of, if the first is not
+        while not told:
+            prompt = new_prompt(3 * CHUNK + 1)
+            pair.a.complete(prompt, 1)
+            wait_for(lambda: not pair.a.blocks_in_use)
+            if not subscriber.poll(2000):
+                continue
+            while subscriber.poll(500):
+                _, _, payload = subscriber.recv_multipart()
+                for event in msgspec.msgpack.decode(payload)[1]:
+                    if event["type"] == "BlockStored" and event["medium"] == "STORAGE":
+                        told += event["token_ids"]
+        assert told == prompt[: 3 * CHUNK]

@@ -1,0 +1,177 @@
+"""Parts of the connector that need vLLM's types, but no engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cache.engine import Stored
+from pd_cache.errors import ConfigError
+from pd_cache.layout import KVLayout, PageKind
+from pd_cache.metrics import CacheMetrics
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
+
+CONFIG = """
+transfer: {staging_size: 32MiB}
+engine: {kind: vllm, model: /models/llama, args: {block-size: 32}}
+nodes:
+  - {name: master, role: master}
+  - {name: prefill-0, role: prefill, port: 1, segment_size: 64MiB}
+  - {name: prefill-1, role: prefill, port: 2, args: {tensor-parallel-size: 4}}
+  - {name: decode-0, role: decode, port: 3, args: {tensor_parallel_size: 6}}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def layout(kind: PageKind = PageKind.HEADS_FIRST, heads: int = 8) -> KVLayout:
+    return KVLayout(kind=kind, layers=2, blocks=4, block_size=32, pieces=heads, piece_bytes=64, dtype="bfloat16")
+
+
+def test_the_node_is_named_or_the_only_one_of_its_role(file: Path) -> None:
+    from pd_cache.vllm.settings import read_settings
+
+    named = read_settings({"config_file": str(file), "node": "prefill-0"}, "kv_both")
+    assert named.node.segment_size == 64 << 20
+    assert named.node.cache.hash_mode == "blocks"
+    assert named.shards == 12, "the least common multiple of 1, 4 and 6"
+    assert read_settings({"config_file": str(file)}, "kv_consumer").node.segment_size == 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({}, "missing required field `config_file`"),
+        ({"config_file": "FILE", "nod": "x"}, "unknown field `nod`"),
+        ({"config_file": "FILE", "node": "prefill-7"}, "there are: prefill-0, prefill-1, decode-0"),
+        ({"config_file": "FILE"}, "say which this is"),
+        ({"config_file": "/nowhere.yaml"}, "/nowhere.yaml: cannot be read"),
+    ],
+)
+def test_a_bad_extra_config_is_refused_in_words(extra: dict[str, Any], message: str, file: Path) -> None:
+    from pd_cache.vllm.settings import read_settings
+
+    given = {key: value.replace("FILE", str(file)) for key, value in extra.items()}
+    with pytest.raises(ConfigError, match=message):
+        read_settings(given, "kv_producer")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "shards", "expected"),
+    [
+        (1, 1, 0, [(range(1), True)]),
+        (1, 1, 4, [(range(4), True)]),
+        (2, 1, 0, [(range(1), True), (range(1, 2), True)]),
+        (2, 1, 4, [(range(2), True), (range(2, 4), True)]),
+        (4, 2, 4, [(range(2), True), (range(2), False), (range(2, 4), True), (range(2, 4), False)]),
+    ],
+)
+def test_each_rank_holds_its_shards_and_of_replicas_the_first_stores(
+    ranks: int, replicas: int, shards: int, expected: list[tuple[range, bool]]
+) -> None:
+    from pd_cache.vllm.model import place_of
+
+    places = [
+        place_of("m", layout(), "llama", rank=rank, ranks=ranks, replicas=replicas, shards=shards)
+        for rank in range(ranks)
+    ]
+    assert [(place.metadata.shards, place.stores) for place in places] == expected
+
+
+def test_latents_are_stored_once_whatever_the_size() -> None:
+    from pd_cache.vllm.model import place_of
+
+    mla = layout(PageKind.MLA, heads=1)
+    places = [place_of("m", mla, "deepseek", rank=rank, ranks=4, replicas=4, shards=8) for rank in range(4)]
+    assert [place.stores for place in places] == [True, False, False, False]
+    assert {place.metadata for place in places} == {
+        place_of("m", mla, "deepseek", rank=0, ranks=1, replicas=1, shards=0).metadata
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "shards", "message"),
+    [
+        (PageKind.HEADS_LAST, 1, 2, "LBHNC"),
+        (PageKind.KV_OUTER, 2, 4, "cannot be cut"),
+        (PageKind.HEADS_FIRST, 3, 4, "common multiple"),
+        (PageKind.HEADS_FIRST, 1, 3, "8 KV heads cannot be cut into 3"),
+    ],
+)
+def test_sizes_that_cannot_share_are_refused(kind: PageKind, ranks: int, shards: int, message: str) -> None:
+    from pd_cache.vllm.model import UnsupportedModelError, place_of
+
+    with pytest.raises(UnsupportedModelError, match=message):
+        place_of("m", layout(kind), "llama", rank=0, ranks=ranks, replicas=1, shards=shards)
+
+
+def test_reports_of_ranks_add_up() -> None:
+    from pd_cache.vllm.messages import WorkerReport
+
+    one = WorkerReport({1: (1, [Stored.NEW, Stored.NEW]), 2: (1, [Stored.NEW])}, {"a"})
+    two = WorkerReport({1: (1, [Stored.BEFORE, Stored.NOT])}, {"b"})
+    both = one.aggregate(two)
+    assert both.jobs == {1: (2, [Stored.NEW, Stored.NOT]), 2: (1, [Stored.NEW])}
+    assert both.failed_loads == {"a", "b"}
+
+
+def test_statistics_are_what_was_added_since() -> None:
+    from pd_cache.vllm.stats import CacheStatsSource
+
+    metrics = CacheMetrics()
+    source = CacheStatsSource(metrics)
+    assert source.take() is None
+    metrics.trouble("store", "queue_full", 2)
+    with metrics.timed("lookup"):
+        metrics.tokens("lookup", "hit", 512)
+    first = source.take()
+    assert first is not None
+    assert first.data["troubles|store|queue_full"] == 2
+    assert first.data["tokens|lookup|hit"] == 512
+    assert first.data["op_seconds_count|lookup"] == 1
+    assert source.take() is None
+    metrics.trouble("store", "queue_full")
+    second = source.take()
+    assert second is not None
+    assert second.data == {"troubles|store|queue_full": 1}
+    assert first.aggregate(second).reduce()["store queue_full"] == 3
+
+
+def test_another_vllm_is_a_warning_and_another_interface_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from pd_cache.vllm.compat import TESTED, IncompatibleVllmError, check_version
+
+    check_version(TESTED[0] + "+cpu", KVConnectorBase_V1)
+    assert not caplog.records
+    check_version("0.33.1", KVConnectorBase_V1)
+    assert "tested with vLLM 0.32.0; this is 0.33.1" in caplog.text
+    with pytest.raises(
+        IncompatibleVllmError, match=r"vLLM 0\.8\.0 has another connector interface.*bind_kv_cache_manager"
+    ):
+        check_version("0.8.0", object)
+
+
+def test_block_hashes_with_a_random_seed_are_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from pd_cache.vllm.connector import with_hash_seed
+    from pd_cache.vllm.settings import read_settings
+
+    settings = read_settings({"config_file": str(file), "node": "decode-0"}, "kv_consumer")
+    vllm_config: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="xxhash"))
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ConfigError, match="draws a random seed in every process"):
+        with_hash_seed(settings, vllm_config)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    seeded = with_hash_seed(settings, vllm_config).node.cache.hash_seed
+    vllm_config.cache_config.prefix_caching_hash_algo = "sha256"
+    assert seeded != with_hash_seed(settings, vllm_config).node.cache.hash_seed
