@@ -93,20 +93,6 @@ def up(file: Path) -> None:
 
 
 @main.command()
-@click.option("-c", "--config", "file", type=_FILE, required=True, help="The cluster's YAML file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
-def status(file: Path, as_json: bool) -> None:
-    """Show who is in the cluster, who answers and who differs; exits with 1 unless all is well."""
-    from launch.status import cluster_status, print_status
-
-    config, _ = read_config(file)
-    found = cluster_status(config)
-    print_status(found, as_json=as_json)
-    if not found.well:
-        raise SystemExit(1)
-
-
-@main.command()
 @click.option("-c", "--config", "file", type=_FILE, help="Another file than configs/local.yaml.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
 def demo(file: Path | None, as_json: bool) -> None:
@@ -114,6 +100,34 @@ def demo(file: Path | None, as_json: bool) -> None:
     from launch.demo import run_demo
 
     if not run_demo(file or default_config("local.yaml"), as_json=as_json):
+        raise SystemExit(1)
+
+
+@main.command()
+@click.option("-c", "--config", "file", type=_FILE, required=True, help="The cluster's YAML file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
+@click.option("--watch", is_flag=True, help="Show the table every two seconds until Ctrl-C.")
+def status(file: Path, as_json: bool, watch: bool) -> None:
+    """Who is in the cluster, and what each is doing: roles, up since, hit rate, bytes by tier, in flight, errors by reason.
+
+    Exits with 1 unless everybody answers and nobody's chunks differ from the others'.
+    """
+    from rich.console import Console
+
+    from launch import status as shown
+    from launch.up import running_copy
+
+    copy = running_copy(file)  # where `up` runs the file, its ports are known
+    config, _ = read_config(copy if copy.exists() else file)
+    if watch:
+        shown.watch(config)
+        return
+    found = shown.cluster_status(config)
+    if as_json:
+        click.echo(shown.as_json(found))
+    else:
+        Console().print(shown.status_table(found))
+    if not found.well:
         raise SystemExit(1)
 
 
@@ -136,7 +150,9 @@ def config_check(file: Path, file_only: bool) -> None:
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
-@click.argument("name", type=click.Choice(("engine", "host_mode", "lookup", "proxy", "routing", "tiers", "ttft")))
+@click.argument(
+    "name", type=click.Choice(("engine", "host_mode", "lookup", "proxy", "routing", "server", "tiers", "ttft"))
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(name: str, arguments: Sequence[str]) -> None:
     """Measure against the raw thing in the same run; each bench has a --help of its own."""

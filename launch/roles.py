@@ -14,15 +14,16 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch.discovery import Member, find_master
 from launch.errors import RoleError
 from launch.process import spawn_child
 from launch.signals import stop_on_signals
 from pd_cache.config import (
+    CacheServerNode,
     ClusterConfig,
     DecodeNode,
-    EngineNode,
     EtcdDiscovery,
     MasterNode,
     Node,
@@ -37,6 +38,11 @@ from pd_cache.errors import ConfigError
 from transfer.environment import host_environment, split_master
 from transfer.errors import PoolUnavailableError
 from transfer.host import WAITS_FOR
+
+if TYPE_CHECKING:
+    import torch
+
+    from launch.engines.reference import KVCache
 
 Ready = Callable[[str], None]
 """Called once, with the node's URL (or an empty string), as soon as it can be used."""
@@ -58,6 +64,8 @@ def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
             config = find_master(config, config.supervisor.ready_timeout_s)
             if isinstance(node, StoreNode):
                 run_store(config, node, announce, member)
+            elif isinstance(node, CacheServerNode):
+                run_cache_server(config, node, announce, member)
             else:
                 run_engine(config, node, announce, member)
 
@@ -133,9 +141,9 @@ def client_command(config: ClusterConfig, node: StoreNode) -> list[str]:
 
     Its segment is named by the address that it listens at, so that whoever knows the one knows the other.
     """
-    engines = sum(isinstance(other, EngineNode) and other.host == node.host for other in config.nodes)
+    clients = sum(other.host == node.host for other in config.caching_nodes())
     # each can have its transfers under way in both directions, two control calls and a ping
-    threads = node.threads or max(4, engines * (2 * config.transfer.threads + 3))
+    threads = node.threads or max(4, clients * (2 * config.transfer.threads + 3))
     master, _ = split_master(config.master_address)
     return [
         _mooncake("mooncake_client"),
@@ -230,8 +238,44 @@ def _run_segment(config: ClusterConfig, node: StoreNode, ready: Ready, member: M
                 member.leave()  # before Mooncake's close(), which holds the GIL for longer than a lease may last
 
 
+def run_cache_server(config: ClusterConfig, node: CacheServerNode, ready: Ready, member: Member) -> None:
+    """Hold the cache of this host's engines until told to stop."""
+    from prometheus_client import ProcessCollector, start_http_server
+
+    from pd_cache.metrics import CacheMetrics
+    from pd_cache.server.app import CacheServer
+
+    # threads that copy and threads that answer share one interpreter: a lookup does not wait 5 ms for its turn
+    sys.setswitchinterval(0.0005)
+    metrics = CacheMetrics()
+    ProcessCollector(registry=metrics.registry)
+    with stop_on_signals() as stop:
+        try:
+            scraped, thread = start_http_server(node.metrics_port, node.host, metrics.registry)
+        except OSError as error:
+            raise RoleError(f"port {node.metrics_port} of {node.host}: {error.strerror}") from None
+        try:
+            server = CacheServer(
+                NodeSettings.of(config, node),
+                node,
+                config.server_url(node),
+                metrics=metrics,
+                lease_s=config.lease_ttl_ms / 1000,
+            )
+            try:
+                ready(server.url)
+                stop.wait()
+            finally:
+                member.leave()
+                server.close()
+        finally:
+            scraped.shutdown()
+            scraped.server_close()
+            thread.join()
+
+
 def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready, member: Member) -> None:
-    """Serve the model, with a cache engine over the pool."""
+    """Serve the model, with a cache engine over the pool, or over the host's cache server."""
     if isinstance(config.engine, VllmEngineConfig):
         from launch.engines.vllm import serve_vllm
 
@@ -242,20 +286,30 @@ def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Rea
 
 def run_reference_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready, member: Member) -> None:
     """Serve with the engine that ships with pd-cache, in this process."""
-    from prometheus_client import CollectorRegistry
+    from prometheus_client import CollectorRegistry, ProcessCollector
 
     from launch.engines.reference import serve
-    from pd_cache.engine import CacheEngine, CacheEngineBuilder
+    from pd_cache.engine import CacheEngineBuilder
     from pd_cache.layout import KVLayout
     from pd_cache.metrics import CacheMetrics
+    from pd_cache.server.remote import RemoteCache
     from pd_cache.tokens import CacheMetadata
 
     assert isinstance(config.engine, ReferenceEngineConfig)  # the file's checks saw to it
     settings = NodeSettings.of(config, node)
     registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
 
-    def open_cache(metadata: CacheMetadata, layout: KVLayout) -> CacheEngine:
+    remote: list[RemoteCache] = []
+
+    def open_cache(metadata: CacheMetadata, layout: KVLayout, kv_caches: dict[str, torch.Tensor]) -> KVCache:
         metrics = CacheMetrics(registry)
+        server = config.node(node.cache_server) if node.cache_server else None
+        if isinstance(server, CacheServerNode):
+            url, chunk_size = config.server_url(server), config.cache.chunk_size
+            remote.append(RemoteCache(url, metadata, kv_caches, layout, chunk_size, metrics=metrics))
+            member.namespace = metadata.namespace(config.cache)
+            return remote[0]
         try:
             cache = CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=metrics)
         except ValueError as error:  # the one thing that the file cannot know: how large a chunk of this model is
@@ -281,6 +335,8 @@ def run_reference_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, 
             )
         finally:
             CacheEngineBuilder.destroy(node.name)
+            for cache in remote:
+                cache.close()
 
 
 def run_proxy_node(config: ClusterConfig, node: ProxyNode, ready: Ready) -> None:

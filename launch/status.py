@@ -1,102 +1,299 @@
-"""`pd-cache status`: who is in the cluster, who answers, and who will never share a hit with the others."""
+"""`pd-cache status`: the nodes that discovery finds and what each is doing, asked of each, in one table.
+
+Cache servers on this machine are asked over their own connection, all others for `/health` and `/metrics`. A node that does not
+answer is a row that says so. Beside the rows stands what no node knows alone: whether discovery answers, and which nodes will
+never share a hit with the others.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import time
 import urllib.error
+import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from datetime import datetime
 
 import msgspec
-from rich.console import Console
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from launch.discovery import Namespaced, NodeRecord, differences, open_directory
+from launch.discovery import Directory, Namespaced, NodeRecord, View, differences, open_directory
+from launch.topology import is_local
 from pd_cache.config import ClusterConfig
+from pd_cache.errors import PdCacheError
 
 _SYNC_S = 5.0
-_ASK_S = 2.0
+_TIMEOUT_S = 2.0
 _AT_A_TIME = 16
-_MAX_ANSWER = 64 << 10
+_LARGEST_ANSWER = 16 << 20
+_VLLM = "vllm:"
+"""Before the names of metrics, ours included, that vLLM gives out."""
+_IN_FLIGHT = (
+    "pd_cache_reference_queue_length",
+    "pd_cache_reference_running",
+    "pd_cache_proxy_requests_running",
+    "num_requests_running",
+    "num_requests_waiting",
+)
+_NOT_ASKED = "not asked"
 
 
-class NodeStatus(NamedTuple):
-    """One node."""
+class NodeStatus(msgspec.Struct, kw_only=True):
+    """One row."""
 
     record: NodeRecord
     """As registered, or as the file says, completed by what the node says itself."""
-    state: str
-    """`well`, why it is not, or `not asked` where it speaks no HTTP."""
-    difference: str
+    state: str = "up"
+    """`up`, `degraded` (it answers, but not all of it works), `not asked`, or why nothing is known."""
+    difference: str = ""
     """In what its namespace differs from that of most; empty where it does not."""
+    up_since: float | None = None
+    """Seconds since 1970."""
+    hit_rate: float | None = None
+    """Tokens found of those asked for, since the start."""
+    bytes_by_tier: dict[str, float] = {}
+    in_flight: int | None = None
+    errors: dict[str, float] = {}
+    """By operation and reason, since the start."""
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def well(self) -> bool:
+        """Whether nothing is known against it."""
+        return (self.state == "up" or self.state.startswith(_NOT_ASKED)) and not self.difference
 
 
-class ClusterStatus(NamedTuple):
+class ClusterStatus(msgspec.Struct, frozen=True):
     """The cluster at one moment."""
 
     source: str
-    """Where the list of nodes is from."""
+    """Where the list of nodes is from, and whether that still answers."""
     nodes: list[NodeStatus]
 
     @property
     def well(self) -> bool:
         """Whether everybody answers and nobody differs."""
-        return all(node.state in ("well", "not asked") and not node.difference for node in self.nodes)
+        return all(node.well for node in self.nodes)
+
+
+Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
 def cluster_status(config: ClusterConfig) -> ClusterStatus:
-    """Ask discovery, then each node. Takes a few seconds at most where something is away."""
+    """Ask discovery, then every node, all at the same time; each has a few seconds to answer."""
     with open_directory(config) as directory:
-        synced = directory.wait_synced(_SYNC_S)
-        view = directory.view()
-    kind = config.discovery.__struct_config__.tag
-    source = str(kind) if synced else f"{kind}, which does not answer: these are the nodes of the file"
-    with ThreadPoolExecutor(_AT_A_TIME) as threads:
-        asked = list(threads.map(_ask, view.nodes))
-    differing = differences(record for record, _ in asked)
-    return ClusterStatus(source, [NodeStatus(record, state, differing.get(record.name, "")) for record, state in asked])
+        directory.wait_synced(_SYNC_S)
+        return _look(config, directory)
 
 
-def print_status(status: ClusterStatus, *, as_json: bool) -> None:
-    """A table, or one JSON object."""
-    if as_json:
-        nodes = [{**msgspec.to_builtins(n.record), "state": n.state, "difference": n.difference} for n in status.nodes]
-        print(msgspec.json.encode({"discovery": status.source, "well": status.well, "nodes": nodes}).decode())
-        return
-    console = Console()
-    console.print(f"discovery: {status.source}")
-    table = Table("name", "role", "address", "state", "model", "version", "namespace")
-    for node in status.nodes:
-        record = node.record
-        table.add_row(
-            record.name,
-            record.role,
-            record.address,
-            node.state,
-            record.model or "",
-            record.version,
-            record.fingerprint or "",
-        )
-    console.print(table)
-    for node in status.nodes:
-        if node.difference:
-            console.print(f"[yellow]{node.record.name}: {node.difference}[/]")
+def _look(config: ClusterConfig, directory: Directory) -> ClusterStatus:
+    synced, view = directory.wait_synced(0), directory.view()
+    with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-status") as threads:
+        rows = list(threads.map(_ask, view.nodes))
+    differing = differences(row.record for row in rows)
+    for row in rows:
+        row.difference = differing.get(row.name, "")
+        if row.name in view.doubted:
+            row.state += "; not registered again since discovery was away"
+    return ClusterStatus(_source(config, view, synced), rows)
 
 
-def _ask(record: NodeRecord) -> tuple[NodeRecord, str]:
-    if not record.address.startswith("http"):
-        return record, "not asked"
+def _source(config: ClusterConfig, view: View, synced: bool) -> str:
+    kind = str(config.discovery.__struct_config__.tag)
+    if not synced:
+        return f"{kind}, which does not answer: these are the nodes of the file"
+    if view.stale_since is not None:
+        silent = time.monotonic() - view.stale_since
+        return f"{kind}, which has not answered for {silent:.0f} s: these are the nodes that were there before"
+    return kind
+
+
+def _ask(record: NodeRecord) -> NodeStatus:
+    row = NodeStatus(record=record)
     try:
-        with urllib.request.urlopen(f"{record.address}/health", timeout=_ASK_S) as answer:
-            body = answer.read(_MAX_ANSWER)
+        if record.role == "store":
+            row.state = f"{_NOT_ASKED}: it takes no questions; its memory shows in the master's row"
+        elif record.role == "master":
+            _ask_master(row)
+        elif record.role == "cache-server":
+            _ask_server(row)
+        elif record.address.startswith("http"):
+            _ask_http(record.address, row)
+        else:
+            row.state = _NOT_ASKED
+    except (OSError, urllib.error.URLError) as error:
+        row.state = f"no answer: {getattr(error, 'reason', error)}"
+    except (PdCacheError, ValueError) as error:
+        row.state = f"no answer: {error}"
+    return row
+
+
+def _ask_server(row: NodeStatus) -> None:
+    address, metrics = row.record.address, row.record.metrics
+    if (
+        metrics is not None
+        and address.startswith("ipc://")
+        and not is_local(urllib.parse.urlsplit(metrics).hostname or "")
+    ):
+        _read_cache(_samples(_get(metrics, "/metrics")), row)
+        return
+    if address.endswith(":0"):
+        raise ValueError("its address depends on a port that is 0 in this file, chosen by `up`")
+
+    from pd_cache.server.client import CacheClient
+    from pd_cache.server.messages import StatusQuery, StatusReport
+
+    client = CacheClient(address, None, kind="observer", connect_timeout_s=_TIMEOUT_S)
+    try:
+        report = client.ask(StatusQuery(), _TIMEOUT_S)
+    finally:
+        client.close()
+    assert isinstance(report, StatusReport)
+    _read_cache(_samples(report.metrics), row)
+    row.state = "up" if report.available or not report.workers else "degraded: its pool does not answer"
+    row.up_since, row.in_flight = report.up_since, report.in_flight
+
+
+def _ask_master(row: NodeStatus) -> None:
+    if row.record.metrics is None:
+        row.state = f"{_NOT_ASKED}: it does not tell where its metrics are"
+        return
+    samples = _samples(_get(row.record.metrics, "/metrics"))
+    row.bytes_by_tier = {"mooncake": _total(samples, "master_allocated_bytes")}
+    refused = _total(samples, "master_put_start_alloc_failures_total")
+    row.errors = {"store.no_space": refused} if refused else {}
+
+
+def _ask_http(address: str, row: NodeStatus) -> None:
+    with _refusals(row, "/health", worst=500):
+        _read_health(_get(address, "/health"), row)
+    samples: Samples = {}
+    with _refusals(row, "/metrics", worst=400):
+        samples = _samples(_get(address, "/metrics"))
+    _read_cache(samples, row)
+    under_way = [name for name in _IN_FLIGHT if name in samples]
+    row.in_flight = int(sum(_total(samples, name) for name in under_way)) if under_way else None
+
+
+@contextlib.contextmanager
+def _refusals(row: NodeStatus, path: str, worst: int) -> Iterator[None]:
+    """A node that answers with a status of at least `worst` is up, but degraded."""
+    try:
+        yield
     except urllib.error.HTTPError as error:
         with error:
-            return record, f"status {error.code}" if error.code >= 500 else "well"
-    except (OSError, ValueError) as error:
-        return record, f"no answer: {getattr(error, 'reason', error)}"
-    if record.fingerprint is None:
+            if error.code >= worst:
+                row.state = f"degraded: {path} answers {error.code}"
+
+
+def _read_health(body: str, row: NodeStatus) -> None:
+    """The namespace, where the node registered without one."""
+    if row.record.fingerprint is None:
         with contextlib.suppress(msgspec.DecodeError, RecursionError):
             told = msgspec.json.decode(body, type=Namespaced)
-            record = msgspec.structs.replace(record, fingerprint=told.fingerprint, namespace=told.namespace)
-    return record, "well"
+            row.record = msgspec.structs.replace(row.record, fingerprint=told.fingerprint, namespace=told.namespace)
+
+
+def _read_cache(samples: Samples, row: NodeStatus) -> None:
+    """What `CacheMetrics` and prometheus_client's process collector tell."""
+    tokens = {
+        labels.get("outcome"): value
+        for labels, value in samples.get("pd_cache_tokens_total", ())
+        if labels.get("op") == "lookup"
+    }
+    if tokens.get("requested"):
+        row.hit_rate = tokens.get("hit", 0.0) / tokens["requested"]
+    row.bytes_by_tier = {
+        labels["tier"]: value for labels, value in samples.get("pd_cache_tier_bytes", ()) if "tier" in labels
+    }
+    row.errors = {
+        f"{labels.get('op') or labels.get('hop')}.{labels.get('reason')}": value
+        for name in ("pd_cache_troubles_total", "pd_cache_proxy_hop_failures_total")
+        for labels, value in samples.get(name, ())
+        if value and labels.get("reason") != "missing"
+    }
+    started = samples.get("process_start_time_seconds")
+    row.up_since = started[0][1] if started else None
+
+
+def _get(address: str, path: str) -> str:
+    if address.endswith(":0"):
+        raise ValueError("its port is 0 in this file, chosen by `up`")
+    with urllib.request.urlopen(f"{address}{path}", timeout=_TIMEOUT_S) as answer:
+        return str(answer.read(_LARGEST_ANSWER).decode(errors="replace"))
+
+
+def _samples(text: str) -> Samples:
+    found: Samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name.removeprefix(_VLLM), []).append((sample.labels, sample.value))
+    return found
+
+
+def _total(samples: Samples, name: str) -> float:
+    return sum(value for _, value in samples.get(name, ()))
+
+
+# --- showing it ------------------------------------------------------------------------------------------------------
+
+
+def status_table(status: ClusterStatus) -> Group:
+    """The cluster for people."""
+    table = Table()
+    for column in ("node", "role"):
+        table.add_column(column, no_wrap=True)
+    for column in ("state", "up since", "hit rate", "bytes by tier", "in flight", "errors by reason"):
+        table.add_column(column)
+    for row in status.nodes:
+        table.add_row(
+            row.name,
+            row.record.role,
+            escape(row.state),
+            "" if row.up_since is None else f"{datetime.fromtimestamp(row.up_since):%Y-%m-%d %H:%M:%S}",
+            "" if row.hit_rate is None else f"{row.hit_rate:.1%}",
+            escape("\n".join(f"{tier} {_bytes(value)}" for tier, value in row.bytes_by_tier.items())),
+            "" if row.in_flight is None else str(row.in_flight),
+            escape("\n".join(f"{reason} {count:.0f}" for reason, count in row.errors.items())),
+        )
+    differing = [Text(f"{row.name}: {row.difference}", "yellow") for row in status.nodes if row.difference]
+    return Group(Text(f"discovery: {status.source}"), table, *differing)
+
+
+def watch(config: ClusterConfig, interval: float = 2.0) -> None:
+    """Show the table, again and again, until Ctrl-C. Discovery is followed meanwhile: an outage shows as one."""
+    try:
+        with open_directory(config) as directory, Live(console=Console(), auto_refresh=False) as live:
+            directory.wait_synced(_SYNC_S)
+            while True:
+                live.update(status_table(_look(config, directory)), refresh=True)
+                time.sleep(interval)
+    except KeyboardInterrupt:
+        return
+
+
+def as_json(status: ClusterStatus) -> str:
+    """The cluster for scripts: one JSON object; a node's record and its row in one."""
+    nodes = []
+    for row in status.nodes:
+        shown = msgspec.to_builtins(row)
+        nodes.append({**shown.pop("record"), **shown})
+    return msgspec.json.encode({"discovery": status.source, "well": status.well, "nodes": nodes}).decode()
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError

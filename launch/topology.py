@@ -141,7 +141,7 @@ def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
 def _shares_memory(config: ClusterConfig, node: Node) -> bool:
     """Whether the node's process has to know the address of its host's `mooncake_client` from the file."""
     transfer = config.transfer
-    return transfer.client == "host" and not transfer.client_address and node.role in ("prefill", "decode")
+    return transfer.client == "host" and not transfer.client_address and node in config.caching_nodes()
 
 
 def _model_problems(config: ClusterConfig, chosen: set[str]) -> Iterator[Problem]:

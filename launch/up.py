@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,10 +14,10 @@ from pathlib import Path
 
 from launch.supervisor import Program, StopEvent, Supervisor, to_stderr
 from launch.topology import check_machine, choose_ports, local_nodes
-from pd_cache.config import ROLES, ClusterConfig, Node, Source, dump_config
+from pd_cache.config import ROLES, ClusterConfig, Node, Source, dump_config, runtime_folder
 from pd_cache.errors import ConfigError
 
-_STARTED_TOGETHER = (("master",), ("store",), ("prefill", "decode"), ("proxy",))
+_STARTED_TOGETHER = (("master",), ("store",), ("cache-server",), ("prefill", "decode"), ("proxy",))
 assert tuple(role for group in _STARTED_TOGETHER for role in group) == ROLES
 
 
@@ -58,11 +61,31 @@ def running(
     with tempfile.TemporaryDirectory(prefix="pd-cache-") as folder:
         file = Path(folder) / source.file.name
         file.write_text(dump_config(resolved), encoding="utf-8")
-        with Supervisor(resolved.supervisor, sink=sink) as supervisor:
+        with _noted(source.file, file), Supervisor(resolved.supervisor, sink=sink) as supervisor:
             supervisor.start(
                 [[_program(node, file) for node in mine if node.role in roles] for roles in _STARTED_TOGETHER], stop
             )
             yield Cluster(resolved, supervisor)
+
+
+def running_copy(file: Path) -> Path:
+    """Where `up` leaves a copy of a file in which every port is chosen, for as long as it runs."""
+    digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]
+    return runtime_folder() / f"up-{digest}.yaml"
+
+
+@contextmanager
+def _noted(file: Path, resolved: Path) -> Iterator[None]:
+    copy = running_copy(file)
+    copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    ours = copy.parent.stat().st_uid == os.getuid()  # else `status` is told the ports by hand
+    if ours:
+        shutil.copyfile(resolved, copy)
+    try:
+        yield
+    finally:
+        if ours:
+            copy.unlink(missing_ok=True)
 
 
 def _program(node: Node, file: Path) -> Program:

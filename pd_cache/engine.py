@@ -52,18 +52,180 @@ class Stored(enum.IntEnum):
         return Stored.NOT if Stored.NOT in known else max(known)
 
 
-class _Object(NamedTuple):
-    """One shard of a wanted chunk: where its tokens lie, and what moves them."""
-
-    chunk: ChunkSlots
-    copier: PagedCopier
-
-
-class _Request(NamedTuple):
-    """A checked call: the objects that are wanted, chunk by chunk and in each shard by shard."""
+class ChunkRun(NamedTuple):
+    """Chunks of a prompt: the keys of their objects, where their tokens lie in a paged cache, and what moves them."""
 
     keys: list[str]
-    objects: list[_Object]
+    """Chunk by chunk, and in each shard by shard."""
+    chunks: list[ChunkSlots]
+    copiers: list[PagedCopier]
+    """One for each shard."""
+
+    def gather(self, index: int, payload: torch.Tensor) -> Completion:
+        """Begin to copy the tokens of the object with the key of this index into `payload`."""
+        chunk, shard = divmod(index, len(self.copiers))
+        return self.copiers[shard].gather(self.chunks[chunk], payload)
+
+    def scatter(self, index: int, payload: torch.Tensor) -> Completion:
+        """Begin to copy the object with the key of this index to where its tokens belong."""
+        chunk, shard = divmod(index, len(self.copiers))
+        return self.copiers[shard].scatter(self.chunks[chunk], payload)
+
+
+class ChunkMover:
+    """Moves runs of chunks between paged caches and a backend, in overlapping steps. Thread-safe.
+
+    The backend stays its owner's. What it cannot do is counted and never raises; what a copier raises goes to the caller,
+    with all memory given back.
+    """
+
+    def __init__(self, backend: StorageBackend, database: ChunkedTokenDatabase, metrics: CacheMetrics) -> None:
+        self.backend = backend
+        self.metrics = metrics
+        self._database = database
+        self._annotated = False
+        self._closed = False
+        self._active = 0
+        self._idle = threading.Condition()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def store(self, run: ChunkRun, timeout: float | None = None) -> list[Stored]:
+        """Store the objects that the backend lacks; what became of each. `timeout` (s) bounds each transfer."""
+        outcomes = [Stored.NOT] * len(run.keys)
+        self.metrics.tokens("store", "requested", self._tokens(run, len(run.keys)))
+        with self._moving() as may_move, self.metrics.timed("store"):
+            if not run.keys or not may_move:
+                return outcomes
+            statuses = self.backend.batched_wants(run.keys, timeout=timeout)
+            self.metrics.outages("store", statuses)
+            missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
+            for index, status in enumerate(statuses):
+                if status is Status.OK:
+                    outcomes[index] = Stored.BEFORE
+            for index, status in zip(missing, self._put(run, missing, timeout), strict=False):
+                if status is Status.OK:
+                    outcomes[index] = Stored.NEW
+            stored = outcomes.count(Stored.NEW)
+            if stored:
+                self._annotate(timeout)
+        self.metrics.moved("store", stored * self.backend.payload_bytes)
+        self.metrics.tokens("store", "stored", self._tokens(run, stored))
+        return outcomes
+
+    def load(self, run: ChunkRun, timeout: float | None = None) -> int:
+        """Load chunks in order until the first that is missing; how many were loaded. `timeout` (s) bounds the whole."""
+        self.metrics.tokens("retrieve", "requested", self._tokens(run, len(run.keys)))
+        with self._moving() as may_move, self.metrics.timed("retrieve"):
+            if not run.keys or not may_move:
+                return 0
+            objects = self._get(run, timeout)
+        loaded = objects // len(run.copiers)
+        self.metrics.moved("retrieve", objects * self.backend.payload_bytes)
+        self.metrics.tokens("retrieve", "loaded", loaded * self._database.chunk_size)
+        return loaded
+
+    def close(self, timeout: float) -> bool:
+        """Begin nothing more, and wait up to `timeout` seconds for what moves. False if it was closed before."""
+        with self._idle:
+            if self._closed:
+                return False
+            self._closed = True
+            if not self._idle.wait_for(lambda: not self._active, timeout):
+                log.warning("%d cache operations outlived close()", self._active)
+            return True
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _tokens(self, run: ChunkRun, objects: int) -> int:
+        """How many tokens so many objects of a run stand for."""
+        return objects * self._database.chunk_size // len(run.copiers)
+
+    @contextlib.contextmanager
+    def _moving(self) -> Iterator[bool]:
+        """Keep `close` waiting while bytes move; False where it is closed already."""
+        with self._idle:
+            may_move = not self._closed
+            self._active += may_move
+        try:
+            yield may_move
+        finally:
+            with self._idle:
+                self._active -= may_move
+                self._idle.notify_all()
+
+    def _put(self, run: ChunkRun, missing: list[int], timeout: float | None) -> list[Status]:
+        """One status for each of the `missing`, in order; fewer where there was no memory for the last ones."""
+        outcomes: list[PutOutcome] = []
+        done = 0
+        while done < len(missing):
+            # one chunk first: it is on its way while the others are gathered
+            indices = missing[done : done + (self.backend.batch_size if done else 1)]
+            staged = self._gather(run, indices, timeout)
+            if not staged:
+                self.metrics.trouble("store", "no_staging", len(missing) - done)
+                break
+            keys = [run.keys[index] for index in indices[: len(staged)]]
+            outcomes.append(self.backend.batched_put(keys, staged, timeout=timeout))
+            done += len(staged)
+        statuses = [status for outcome in outcomes for status in outcome.results()]
+        self.metrics.outages("store", statuses)
+        return statuses
+
+    def _gather(self, run: ChunkRun, indices: list[int], timeout: float | None) -> list[Staged]:
+        """Stage objects of `indices`, from the first, as far as there is memory; none only if none came free in time.
+
+        Only the first waits for memory: two stores that hold some can never wait for each other.
+        """
+        staged: list[Staged] = []
+        copies: list[Completion] = []
+        try:
+            for index in indices:
+                memory = self.backend.stage(timeout=0.0 if staged else timeout)
+                if memory is None:
+                    break
+                staged.append(memory)
+                copies.append(run.gather(index, torch.frombuffer(memory.payload, dtype=torch.uint8)))
+            for copy in copies:
+                copy.wait()
+        except BaseException:
+            for copy in copies:  # the memory may still be written to
+                copy.wait()
+            for memory in staged:
+                memory.release()
+            raise
+        return staged
+
+    def _get(self, run: ChunkRun, timeout: float | None) -> int:
+        """Scatter objects in order until the first that is missing; how many were loaded."""
+        loaded = 0
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with contextlib.closing(self.backend.batched_get(run.keys, timeout=timeout)) as fetches:
+            for index, fetched in zip(range(len(run.keys)), fetches, strict=True):
+                try:
+                    if self._closed:
+                        break
+                    if deadline is not None and time.monotonic() > deadline:
+                        self.metrics.trouble("retrieve", "deadline", len(run.keys) - loaded)
+                        break
+                    if fetched.payload is None:
+                        self.metrics.trouble("retrieve", fetched.reason)
+                        break
+                    # waited for at once: the transfers behind this chunk run ahead meanwhile, and a reader that holds
+                    # no memory while it waits for the next chunk can never keep another from going on
+                    run.scatter(index, torch.frombuffer(fetched.payload, dtype=torch.uint8)).wait()
+                    loaded += 1
+                finally:
+                    fetched.release()
+        return loaded
+
+    def _annotate(self, timeout: float | None) -> None:
+        """Leave the namespace's manifest beside its chunks, once."""
+        if not self._annotated:
+            key, manifest = self._database.manifest_key, self._database.namespace.manifest()
+            self._annotated = self.backend.annotate(key, manifest, timeout=timeout) is Status.OK
 
 
 class CacheEngine:
@@ -92,13 +254,10 @@ class CacheEngine:
         self.metrics = metrics or CacheMetrics()
         self.database = ChunkedTokenDatabase(metadata.namespace(settings.cache))
         self.backend = backend
+        self.mover = ChunkMover(backend, self.database, self.metrics)
         self._shard_layout = layout.shard(metadata.held)
         self._copiers: OrderedDict[tuple[object, ...], list[PagedCopier]] = OrderedDict()
         self._lock = threading.Lock()
-        self._annotated = False
-        self._closed = False
-        self._active = 0
-        self._idle = threading.Condition(self._lock)
 
     @property
     def namespace(self) -> Namespace:
@@ -113,7 +272,7 @@ class CacheEngine:
     @property
     def available(self) -> bool:
         """False while the pool is known to be down: lookups are then misses and stores are dropped, at once."""
-        return not self._closed and self.backend.available
+        return not self.mover.closed and self.backend.available
 
     def wait_available(self, timeout: float) -> None:
         """Wait for the pool; PoolUnavailableError after `timeout` seconds. Serving engines have no need to."""
@@ -135,12 +294,16 @@ class CacheEngine:
         `held` tokens, from the start, are at hand already: whole chunks of them are not asked for and count as found.
         Asks once, with one request for all keys; `timeout` (s) bounds it.
         """
-        if self._closed:
+        return self.lookup_named(self.database.name_chunks(tokens, hashes, extra_keys), held=held, timeout=timeout)
+
+    def lookup_named(self, names: Sequence[bytes], *, held: int = 0, timeout: float | None = None) -> int:
+        """As `lookup`, for a prompt whose chunks are named already."""
+        if self.mover.closed:
             return 0
         exists = PrefixLookup(
             self.database, lambda keys: self.backend.batched_contains(keys, timeout=timeout), self.metrics
         )
-        return exists.find(tokens, hashes, held, extra_keys)
+        return exists.find_named(names, held)
 
     def store(
         self,
@@ -162,9 +325,9 @@ class CacheEngine:
         What the pool refuses is counted, not raised. ValueError for arguments that do not fit, before anything moved.
         """
         names, length = self._named(tokens, hashes, extra_keys)
-        first = self._unwanted(mask, length)
-        outcomes = self._store(self._plan(names, length, first, kv_caches, slot_mapping), timeout)
-        return self._tokens(outcomes.count(Stored.NEW))
+        first = unwanted_prefix(mask, length, self.chunk_size)
+        outcomes = self.mover.store(self._plan(names, length, first, kv_caches, slot_mapping), timeout)
+        return outcomes.count(Stored.NEW) * self.chunk_size // self.metadata.held
 
     def store_chunks(
         self, names: Sequence[bytes], *, kv_caches: KVCaches, slot_mapping: torch.Tensor, timeout: float | None = None
@@ -173,8 +336,8 @@ class CacheEngine:
 
         slot_mapping: int [chunks * chunk_size].
         """
-        request = self._plan(names, len(names) * self.chunk_size, 0, kv_caches, slot_mapping)
-        outcomes = self._store(request, timeout)
+        run = self._plan(names, len(names) * self.chunk_size, 0, kv_caches, slot_mapping)
+        outcomes = self.mover.store(run, timeout)
         held = self.metadata.held
         return [Stored.together(outcomes[start : start + held]) for start in range(0, len(outcomes), held)]
 
@@ -197,8 +360,9 @@ class CacheEngine:
         Slots of wanted tokens that come back False may have been overwritten; all other slots are untouched.
         """
         names, length = self._named(tokens, hashes, extra_keys)
-        first = self._unwanted(mask, length)
-        loaded = self._retrieve(self._plan(names, length, first, kv_caches, slot_mapping, may_leave_out=True), timeout)
+        first = unwanted_prefix(mask, length, self.chunk_size)
+        run = self._plan(names, length, first, kv_caches, slot_mapping, may_leave_out=True)
+        loaded = self.mover.load(run, timeout)
         result = torch.zeros(length, dtype=torch.bool)
         result[first : first + loaded * self.chunk_size] = True
         return result
@@ -208,16 +372,14 @@ class CacheEngine:
     ) -> int:
         """As `retrieve`, for chunks that were named already; how many of them, from the first, lie in the buffer now."""
         length = len(names) * self.chunk_size
-        return self._retrieve(self._plan(names, length, 0, kv_caches, slot_mapping, may_leave_out=True), timeout)
+        run = self._plan(names, length, 0, kv_caches, slot_mapping, may_leave_out=True)
+        return self.mover.load(run, timeout)
 
     def close(self) -> None:
         """Wait for what moves, at most `transfer.timeouts.close_ms`; close the backend, let go of the KV tensors. Idempotent."""
-        with self._idle:
-            if self._closed:
-                return
-            self._closed = True
-            if not self._idle.wait_for(lambda: not self._active, self.settings.transfer.timeouts.close_ms / 1000):
-                log.warning("%d cache operations outlived close()", self._active)
+        if not self.mover.close(self.settings.transfer.timeouts.close_ms / 1000):
+            return
+        with self._lock:
             copiers = [copier for shards in self._copiers.values() for copier in shards]
             self._copiers.clear()
         for copier in copiers:  # before the backend: the staging memory is page-locked until that closes
@@ -225,125 +387,6 @@ class CacheEngine:
         self.backend.close()
 
     # --- inside --------------------------------------------------------------------------------------------------
-
-    def _tokens(self, objects: int) -> int:
-        """How many tokens so many of this rank's objects stand for."""
-        return objects * self.chunk_size // self.metadata.held
-
-    @contextlib.contextmanager
-    def _moving(self) -> Iterator[bool]:
-        """Keep `close` waiting while bytes move; False where the engine is closed already."""
-        with self._lock:
-            may_move = not self._closed
-            self._active += may_move
-        try:
-            yield may_move
-        finally:
-            with self._idle:
-                self._active -= may_move
-                self._idle.notify_all()
-
-    def _store(self, request: _Request, timeout: float | None) -> list[Stored]:
-        """What became of each object."""
-        outcomes = [Stored.NOT] * len(request.keys)
-        self.metrics.tokens("store", "requested", self._tokens(len(request.keys)))
-        with self._moving() as may_move, self.metrics.timed("store"):
-            if not request.keys or not may_move:
-                return outcomes
-            statuses = self.backend.batched_wants(request.keys, timeout=timeout)
-            self.metrics.outages("store", statuses)
-            missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
-            for index, status in enumerate(statuses):
-                if status is Status.OK:
-                    outcomes[index] = Stored.BEFORE
-            for index, status in zip(missing, self._put(request, missing, timeout), strict=False):
-                if status is Status.OK:
-                    outcomes[index] = Stored.NEW
-            stored = outcomes.count(Stored.NEW)
-            if stored:
-                self._annotate(timeout)
-        self.metrics.moved("store", stored * self.backend.payload_bytes)
-        self.metrics.tokens("store", "stored", self._tokens(stored))
-        return outcomes
-
-    def _retrieve(self, request: _Request, timeout: float | None) -> int:
-        """How many chunks were loaded, from the first."""
-        self.metrics.tokens("retrieve", "requested", self._tokens(len(request.keys)))
-        with self._moving() as may_move, self.metrics.timed("retrieve"):
-            if not request.keys or not may_move:
-                return 0
-            objects = self._get(request, timeout)
-        loaded = objects // self.metadata.held
-        self.metrics.moved("retrieve", objects * self.backend.payload_bytes)
-        self.metrics.tokens("retrieve", "loaded", loaded * self.chunk_size)
-        return loaded
-
-    def _put(self, request: _Request, missing: list[int], timeout: float | None) -> list[Status]:
-        """One status for each of the `missing`, in order; fewer where there was no memory for the last ones."""
-        outcomes: list[PutOutcome] = []
-        done = 0
-        while done < len(missing):
-            # one chunk first: it is on its way while the others are gathered
-            indices = missing[done : done + (self.backend.batch_size if done else 1)]
-            staged = self._gather(request, indices, timeout)
-            if not staged:
-                self.metrics.trouble("store", "no_staging", len(missing) - done)
-                break
-            keys = [request.keys[index] for index in indices[: len(staged)]]
-            outcomes.append(self.backend.batched_put(keys, staged, timeout=timeout))
-            done += len(staged)
-        statuses = [status for outcome in outcomes for status in outcome.results()]
-        self.metrics.outages("store", statuses)
-        return statuses
-
-    def _gather(self, request: _Request, indices: list[int], timeout: float | None) -> list[Staged]:
-        """Stage chunks of `indices`, from the first, as far as there is memory; none only if none came free in time.
-
-        Only the first waits for memory: two stores that hold some can never wait for each other.
-        """
-        staged: list[Staged] = []
-        copies: list[Completion] = []
-        try:
-            for index in indices:
-                memory = self.backend.stage(timeout=0.0 if staged else timeout)
-                if memory is None:
-                    break
-                staged.append(memory)
-                payload = torch.frombuffer(memory.payload, dtype=torch.uint8)
-                wanted = request.objects[index]
-                copies.append(wanted.copier.gather(wanted.chunk, payload))
-            for copy in copies:
-                copy.wait()
-        except BaseException:
-            for copy in copies:  # the memory may still be written to
-                copy.wait()
-            for memory in staged:
-                memory.release()
-            raise
-        return staged
-
-    def _get(self, request: _Request, timeout: float | None) -> int:
-        """Scatter objects in order until the first that is missing; how many were loaded."""
-        loaded = 0
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with contextlib.closing(self.backend.batched_get(request.keys, timeout=timeout)) as fetches:
-            for (chunk, copier), fetched in zip(request.objects, fetches, strict=True):
-                try:
-                    if self._closed:
-                        break
-                    if deadline is not None and time.monotonic() > deadline:
-                        self.metrics.trouble("retrieve", "deadline", len(request.keys) - loaded)
-                        break
-                    if fetched.payload is None:
-                        self.metrics.trouble("retrieve", fetched.reason)
-                        break
-                    # waited for at once: the transfers behind this chunk run ahead meanwhile, and a reader that holds
-                    # no memory while it waits for the next chunk can never keep another from going on
-                    copier.scatter(chunk, torch.frombuffer(fetched.payload, dtype=torch.uint8)).wait()
-                    loaded += 1
-                finally:
-                    fetched.release()
-        return loaded
 
     def _named(
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None, extra_keys: Iterable[ExtraKey]
@@ -361,32 +404,14 @@ class CacheEngine:
         slot_mapping: torch.Tensor,
         *,
         may_leave_out: bool = False,
-    ) -> _Request:
-        """The objects of the chunks from token `first` on, checked."""
-        if not isinstance(slot_mapping, torch.Tensor) or tuple(slot_mapping.shape) != (length,):
-            shape = tuple(slot_mapping.shape) if isinstance(slot_mapping, torch.Tensor) else type(slot_mapping).__name__
-            raise ValueError(f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {shape}")
+    ) -> ChunkRun:
+        """The chunks from token `first` on, checked."""
+        check_slot_mapping(slot_mapping, length)
         copiers = self._copiers_of(kv_caches)
         end = len(names) * self.chunk_size
         wanted = slot_mapping[min(first, end) : end]
         chunks = plan_slots(wanted, self.layout, self.chunk_size, may_leave_out=may_leave_out)
-        keys = self.database.keys(names[first // self.chunk_size :], self.metadata.shards)
-        return _Request(keys, [_Object(chunk, copier) for chunk in chunks for copier in copiers])
-
-    def _unwanted(self, mask: Mask | None, length: int) -> int:
-        """Length of the mask's False prefix."""
-        if mask is None:
-            return 0
-        wanted = mask if isinstance(mask, torch.Tensor) else torch.tensor(list(mask), dtype=torch.bool)
-        if wanted.dtype != torch.bool or tuple(wanted.shape) != (length,):
-            raise ValueError(f"mask must be {length} booleans, got {tuple(wanted.shape)} {wanted.dtype}")
-        first = length - int(wanted.sum())
-        if bool(wanted[:first].any()) or first % self.chunk_size:
-            raise ValueError(
-                f"mask must be a False prefix of a whole number of chunks of {self.chunk_size} tokens, then True; "
-                f"got {first} False of {length}"
-            )
-        return first
+        return ChunkRun(self.database.keys(names[first // self.chunk_size :], self.metadata.shards), chunks, copiers)
 
     def _copiers_of(self, kv_caches: KVCaches) -> list[PagedCopier]:
         """One for each shard that this rank holds."""
@@ -406,7 +431,7 @@ class CacheEngine:
                 raise ValueError(f"these KV tensors are {found}, but the engine was built for {self.layout}")
             shards = shard_tensors(tensors, self.metadata.held)
             copiers = [open_copier(views, self._shard_layout) for views in shards]
-            if self._closed:
+            if self.mover.closed:
                 return copiers
             self._copiers[place] = copiers
             if len(self._copiers) > _COPIERS:
@@ -414,12 +439,28 @@ class CacheEngine:
                     copier.close()
             return copiers
 
-    def _annotate(self, timeout: float | None) -> None:
-        """Leave the namespace's manifest beside its chunks, once."""
-        if not self._annotated:
-            namespace = self.database.namespace
-            status = self.backend.annotate(self.database.manifest_key, namespace.manifest(), timeout=timeout)
-            self._annotated = status is Status.OK
+
+def unwanted_prefix(mask: Mask | None, length: int, chunk_size: int) -> int:
+    """How many tokens from the first the mask of a prompt of `length` leaves out. ValueError for any other shape of mask."""
+    if mask is None:
+        return 0
+    wanted = mask if isinstance(mask, torch.Tensor) else torch.tensor(list(mask), dtype=torch.bool)
+    if wanted.dtype != torch.bool or tuple(wanted.shape) != (length,):
+        raise ValueError(f"mask must be {length} booleans, got {tuple(wanted.shape)} {wanted.dtype}")
+    first = length - int(wanted.sum())
+    if bool(wanted[:first].any()) or first % chunk_size:
+        raise ValueError(
+            f"mask must be a False prefix of a whole number of chunks of {chunk_size} tokens, then True; "
+            f"got {first} False of {length}"
+        )
+    return first
+
+
+def check_slot_mapping(slot_mapping: torch.Tensor, length: int) -> None:
+    """ValueError unless it is a tensor of one slot for each of a prompt's `length` tokens."""
+    if not isinstance(slot_mapping, torch.Tensor) or tuple(slot_mapping.shape) != (length,):
+        shape = tuple(slot_mapping.shape) if isinstance(slot_mapping, torch.Tensor) else type(slot_mapping).__name__
+        raise ValueError(f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {shape}")
 
 
 class CacheEngineBuilder:

@@ -92,6 +92,44 @@ def _tensor_bytes(tokens: Any) -> bytes:
     return bytes(narrow.astype("<i4", copy=False).tobytes())
 
 
+def root(extra_keys: Iterable[ExtraKey] = ()) -> bytes:
+    """`H_{-1}`: what keeps requests of different isolation apart. Each part is tagged and length-prefixed, so that
+    ("ab", "c") and ("a", "bc") differ, and so do "1" and 1."""
+    digest = hashlib.sha256(b"pd-cache root")
+    for part in extra_keys:
+        if isinstance(part, bool) or not isinstance(part, (str, bytes, int)):
+            raise ValueError(f"extra_keys must be str, bytes or int, got {type(part).__name__}")
+        raw = part if isinstance(part, bytes) else str(part).encode()
+        digest.update(f"{type(part).__name__}:{len(raw)}:".encode())
+        digest.update(raw)
+    return digest.digest()[:HASH_BYTES]
+
+
+def hash_tokens(tokens: Tokens, chunk_size: int, extra_keys: Iterable[ExtraKey] = ()) -> list[bytes]:
+    """The chained hash of each whole chunk of `tokens`."""
+    raw = memoryview(token_bytes(tokens))
+    step = chunk_size * 4
+    previous = root(extra_keys)
+    sha256, hashes = hashlib.sha256, []
+    for start in range(0, len(raw) - step + 1, step):
+        digest = sha256(previous)
+        digest.update(raw[start : start + step])
+        previous = digest.digest()[:HASH_BYTES]
+        hashes.append(previous)
+    return hashes
+
+
+def stride_hashes(block_hashes: Sequence[bytes], blocks_per_chunk: int) -> list[bytes]:
+    """Of an engine's chained block hashes, that of each chunk's last block; nothing is hashed twice.
+
+    Kept whole where the engine's hashes are short, else folded to 16 bytes by truncation.
+    """
+    hashes = list(block_hashes[blocks_per_chunk - 1 :: blocks_per_chunk])
+    if any(not isinstance(value, bytes) or len(value) < 8 for value in hashes):
+        raise ValueError("block hashes must be bytes, at least 8 of them each")
+    return [value[:HASH_BYTES] for value in hashes]
+
+
 class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """What a serving engine says about its model and its place in it; with `CacheConfig` it makes the namespace."""
 
@@ -147,7 +185,7 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
             page_bytes=self.page_bytes,
             chunk_size=cache.chunk_size,
             shards=self.world_size * self.held,
-            hash_mode="blocks" if cache.hash_mode == "blocks" else "tokens",
+            hash_mode=cache.named_by,
             hash_seed=cache.hash_seed,
         )
 
@@ -170,16 +208,8 @@ class ChunkedTokenDatabase:
         return f"{self._prefix}/manifest"
 
     def root(self, extra_keys: Iterable[ExtraKey] = ()) -> bytes:
-        """`H_{-1}`: what keeps requests of different isolation apart. Each part is tagged and length-prefixed, so that
-        ("ab", "c") and ("a", "bc") differ, and so do "1" and 1."""
-        digest = hashlib.sha256(b"pd-cache root")
-        for part in extra_keys:
-            if isinstance(part, bool) or not isinstance(part, (str, bytes, int)):
-                raise ValueError(f"extra_keys must be str, bytes or int, got {type(part).__name__}")
-            raw = part if isinstance(part, bytes) else str(part).encode()
-            digest.update(f"{type(part).__name__}:{len(raw)}:".encode())
-            digest.update(raw)
-        return digest.digest()[:HASH_BYTES]
+        """As the function `root`."""
+        return root(extra_keys)
 
     def name_chunks(
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None, extra_keys: Iterable[ExtraKey] = ()
@@ -196,30 +226,14 @@ class ChunkedTokenDatabase:
         raise ValueError("exactly one of tokens and block hashes must be given")
 
     def hash_tokens(self, tokens: Tokens, extra_keys: Iterable[ExtraKey] = ()) -> list[bytes]:
-        """Token mode: the chained hash of each whole chunk of `tokens`."""
+        """Token mode: as the function `hash_tokens`."""
         self._expect("tokens")
-        raw = memoryview(token_bytes(tokens))
-        step = self.chunk_size * 4
-        previous = self.root(extra_keys)
-        sha256, hashes = hashlib.sha256, []
-        for start in range(0, len(raw) - step + 1, step):
-            digest = sha256(previous)
-            digest.update(raw[start : start + step])
-            previous = digest.digest()[:HASH_BYTES]
-            hashes.append(previous)
-        return hashes
+        return hash_tokens(tokens, self.chunk_size, extra_keys)
 
     def stride_hashes(self, block_hashes: Sequence[bytes]) -> list[bytes]:
-        """Hash mode: a chunk's hash is the hash of its last block, which is chained already; nothing is hashed twice.
-
-        Kept whole where the engine's hashes are short, else folded to 16 bytes by truncation.
-        """
+        """Hash mode: as the function `stride_hashes`."""
         self._expect("blocks")
-        step = self.blocks_per_chunk
-        hashes = list(block_hashes[step - 1 :: step])
-        if any(not isinstance(value, bytes) or len(value) < 8 for value in hashes):
-            raise ValueError("block hashes must be bytes, at least 8 of them each")
-        return [value[:HASH_BYTES] for value in hashes]
+        return stride_hashes(block_hashes, self.blocks_per_chunk)
 
     def keys(self, hashes: Iterable[bytes], shards: Iterable[int] = (0,)) -> list[str]:
         """The pool's keys of some shards, chunk by chunk: the keys of one chunk stand together."""

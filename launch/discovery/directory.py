@@ -13,6 +13,7 @@ import pd_cache
 from launch.discovery.membership import View
 from launch.discovery.record import Capacity, NodeRecord, describe_namespace
 from pd_cache.config import (
+    CacheServerNode,
     ClusterConfig,
     EngineNode,
     EtcdDiscovery,
@@ -131,13 +132,14 @@ def describe_node(config: ClusterConfig, node: Node, address: str, namespace: Na
             capacity = Capacity(kv_tokens=tokens, max_running=config.engine.max_running)
         else:
             model = config.engine.name or config.engine.model
-    if node.role not in ("master", "proxy"):
-        capacity = msgspec.structs.replace(capacity, segment_bytes=config.segment_size(node))
+    capacity = msgspec.structs.replace(capacity, segment_bytes=config.segment_size(node))
     return NodeRecord(
         name=node.name,
         role=node.role,
         address=address,
         instance=uuid.uuid4().hex,
+        metrics=f"http://{node.host}:{node.metrics_port}" if isinstance(node, MasterNode | CacheServerNode) else None,
+        lease_ttl_ms=node.lease_ttl_ms if isinstance(node, MasterNode) else 0,
         model=model,
         capacity=capacity,
         version=pd_cache.__version__,
@@ -151,8 +153,14 @@ def file_records(config: ClusterConfig) -> list[NodeRecord]:
     for node in config.nodes:
         scheme = "http://" if node.role in ("prefill", "decode", "proxy") else ""
         address = f"{scheme}{node.host}:{getattr(node, 'port', 0)}"
+        if isinstance(node, CacheServerNode) and _url_known(config, node):
+            address = config.server_url(node)
         records.append(msgspec.structs.replace(describe_node(config, node, address), instance=""))
     return records
+
+
+def _url_known(config: ClusterConfig, node: CacheServerNode) -> bool:
+    return bool(node.url or isinstance(config.discovery, EtcdDiscovery) or config.master.port)
 
 
 def find_master(config: ClusterConfig, timeout_s: float) -> ClusterConfig:
@@ -170,9 +178,10 @@ def find_master(config: ClusterConfig, timeout_s: float) -> ClusterConfig:
             for record in directory.view().by_role("master"):
                 host, _, port = record.address.rpartition(":")
                 others = tuple(node for node in config.nodes if node.role != "master")
-                return msgspec.structs.replace(
-                    config, nodes=(*others, MasterNode(name=record.name, host=host, port=int(port)))
-                )
+                master = MasterNode(name=record.name, host=host, port=int(port))
+                if record.lease_ttl_ms:
+                    master = msgspec.structs.replace(master, lease_ttl_ms=record.lease_ttl_ms)
+                return msgspec.structs.replace(config, nodes=(*others, master))
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"no master of the cluster {config.name} registered in etcd ({', '.join(discovery.endpoints)}) "

@@ -16,7 +16,12 @@ MAX_RECORD = 64 << 10
 """Bytes of a record; ours have about one thousand."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
-Address = Annotated[str, msgspec.Meta(pattern=r"^(https?://)?[A-Za-z0-9._\[\]:-]+:[0-9]{1,5}$", max_length=300)]
+Address = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^(((https?|tcp)://)?[A-Za-z0-9._*\[\]:-]+:[0-9]{1,5}|ipc://[^\x00-\x1f\x7f]+)$", max_length=300
+    ),
+]
 
 
 class RecordError(PdCacheError):
@@ -60,7 +65,13 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     name: Name
     role: Name
     address: Address
-    """`http://host:port` of what speaks HTTP, `host:port` of what does not."""
+    """`http://host:port` of what speaks HTTP, `host:port` of what does not; of a cache server what its engines connect to."""
+    metrics: (
+        Annotated[str, msgspec.Meta(pattern=r"^http://[A-Za-z0-9._\[\]:-]+:[0-9]{1,5}$", max_length=300)] | None
+    ) = None
+    """Where its metrics are, if not at `address`."""
+    lease_ttl_ms: Count = 0
+    """Of a master: for how long it protects a key that was looked up."""
     instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Differs from one start of the node to the next."""
     model: Annotated[str, msgspec.Meta(max_length=1024)] | None = None

@@ -102,7 +102,7 @@ def _flags(name: str, value: Argument) -> Iterator[str]:
 
 
 def _executable(engine: VllmEngineConfig) -> str:
-    beside = Path(sys.executable).parent / engine.executable  # which is the path itself where that is absolute
+    beside = Path(sys.executable).parent / engine.executable  # which is the executable itself where that is a path
     found = str(beside) if beside.is_file() else shutil.which(engine.executable)
     if found is None:
         raise RoleError(f"{engine.executable} is not installed: neither beside {sys.executable} nor in PATH")

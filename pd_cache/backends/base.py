@@ -118,6 +118,16 @@ class StorageBackend(ABC):
     def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         """Remove keys; MISSING for one that is not there, BUSY for one that a reader holds."""
 
+    def pin(self, keys: Sequence[str]) -> Sequence[str]:
+        """Keep keys from being evicted from local tiers; which of them are pinned now, each for one `unpin`.
+
+        The others are held otherwise, if at all: the pool's objects by `batched_contains`, which renews their lease.
+        """
+        return ()
+
+    def unpin(self, keys: Sequence[str]) -> None:  # noqa: B027 - a backend that pins nothing has nothing to undo
+        """Undo one `pin` of each key."""
+
     @abstractmethod
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
         """Leave a small object for people and tools, such as a namespace's manifest."""

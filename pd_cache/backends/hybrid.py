@@ -157,6 +157,13 @@ class HybridBackend(StorageBackend):
                     statuses[index] = answer
         return statuses
 
+    def pin(self, keys: Sequence[str]) -> Sequence[str]:
+        """In the fastest tier only: so it is no question in which one a pin lies."""
+        return self.tiers[0].backend.pin(keys)
+
+    def unpin(self, keys: Sequence[str]) -> None:
+        self.tiers[0].backend.unpin(keys)
+
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
         answers = [tier.backend.annotate(key, value, timeout=timeout) for tier in self.tiers]
         return answers[-1]

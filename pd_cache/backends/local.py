@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -127,6 +128,9 @@ class LocalBackend(StorageBackend, Generic[H]):
         self._shelf = shelf
         self._metrics = metrics
         self._closed = False
+        self._held: dict[str, list[Entry[H]]] = {}
+        """Entries that `pin` keeps, as often as it does."""
+        self._holding = threading.Lock()
         if not capacity:
             log.warning("tier %s holds nothing: its capacity is less than one object", metrics.tier)
 
@@ -166,11 +170,36 @@ class LocalBackend(StorageBackend, Generic[H]):
     def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         return [self._remove(key) for key in keys]
 
+    def pin(self, keys: Sequence[str]) -> Sequence[str]:
+        """At most half of the entries are kept in this way: the others stay for what is new."""
+        pinned = []
+        with self._holding:
+            for key in keys:
+                room = key in self._held or len(self._held) < self.index.capacity // 2
+                entry = self.index.pin(key) if room and not self._closed else None
+                if entry is not None:
+                    self._held.setdefault(key, []).append(entry)
+                    pinned.append(key)
+        return pinned
+
+    def unpin(self, keys: Sequence[str]) -> None:
+        with self._holding:
+            for key in keys:
+                if entries := self._held.get(key):
+                    self._unpin(entries.pop())
+                    if not entries:
+                        del self._held[key]
+
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
         return Status.CLOSED if self._closed else Status.OK  # nobody looks for notes in here
 
     def close(self) -> None:
         self._closed = True
+        with self._holding:
+            held_by_pins, self._held = self._held, {}
+        for entries in held_by_pins.values():
+            for entry in entries:
+                self._unpin(entry)
         for held in self.index.close():
             self._shelf.drop(held)
         self._shelf.close()

@@ -139,6 +139,12 @@ class PipelinedBackend(StorageBackend):
     def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         return self.inner.batched_remove(keys, timeout=timeout)
 
+    def pin(self, keys: Sequence[str]) -> Sequence[str]:
+        return self.inner.pin(keys)
+
+    def unpin(self, keys: Sequence[str]) -> None:
+        self.inner.unpin(keys)
+
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
         return self.inner.annotate(key, value, timeout=timeout)
 

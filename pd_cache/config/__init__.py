@@ -8,6 +8,7 @@ from pd_cache.config.schema import (
     ROLES,
     Argument,
     CacheConfig,
+    CacheServerNode,
     ClusterConfig,
     ConnectorConfig,
     DecodeNode,
@@ -36,12 +37,14 @@ from pd_cache.config.schema import (
     SupervisorConfig,
     TlsConfig,
     VllmEngineConfig,
+    runtime_folder,
 )
 
 __all__ = [
     "ROLES",
     "Argument",
     "CacheConfig",
+    "CacheServerNode",
     "ClusterConfig",
     "ConnectorConfig",
     "DecodeNode",
@@ -78,4 +81,5 @@ __all__ = [
     "dump_config",
     "load_config",
     "read_config",
+    "runtime_folder",
 ]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pd_cache.config.schema import (
     Arguments,
+    CacheServerNode,
     ClusterConfig,
     DiskTier,
     EngineNode,
@@ -19,9 +20,13 @@ from pd_cache.config.schema import (
     StaticDiscovery,
     StorageTier,
     StoreNode,
+    VllmEngineConfig,
     tensor_parallel,
 )
 from transfer.settings import MIN_SEGMENT
+
+_LONGEST_SOCKET = 100
+"""Of an address; the kernel takes paths of 107 bytes, and we append a few."""
 
 KeyPath = tuple[str | int, ...]
 
@@ -63,6 +68,7 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
         if size is not None and (0 < size < MIN_SEGMENT or (size == 0 and isinstance(node, StoreNode))):
             allowed = "at least 16MiB" if isinstance(node, StoreNode) else "0 for none, or at least 16MiB"
             yield Problem(("nodes", index, "segment_size"), f"must be {allowed}, the smallest that Mooncake takes")
+    yield from _cache_server_problems(config)
     yield from _host_client_problems(config)
     yield from _placement_problems(config)
     engines = [index for index, node in enumerate(config.nodes) if isinstance(node, EngineNode)]
@@ -155,13 +161,40 @@ def _own_args(config: ClusterConfig) -> Iterator[tuple[KeyPath, Arguments]]:
             yield ("nodes", index, "args"), node.args
 
 
+def _cache_server_problems(config: ClusterConfig) -> Iterator[Problem]:
+    """Cache servers, and the engines that name one."""
+    for index, node in enumerate(config.nodes):
+        if isinstance(node, CacheServerNode):
+            url = config.server_url(node)
+            if url.startswith("ipc://") and len(url) > _LONGEST_SOCKET:
+                yield Problem(("nodes", index, "url"), f"{url} is longer than the {_LONGEST_SOCKET} bytes that may be")
+        if not isinstance(node, EngineNode) or node.cache_server is None:
+            continue
+        server = config.node(node.cache_server)
+        if not isinstance(server, CacheServerNode):
+            names = ", ".join(other.name for other in config.by_role("cache-server")) or "none"
+            yield Problem(("nodes", index, "cache_server"), f"is no cache-server node; there are: {names}")
+        elif server.host != node.host:
+            yield Problem(
+                ("nodes", index, "cache_server"), f"is on {server.host}, this node on {node.host}: they share memory"
+            )
+        if isinstance(config.engine, VllmEngineConfig):
+            yield Problem(
+                ("nodes", index, "cache_server"), "is for the reference engine; vLLM's connector has a cache of its own"
+            )
+        if node.segment_size:
+            yield Problem(
+                ("nodes", index, "segment_size"),
+                "must be 0 or absent: the node's cache_server gives memory to the pool",
+            )
+
+
 def _host_client_problems(config: ClusterConfig) -> Iterator[Problem]:
     """`transfer.client: host` needs one `mooncake_client` a host, and that owns all of the host's memory."""
     if config.transfer.client != "host":
         return
-    for index, node in enumerate(config.nodes):
-        if not isinstance(node, EngineNode):
-            continue
+    for node in config.caching_nodes():
+        index = config.nodes.index(node)
         if node.segment_size:
             yield Problem(
                 ("nodes", index, "segment_size"), "with transfer.client: host only store nodes give memory to the pool"
@@ -179,20 +212,17 @@ def _host_client_problems(config: ClusterConfig) -> Iterator[Problem]:
 def _placement_problems(config: ClusterConfig) -> Iterator[Problem]:
     if not isinstance(config.discovery, StaticDiscovery):
         return  # segments of nodes that the file does not name are as good
-    segments = [
-        node
-        for node in config.nodes
-        if isinstance(node, StoreNode) or (isinstance(node, EngineNode) and config.segment_size(node))
-    ]
+    stores = [node for node in config.nodes if isinstance(node, StoreNode)]
+    segments = sum(config.segment_size(node) > 0 for node in config.nodes)
     # of a store node with port 0 the name is not known yet
-    names = [f"{node.host}:{node.port}" for node in segments if isinstance(node, StoreNode)]
+    names = [f"{node.host}:{node.port}" for node in stores]
     for index, tier in enumerate(config.cache.tiers):
         if not isinstance(tier, MooncakeTier):
             continue
-        if segments and tier.replicas > len(segments):
+        if segments and tier.replicas > segments:
             yield Problem(
                 ("cache", "tiers", index, "replicas"),
-                f"each needs a segment of its own, and only {len(segments)} nodes give memory to the pool",
+                f"each needs a segment of its own, and only {segments} nodes give memory to the pool",
             )
         if tier.preferred_segment not in ("own", "any", *names):
             known = ", ".join(name for name in names if not name.endswith(":0")) or "none; give a store node a port"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import zlib
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -84,6 +87,11 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
     share chunks. 0 takes the least one of the nodes in this file."""
     tiers: Annotated[tuple[StorageTier, ...], msgspec.Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
     """Where chunks live, fastest first."""
+
+    @property
+    def named_by(self) -> Literal["tokens", "blocks"]:
+        """`hash_mode`, with `auto` decided: tokens, since what has block hashes says so before."""
+        return "blocks" if self.hash_mode == "blocks" else "tokens"
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------
@@ -232,6 +240,8 @@ class StoreNode(_Node, frozen=True, kw_only=True, tag="store"):
 
 class EngineNode(_Node, frozen=True, kw_only=True):
     port: Port = 0
+    cache_server: Name | None = None
+    """The cache-server node, on the same host, that holds this engine's cache; without one the engine has its own."""
     segment_size: ByteSize | None = None
     """Memory that this node gives to the pool; `transfer.segment_size` where it is not set."""
     args: Arguments = {}
@@ -246,6 +256,23 @@ class PrefillNode(EngineNode, frozen=True, kw_only=True, tag="prefill"):
 
 class DecodeNode(EngineNode, frozen=True, kw_only=True, tag="decode"):
     """Takes prompts' chunks from the pool, computes the rest and streams the output."""
+
+
+class CacheServerNode(_Node, frozen=True, kw_only=True, tag="cache-server"):
+    """Owns the cache of one host for the engines there that name it: the pool's client, staging memory and local tiers."""
+
+    url: Annotated[str, msgspec.Meta(pattern=r"^((ipc|tcp)://.+)?$")] = ""
+    """Where engines reach it; empty for a socket in /tmp that is named after the cluster. KV tensors are shared over
+    ipc:// only."""
+    metrics_port: Port = 0
+    segment_size: ByteSize | None = None
+    """Memory that this node gives to the pool; `transfer.segment_size` where it is not set."""
+    threads: Annotated[int, msgspec.Meta(ge=2, le=64)] = 3
+    """Threads that do what engines ask for. One of them is kept for lookups."""
+    max_in_flight: Positive = 256
+    """Operations queued or running; what is more is answered busy, which engines take for a miss."""
+    session_s: Seconds = 60.0
+    """For how long a lookup keeps what it found from eviction, if nobody loads it."""
 
 
 class ProxyNode(_Node, frozen=True, kw_only=True, tag="proxy"):
@@ -263,8 +290,8 @@ def tensor_parallel(engine: VllmEngineConfig, node: EngineNode) -> int:
     return 1
 
 
-Node = MasterNode | StoreNode | PrefillNode | DecodeNode | ProxyNode
-ROLES = ("master", "store", "prefill", "decode", "proxy")
+Node = MasterNode | StoreNode | CacheServerNode | PrefillNode | DecodeNode | ProxyNode
+ROLES = ("master", "store", "cache-server", "prefill", "decode", "proxy")
 """In the order in which `up` starts them; it stops them in reverse."""
 
 
@@ -393,14 +420,41 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
             return f"etcd://{';'.join(self.discovery.endpoints)}/{self.name}"
         return f"{self.master.host}:{self.master.port}"
 
+    @property
+    def lease_ttl_ms(self) -> int:
+        """For how long a key that somebody looked up is safe: the least that a master of this file promises."""
+        masters = [node for node in self.nodes if isinstance(node, MasterNode)]
+        return min(node.lease_ttl_ms for node in masters or [MasterNode(name="default")])
+
     def segment_size(self, node: Node) -> int:
         """Bytes of memory that a node gives to the pool."""
+        if not isinstance(node, StoreNode) and node not in self.caching_nodes():
+            return 0
         own = getattr(node, "segment_size", None)
         return int(self.transfer.segment_size if own is None else own)
+
+    def server_url(self, node: CacheServerNode) -> str:
+        """Where a cache server listens. What tells clusters of one name apart is etcd, or the master's port, which must be
+        chosen."""
+        if node.url:
+            return node.url
+        if isinstance(self.discovery, EtcdDiscovery):  # a master may come back on another port
+            cluster = f"{zlib.crc32(','.join(sorted(self.discovery.endpoints)).encode()):08x}"
+        else:
+            cluster = str(self.master.port)
+        return f"ipc://{runtime_folder()}/{self.name}-{cluster}-{node.name}.sock"
 
     def stores_of(self, host: str) -> list[StoreNode]:
         """The store nodes of a host."""
         return [node for node in self.nodes if isinstance(node, StoreNode) and node.host == host]
+
+    def caching_nodes(self) -> list[EngineNode | CacheServerNode]:
+        """The nodes that own a cache, and with it a client of the pool: an engine that names a cache server has none."""
+        return [
+            node
+            for node in self.nodes
+            if isinstance(node, CacheServerNode) or (isinstance(node, EngineNode) and node.cache_server is None)
+        ]
 
     def node(self, name: str) -> Node | None:
         return next((node for node in self.nodes if node.name == name), None)
@@ -415,6 +469,11 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
 
     def by_role(self, role: str) -> list[Node]:
         return [node for node in self.nodes if node.role == role]
+
+
+def runtime_folder() -> Path:
+    """Where this user's clusters leave sockets, and notes for `pd-cache status`. Not necessarily there."""
+    return Path(f"/tmp/pd-cache-{os.getuid()}")
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):

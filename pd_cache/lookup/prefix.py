@@ -24,15 +24,26 @@ class PrefixLookup:
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None, held: int, extra_keys: Iterable[ExtraKey]
     ) -> int:
         """End of the longest contiguous prefix whose every shard exists, in tokens; see `LookupClient.lookup`."""
+        return self.find_named(self._database.name_chunks(tokens, hashes, extra_keys), held)
+
+    def find_named(self, names: Sequence[bytes], held: int = 0) -> int:
+        """The same for a prompt whose chunks are named already."""
+        keys = self.wanted(names, held)
+        if not keys:
+            return len(names) * self._database.chunk_size
+        with self._metrics.timed("lookup"):
+            statuses = self._exists(keys)
+        return self.judge(names, held, statuses)
+
+    def wanted(self, names: Sequence[bytes], held: int) -> list[str]:
+        """The keys to ask for, of all shards; none if all that there is to find is held."""
+        return self._database.all_shard_keys(names[self._skip(names, held) :])
+
+    def judge(self, names: Sequence[bytes], held: int, statuses: Sequence[Status]) -> int:
+        """What the statuses of the `wanted` keys say: end of the prefix, in tokens. Counts."""
         database, metrics = self._database, self._metrics
-        size = database.chunk_size
-        names = database.name_chunks(tokens, hashes, extra_keys)
-        skip = min(max(held, 0) // size, len(names))
-        if skip == len(names):
-            return skip * size
+        size, skip = database.chunk_size, self._skip(names, held)
         metrics.tokens("lookup", "requested", (len(names) - skip) * size)
-        with metrics.timed("lookup"):
-            statuses = self._exists(database.all_shard_keys(names[skip:]))
         if statuses.count(Status.OK) == len(statuses):
             found = len(names) - skip
         else:
@@ -40,3 +51,6 @@ class PrefixLookup:
         metrics.outages("lookup", statuses)
         metrics.tokens("lookup", "hit", found * size)
         return (skip + found) * size
+
+    def _skip(self, names: Sequence[bytes], held: int) -> int:
+        return min(max(held, 0) // self._database.chunk_size, len(names))

@@ -6,32 +6,43 @@ import random
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pd_cache.config import CacheConfig
-from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
+from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient, RpcLookupClient, RpcLookupServer
+from pd_cache.server.channel import RefusedError
 from tests.support.engines import CHUNK, Host, host, random_slots
 from tests.support.pool import Pool
+from tests.support.waiting import wait_for
 
-CLIENTS = ("bypass", "mooncake")
+CLIENTS = ("bypass", "mooncake", "rpc")
 
 
 @contextmanager
 def client_of(kind: str, node: Host, pool: Pool) -> Iterator[LookupClient]:
     config, metadata = node.engine.settings, node.engine.metadata
     client: LookupClient
+    server: RpcLookupServer | None = None
     if kind == "bypass":
         client = BypassLookupClient(config, metadata, node.engine)
-    else:
+    elif kind == "mooncake":
         client = MooncakeLookupClient(config, metadata, pool.address)
         client.store.wait_open(10)
+    else:
+        server = RpcLookupServer(node.engine, "tcp://127.0.0.1:*")
+        client = RpcLookupClient(config, metadata, server.url)
+        client.wait_connected(10)
     try:
         yield client
     finally:
         client.close()
         client.close()
+        if server is not None:
+            server.close()
+            server.close()
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +126,34 @@ def test_it_supports_producer_reuse_and_answers_zero_after_close(clients: Any, n
 def test_a_client_for_another_namespace_than_its_engine_is_refused(pool: Pool) -> None:
     with host(pool) as node, host(pool) as other, pytest.raises(ValueError, match="the client was made for"):
         BypassLookupClient(node.engine.settings, other.engine.metadata, node.engine)
+
+
+def test_a_client_whose_server_serves_another_namespace_is_told_so(pool: Pool) -> None:
+    with host(pool) as node, host(pool) as other:
+        server = RpcLookupServer(node.engine, "tcp://127.0.0.1:*")
+        client = RpcLookupClient(other.engine.settings, other.engine.metadata, server.url)
+        try:
+            with pytest.raises(RefusedError, match="the client was made for another namespace"):
+                client.wait_connected(10)
+            assert client.lookup([1] * 16) == 0
+        finally:
+            client.close()
+            server.close()
+
+
+def test_a_server_that_starts_again_is_found_again(pool: Pool, tmp_path: Path) -> None:
+    tokens, url = list(range(300, 316)), f"ipc://{tmp_path}/lookup.sock"
+    with host(pool) as node:
+        node.store(tokens, list(range(16)))
+        server = RpcLookupServer(node.engine, url)
+        client = RpcLookupClient(node.engine.settings, node.engine.metadata, url)
+        try:
+            client.wait_connected(10)
+            assert client.lookup(tokens) == 16
+            server.close()
+            assert client.lookup(tokens) == 0
+            server = RpcLookupServer(node.engine, url)
+            wait_for(lambda: client.lookup(tokens) == 16, 5, "the server being found again")
+        finally:
+            client.close()
+            server.close()

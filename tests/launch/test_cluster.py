@@ -19,18 +19,20 @@ from click.testing import CliRunner
 
 from launch.cli import main
 from launch.engines.reference import GenerationRequest, ReferenceEngine
+from launch.status import cluster_status
 from launch.up import Cluster
 from pd_cache.config import ReferenceEngineConfig, dump_config
-from tests.support.cluster import CHUNK, ENGINE, Answer, complete, kill, started
+from tests.support.cluster import CHUNK, ENGINE, Answer, complete, kill, nodes_with_server, started
 from tests.support.waiting import wait_for
 
 Tokens = list[int]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A healthy cluster that no test of this module breaks."""
-    with started(tmp_path_factory.mktemp("cluster")) as running:
+@pytest.fixture(scope="module", params=["in-process", "server"])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A healthy cluster that no test of this module breaks; in the second, the engines share a cache server."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with started(folder) if request.param == "in-process" else started(folder, nodes=nodes_with_server()) as running:
         yield running
 
 
@@ -150,6 +152,29 @@ def test_a_stream_carries_the_same_tokens(cluster: Cluster, alone: Any, prompt: 
     assert events[-1]["pd_cache"]["self"]["cached_tokens"] == 2 * CHUNK
 
 
+def test_status_tells_of_every_node(cluster: Cluster, prompt: Any, tmp_path: Path) -> None:
+    complete(url_of(cluster), prompt(2 * CHUNK))
+    file = tmp_path / "cluster.yaml"
+    file.write_text(dump_config(cluster.config))
+    done = CliRunner().invoke(main, ["status", "-c", str(file), "--json"])
+    assert done.exit_code == 0, done.output
+    rows = {row["name"]: row for row in json.loads(done.stdout)["nodes"]}
+    assert set(rows) == {node.name for node in cluster.config.nodes}
+    for name, row in rows.items():
+        assert row["state"] == "up" or row["role"] == "store", f"{name}: {row}"
+    assert rows["master"]["bytes_by_tier"]["mooncake"] > 0
+    owner = rows.get("cache-0", rows["decode-0"])
+    assert 0 < owner["hit_rate"] <= 1
+    for name in ("prefill-0", "decode-0", "proxy", *(["cache-0"] if "cache-0" in rows else [])):
+        assert 0 < time.time() - rows[name]["up_since"] < 300
+        assert rows[name]["in_flight"] == 0
+    assert rows["prefill-0"]["fingerprint"] == rows["decode-0"]["fingerprint"] is not None
+    table = CliRunner().invoke(main, ["status", "-c", str(file)])
+    assert table.exit_code == 0
+    assert "discovery: static" in table.stdout
+    assert "decode-0" in table.stdout
+
+
 @pytest.mark.parametrize(
     ("fields", "status"),
     [
@@ -185,17 +210,6 @@ def test_nodes_and_proxy_publish_health_and_metrics(cluster: Cluster, prompt: An
             assert page.status == 200
 
 
-def test_status_asks_every_node_of_the_file(cluster: Cluster, tmp_path: Path) -> None:
-    file = tmp_path / "resolved.yaml"
-    file.write_text(dump_config(cluster.config))
-    told = CliRunner().invoke(main, ["status", "-c", str(file), "--json"])
-    assert told.exit_code == 0, told.output
-    nodes = {one["name"]: one for one in json.loads(told.stdout)["nodes"]}
-    assert nodes["prefill-0"]["fingerprint"] == nodes["decode-0"]["fingerprint"] is not None
-    table = CliRunner().invoke(main, ["status", "-c", str(file)])
-    assert "discovery: static" in table.output
-
-
 @pytest.mark.parametrize("victim", ["master", "store-0", "prefill-0"])
 def test_a_death_in_the_middle_of_requests_gives_no_wrong_token_and_leaves_none_unanswered(
     victim: str, tmp_path: Path, alone: Any, prompt: Any
@@ -226,3 +240,15 @@ def test_a_death_in_the_middle_of_requests_gives_no_wrong_token_and_leaves_none_
             assert answer is not None
             assert answer.status == 200
             assert answer.tokens == alone(tokens)
+
+
+def test_the_cache_server_dies_and_engines_compute_until_it_is_back(tmp_path: Path, alone: Any, prompt: Any) -> None:
+    with started(tmp_path, nodes=nodes_with_server()) as cluster:
+        tokens = prompt(5 * CHUNK + 3)
+        wait_for(lambda: complete(url_of(cluster), tokens).cached == (5 * CHUNK, 5 * CHUNK), 30)
+        kill(cluster, "cache-0")
+        answer = complete(url_of(cluster), tokens)
+        assert (answer.status, answer.tokens, answer.cached) == (200, alone(tokens), (0, 0))
+        status = {row.name: row.state for row in cluster_status(cluster.config).nodes}
+        assert status["cache-0"].startswith("no answer")
+        assert status["decode-0"] == "up"

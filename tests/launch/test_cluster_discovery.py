@@ -158,7 +158,7 @@ def test_a_vllm_node_registers_without_a_namespace_and_leaves_before_vllm_ends(
         told = status(own_etcd, tmp_path)
         assert told.exit_code == 0, told.output
         found = next(one for one in json.loads(told.stdout)["nodes"] if one["name"] == "prefill-3")
-        assert (found["model"], found["state"], found["fingerprint"]) == ("tiny", "well", None)
+        assert (found["model"], found["state"], found["fingerprint"]) == ("tiny", "up", None)
         assert health(cluster)["differences"] == {}
         node.send(signal.SIGTERM)
         wait_for(lambda: node.address not in health(cluster)["prefill"], 1.5, "it left before it ended")
@@ -172,7 +172,7 @@ def test_status_shows_who_is_there_from_a_file_that_names_nobody_of_them(
     assert told.exit_code == 0, told.output
     nodes = {one["name"]: one for one in json.loads(told.stdout)["nodes"]}
     assert sorted(nodes) == ["decode-0", "master", "prefill-0", "proxy", "store-0"]
-    assert [nodes[name]["state"] for name in ("decode-0", "master", "proxy")] == ["well", "not asked", "well"]
+    assert [nodes[name]["state"] for name in ("decode-0", "master", "proxy")] == ["up", "up", "up"]
     assert nodes["decode-0"]["fingerprint"] == nodes["prefill-0"]["fingerprint"]
     assert nodes["decode-0"]["address"] == cluster.urls["decode-0"]
     assert nodes["store-0"]["capacity"]["segment_bytes"] == 64 << 20

@@ -12,6 +12,7 @@ from launch.discovery.directory import describe_node
 from launch.discovery.membership import MAX_NODES, Membership
 from launch.discovery.record import RecordError, describe_namespace
 from pd_cache.config import (
+    CacheServerNode,
     ClusterConfig,
     MasterNode,
     ModelConfig,
@@ -21,6 +22,7 @@ from pd_cache.config import (
     VllmEngineConfig,
 )
 from pd_cache.tokens import Namespace
+from transfer.settings import ByteSize
 
 NAMESPACE = Namespace(
     model="tiny@1", kv_dtype="bfloat16", layout="heads8.block16.bytes256x2", layers=2, block_size=16, page_bytes=512,
@@ -57,6 +59,24 @@ def test_a_record_tells_what_clients_write_into_model(
     config = ClusterConfig(nodes=(MasterNode(name="m"), PrefillNode(name="p")), engine=engine)
     record = describe_node(config, config.nodes[1], "http://127.0.0.1:1")
     assert (record.model, record.capacity.kv_tokens, record.fingerprint) == (model, kv_tokens, None)
+
+
+@pytest.mark.parametrize("address", ["ipc:///tmp/pd-cache-0/test-50051-c.sock", "tcp://10.0.0.1:7000"])
+def test_a_cache_servers_record_tells_its_socket_its_metrics_and_its_memory_and_its_engines_give_none(
+    address: str,
+) -> None:
+    nodes = (
+        MasterNode(name="m", lease_ttl_ms=6000),
+        CacheServerNode(name="c", metrics_port=9100, segment_size=ByteSize(1 << 30)),
+        PrefillNode(name="p", cache_server="c"),
+    )
+    config = ClusterConfig(nodes=nodes)
+    server = decode_record(describe_node(config, nodes[1], address).encode())
+    assert (server.address, server.metrics) == (address, "http://127.0.0.1:9100")
+    assert server.capacity.segment_bytes == 1 << 30
+    assert describe_node(config, nodes[2], "http://127.0.0.1:1").capacity.segment_bytes == 0
+    master = decode_record(describe_node(config, nodes[0], "127.0.0.1:50051").encode())
+    assert (master.metrics, master.lease_ttl_ms) == ("http://127.0.0.1:9003", 6000)
 
 
 def test_what_a_newer_version_adds_is_ignored() -> None:

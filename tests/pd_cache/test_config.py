@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from pd_cache.config import (
+    CacheServerNode,
     ClusterConfig,
     MooncakeTier,
     NodeSettings,
@@ -74,6 +75,36 @@ def test_with_etcd_a_file_may_hold_only_a_part_of_the_cluster(tmp_path: Path) ->
         load(tmp_path, "master: {ha: true}\n" + etcd + "nodes: [{name: m, role: master}]")
 
 
+def test_an_engine_that_names_a_cache_server_gives_no_memory_and_has_no_client_of_the_pool(tmp_path: Path) -> None:
+    text = GOOD.replace("role: decode}", "role: decode, cache_server: c}\n  - {name: c, role: cache-server}")
+    config = load(tmp_path, text)
+    assert [node.name for node in config.caching_nodes()] == ["p0", "c"]
+    assert [NodeSettings.of(config, node).segment_size for node in config.nodes if node.name in ("c", "d0")] == [
+        0,
+        1 << 30,
+    ]
+
+
+def test_with_etcd_the_address_of_a_cache_server_needs_no_master(tmp_path: Path) -> None:
+    here = "discovery: {kind: etcd, endpoints: ['10.0.0.1:2379']}\nnodes: [{name: c, role: cache-server}]"
+    elsewhere = here.replace("10.0.0.1", "10.0.0.2")
+    urls = []
+    for text in (here, elsewhere):
+        config = load(tmp_path, text)
+        node = config.node("c")
+        assert isinstance(node, CacheServerNode)
+        urls.append(config.server_url(node))
+    assert len(set(urls)) == 2, "clusters of one name"
+    assert all(url.startswith("ipc:///") and url.endswith("-c.sock") for url in urls)
+
+
+def test_with_a_client_a_host_the_cache_server_needs_one_too(tmp_path: Path) -> None:
+    text = GOOD.replace("segment_size: 1GiB", "client: host").replace(", segment_size: 512MiB", ", cache_server: c")
+    text = text.replace("role: decode}", "role: decode, cache_server: c}\n  - {name: c, role: cache-server}")
+    with pytest.raises(ConfigError, match=r"nodes\[3\].host: .*no store node has this host"):
+        load(tmp_path, text)
+
+
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_the_files_that_ship_are_good(file: Path) -> None:
     assert load_config(file).nodes
@@ -98,6 +129,36 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
+        (
+            "role: decode",
+            "role: decode, cache_server: p0",
+            "nodes[2].cache_server: 'p0': is no cache-server node; there are: none",
+        ),
+        (
+            "role: decode}",
+            "role: decode, cache_server: c}\n  - {name: c, role: cache-server, host: 10.0.0.1}",
+            "is on 10.0.0.1, this node on 127.0.0.1: they share memory",
+        ),
+        (
+            "role: decode}",
+            "role: decode, segment_size: 1GiB, cache_server: c}\n  - {name: c, role: cache-server}",
+            "nodes[2].segment_size: '1GiB': must be 0 or absent",
+        ),
+        (
+            "role: decode}",
+            "role: decode}\n  - {name: c, role: cache-server, url: 'ipc:///" + "x" * 100 + "'}",
+            "is longer than the 100 bytes that may be",
+        ),
+        (
+            "  kind: reference\n  model: {name: tiny, random: {seed: 1}}\nnodes:\n",
+            "  kind: vllm\n  model: m\nnodes:\n  - {name: v, role: prefill, cache_server: c}\n  - {name: c, role: cache-server}\n",
+            "nodes[0].cache_server: 'c': is for the reference engine; vLLM's connector has a cache of its own",
+        ),
+        (
+            "{segment_size: 1GiB}",
+            "{client: host, client_address: '127.0.0.1:1'}",
+            "nodes[1].segment_size: '512MiB': with transfer.client: host only store nodes give memory",
+        ),
         ("chunk_size", "chunk_sise", "c.yaml:3: cache.chunk_sise: 256: unknown key; did you mean chunk_size?"),
         ("cache:", "cach:", "c.yaml:3: cach: unknown key; did you mean cache?"),
         ("seed: 1", "sead: 1", "c.yaml:6: engine.model.random.sead: 1: unknown key; did you mean seed?"),
@@ -111,7 +172,11 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         ("1GiB", "1Gib3", "c.yaml:2: transfer.segment_size: '1Gib3': expected a size such as 512MiB, 4GiB"),
         ("1GiB", "1MiB", "c.yaml:2: transfer: segment_size: 1MiB is below Mooncake's minimum of 16MiB"),
         ("512MiB", "1MiB", "c.yaml:9: nodes[1].segment_size: '1MiB': must be 0 for none, or at least 16MiB"),
-        ("role: decode", "role: decoder", "nodes[2].role: 'decoder': must be one of master, store, prefill, decode"),
+        (
+            "role: decode",
+            "role: decoder",
+            "nodes[2].role: 'decoder': must be one of master, store, cache-server, prefill, decode",
+        ),
         ("role: decode", "rolle: decode", "nodes[2]: the key role is missing; is rolle meant to be it?"),
         ("kind: reference", "kind: refrence", "engine.kind: 'refrence': must be one of reference"),
         ("name: tiny, random: {seed: 1}", "name: tiny", "engine.model: exactly one of `path`"),

@@ -45,7 +45,7 @@ def shared_node(any_pool: Pool) -> Iterator[Host]:
 @pytest.fixture
 def node(shared_node: Host) -> Host:
     """A host with nothing counted yet. Its pool is shared: prompts keep tests apart."""
-    shared_node.engine.metrics = CacheMetrics()
+    shared_node.engine.metrics = shared_node.engine.mover.metrics = CacheMetrics()
     return shared_node
 
 
@@ -189,7 +189,7 @@ def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool: Pool, t
         assert inside.wait(10)
         closer = threading.Thread(target=node.engine.close)
         closer.start()
-        wait_for(lambda: node.engine._closed)
+        wait_for(lambda: node.engine.mover.closed)
         assert closer.is_alive(), "close() returned while a chunk was being scattered"
         go_on.set()
         closer.join(20)

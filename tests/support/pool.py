@@ -118,6 +118,7 @@ class Pool:
         client_ttl_s: int = 2,
         metadata: str = "P2PHANDSHAKE",
         client: str = "embedded",
+        lease_ttl_ms: int = 10_000,
         **master: Any,
     ) -> None:
         """Nothing is started yet. With `client="host"`, store nodes run a `mooncake_client`; clients share that of
@@ -133,6 +134,7 @@ class Pool:
                 "port": self.port,
                 "metrics_port": self.metrics_port,
                 "client_ttl_s": client_ttl_s,
+                "lease_ttl_ms": lease_ttl_ms,
                 **master,
             }
         ]
@@ -141,7 +143,9 @@ class Pool:
             {"name": f"store-{index}", "role": "store", "segment_size": segment, "port": port}
             for index, port in enumerate(self.store_ports)
         ]
-        self.file.write_text(yaml.safe_dump({"transfer": {"metadata": metadata, "client": client}, "nodes": nodes}))
+        timeouts = {"get_ms": lease_ttl_ms, "put_ms": lease_ttl_ms}
+        transfer = {"metadata": metadata, "client": client, "timeouts": timeouts}
+        self.file.write_text(yaml.safe_dump({"transfer": transfer, "nodes": nodes}))
         self.nodes: dict[str, Node] = {}
 
     @property

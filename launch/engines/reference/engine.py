@@ -25,8 +25,8 @@ from pd_cache.tokens import CacheMetadata
 
 _logger = logging.getLogger(__name__)
 
-CacheFactory = Callable[[CacheMetadata, KVLayout], "KVCache | None"]
-"""Makes the cache of an engine whose weights and pages are these; None for none. The cache stays the maker's to close."""
+CacheFactory = Callable[[CacheMetadata, KVLayout, dict[str, torch.Tensor]], "KVCache | None"]
+"""Makes the cache of an engine whose weights, pages and tensors are these; None for none. It stays the maker's to close."""
 
 _LONGEST_SLEEP_S = 1.0
 _JOIN_S = 2.0
@@ -98,7 +98,8 @@ class ReferenceEngine:
     ) -> ReferenceEngine:
         """Load the model of `config`, make the cache for it and start. UnsupportedModelError as `load_model` has it."""
         model = load_model(config)
-        made = None if cache is None else cache(CacheMetadata.of(model.identity, model.kv.layout), model.kv.layout)
+        kv = model.kv
+        made = None if cache is None else cache(CacheMetadata.of(model.identity, kv.layout), kv.layout, kv.kv_caches)
         return cls(model, config, handoff, made)
 
     @property

@@ -28,7 +28,7 @@ model = RandomModel(vocab_size=300, hidden_size=64, intermediate_size=96, layers
 config = ReferenceEngineConfig(model=ModelConfig(name="tiny", random=model), max_model_len=256, num_blocks=64)
 
 
-def cache(metadata, layout):
+def cache(metadata, layout, kv_caches):
     print("cache", metadata.model.split(":")[0], layout.layers, flush=True)
 
 
@@ -62,7 +62,7 @@ def test_a_signal_before_the_server_is_up_ends_it_in_order(number):
     handlers = [signal.getsignal(each) for each in stop_signals()]
     closed = []
 
-    def cache(metadata, layout):
+    def cache(metadata, layout, kv_caches):
         try:
             os.kill(os.getpid(), number)
             time.sleep(10)

@@ -111,12 +111,13 @@ def test_salts_keep_requests_apart(make_engine):
 def test_the_cache_is_made_for_the_loaded_weights_and_pages():
     seen = []
 
-    def factory(metadata: CacheMetadata, layout: KVLayout) -> None:
-        seen.append((metadata, layout))
+    def factory(metadata: CacheMetadata, layout: KVLayout, kv_caches: dict[str, torch.Tensor]) -> None:
+        seen.append((metadata, layout, kv_caches))
 
     engine = ReferenceEngine.open(tiny_config(), cache=factory)
     engine.close()
-    ((metadata, layout),) = seen
+    ((metadata, layout, kv_caches),) = seen
+    assert kv_caches is engine.model.kv.kv_caches
     assert metadata.model == engine.model.identity
     assert (metadata.layers, metadata.block_size, layout.blocks) == (2, 8, 64)
 

@@ -1,0 +1,468 @@
+"""Frames over ZMQ: the only place that knows it.
+
+A ZMQ socket is for one thread at a time, and a thread of ours that owned it would cost two switches a request; beside a
+thread that spins, it would also get the GIL milliseconds late. So there is no such thread: whoever sends, or looks for
+answers, uses the socket itself, under a lock that nobody holds while waiting. One thread at a time waits for the socket's
+file descriptor, outside of the lock. That descriptor is edge-triggered: any use of the socket may swallow the edge, so whoever
+used it and finds frames left to read wakes the waiter.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import zmq
+from zmq import Context
+from zmq.utils.monitor import recv_monitor_message
+
+from pd_cache.errors import PdCacheError
+from pd_cache.server.messages import (
+    MAX_FRAME,
+    Answer,
+    FrameError,
+    Message,
+    Refused,
+    Request,
+    decode_answer,
+    decode_request,
+    encode,
+)
+
+__all__ = [
+    "BusyError",
+    "CacheServerError",
+    "ClientChannel",
+    "Context",
+    "Future",
+    "Incoming",
+    "NoAnswerError",
+    "RefusedError",
+    "ServerChannel",
+    "ServerLostError",
+]
+
+log = logging.getLogger(__name__)
+
+_EVENTS, _READABLE, _NOW = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+"""As plain integers: enumerations cost as much as the calls."""
+_HIGH_WATER = 4096
+_OUTSTANDING = 1024
+"""Requests of a client that wait for an answer; one more is refused as busy."""
+_HEARTBEAT_MS = 500
+_SILENCE_MS = 5_000
+"""A server that ZMQ has not heard of for so long counts as gone: it is stopped, or its host is. Requests have deadlines of
+their own, and one that dies closes its sockets: this is for those that only seem to be there."""
+_WAIT_SLICE_S = 0.5
+
+
+class CacheServerError(PdCacheError):
+    """A request to a cache server did not succeed."""
+
+
+class ServerLostError(CacheServerError):
+    """The connection broke, or there is none."""
+
+
+class NoAnswerError(CacheServerError):
+    """No answer by the deadline."""
+
+
+class RefusedError(CacheServerError):
+    """The server said no; `reason` is that of `messages.Refused`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class BusyError(RefusedError):
+    """Too much is under way, at the server or from this client."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("busy", message)
+
+
+class _Wire:
+    """A ZMQ socket that any thread may use and one at a time may wait for."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self.lock = threading.Lock()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(socket.getsockopt(zmq.FD), select.POLLIN)  # type: ignore[arg-type]
+        self._poll.register(self._wakeup, select.POLLIN)
+        self._closed = False
+
+    def send(self, frames: list[bytes]) -> bool:
+        """Send without waiting; False if the socket cannot take it now. Call with the lock."""
+        if self._closed:
+            return False
+        try:
+            self._socket.send_multipart(frames, _NOW)
+        except zmq.ZMQError:  # full, nobody there, or gone
+            return False
+        return True
+
+    def receive(self) -> list[bytes] | None:
+        """The next message; None if there is none now. Call with the lock."""
+        if not self.readable():
+            return None
+        try:
+            return self._socket.recv_multipart(_NOW)
+        except zmq.ZMQError:
+            return None
+
+    def readable(self) -> bool:
+        """Whether a message is there. Call with the lock."""
+        return not self._closed and bool(int(self._socket.getsockopt(_EVENTS)) & _READABLE)
+
+    def wait(self, timeout: float) -> None:
+        """Return when a message may be there, after `wake`, or after `timeout` seconds. One thread, without the lock."""
+        for descriptor, _ in self._poll.poll(max(0.0, timeout) * 1000):
+            if descriptor == self._wakeup:
+                try:
+                    os.eventfd_read(self._wakeup)
+                except BlockingIOError:
+                    pass
+
+    def wake(self) -> None:
+        """Have `wait` return, now or at its next call."""
+        os.eventfd_write(self._wakeup, 1)
+
+    def close(self) -> None:
+        """Nobody may be waiting any more."""
+        with self.lock:
+            if not self._closed:
+                self._closed = True
+                self._socket.close(0)
+                os.close(self._wakeup)
+
+
+# --- a client's end --------------------------------------------------------------------------------------------------
+
+
+class Future:
+    """An answer to come. Asking whether it has come is cheap, and done on the asking thread."""
+
+    __slots__ = ("_answer", "_channel", "_error", "deadline", "number")
+
+    def __init__(self, channel: ClientChannel, number: int, deadline: float) -> None:
+        self._channel = channel
+        self._answer: Answer | None = None
+        self._error: CacheServerError | None = None
+        self.number = number
+        self.deadline = deadline
+
+    @property
+    def done(self) -> bool:
+        """As of the last look."""
+        return self._answer is not None or self._error is not None
+
+    @property
+    def answered(self) -> bool:
+        """Whether it ended by the server's own word: nothing of the request is under way any more."""
+        return self._answer is not None
+
+    def query(self) -> bool:
+        """Look, without waiting: True once there is an answer or it is clear that none will come."""
+        if not self.done:
+            self._channel.look()
+            if not self.done and time.monotonic() >= self.deadline:
+                self._channel.give_up(self)
+        return self.done
+
+    def result(self) -> Answer:
+        """Wait for the answer, at most until the deadline. Raises the `CacheServerError` that stands in for one."""
+        if not self.done:
+            self._channel.wait(self)
+        if self._error is not None:
+            raise self._error
+        assert self._answer is not None
+        if isinstance(self._answer, Refused):
+            if self._answer.reason == "busy":
+                raise BusyError(self._answer.message)
+            raise RefusedError(self._answer.reason, self._answer.message)
+        return self._answer
+
+    def settle(self, answer: Answer | None, error: CacheServerError | None = None) -> None:
+        """For the channel: the outcome."""
+        if not self.done:
+            self._answer, self._error = answer, error
+
+
+class ClientChannel:
+    """Requests to one server and their futures. Thread-safe; has no thread of its own, and never waits to send.
+
+    It reconnects by itself. `watch` tells of connections and losses; a loss fails what is outstanding.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        context: Context[zmq.Socket[bytes]] | None,
+        name: str,
+        forgotten: Callable[[], None],
+        *,
+        watched: bool = True,
+    ) -> None:
+        """`name` is what the server knows this client by; `forgotten` is called, quickly, when it turns out not to.
+
+        `watched`: whether a thread calls `watch`, all the time. ValueError for an address that ZMQ does not understand.
+        """
+        self._forgotten = forgotten
+        self.url = url
+        self._own_context = context is None
+        self._context: Context[zmq.Socket[bytes]] = zmq.Context() if context is None else context
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IDENTITY, name.encode())
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # without a connection a request fails at once, it is not kept for later
+        socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
+        socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor = socket.get_monitor_socket(events) if watched else None
+        try:
+            socket.connect(url)
+        except zmq.ZMQError as error:
+            self._unwatch(socket)
+            socket.close(0)
+            if self._own_context:
+                self._context.term()
+            raise ValueError(f"{url!r} is no address of a cache server: {error}") from None
+        self._socket = socket
+        self._wire = _Wire(socket)
+        self._changed = threading.Condition(self._wire.lock)
+        self._futures: dict[int, Future] = {}
+        self._next = 1
+        self._waited_for: Future | None = None
+        """What the one thread that waits for the socket wants; the others wait for it to be done or to tell them."""
+        self._closed = False
+
+    def request(self, message: Message, timeout: float) -> Future:
+        """Send a request; its future has the answer, or by `timeout` seconds from now why there is none."""
+        with self._changed:
+            future = Future(self, self._next, time.monotonic() + timeout)
+            self._next += 1
+            if self._closed:
+                future.settle(None, ServerLostError("the connection is closed"))
+            elif len(self._futures) >= _OUTSTANDING:
+                future.settle(None, BusyError(f"{_OUTSTANDING} requests of this client wait for answers"))
+            elif not self._wire.send([encode(future.number, message)]):
+                future.settle(None, ServerLostError(f"no cache server answers at {self.url}"))
+            else:
+                self._futures[future.number] = future
+                self._after_use()
+        return future
+
+    def lost(self, reason: str) -> Future:
+        """The future of a request that is not sent, because there is nobody to answer it."""
+        future = Future(self, 0, 0.0)
+        future.settle(None, ServerLostError(reason))
+        return future
+
+    def notify(self, message: Message) -> bool:
+        """Send a request that wants no answer; False if it could not be sent."""
+        with self._changed:
+            sent = not self._closed and self._wire.send([encode(0, message)])
+            self._after_use()
+        return sent
+
+    def look(self) -> None:
+        """Read what has arrived, without waiting."""
+        with self._changed:
+            self._read()
+
+    def give_up(self, future: Future) -> None:
+        """Settle a future that nobody waits for any longer; an answer that still comes is dropped."""
+        with self._changed:
+            if self._futures.pop(future.number, None) is not None:
+                future.settle(None, NoAnswerError(f"no answer from {self.url} in time"))
+                self._tell()
+
+    def fail_all(self, reason: str) -> None:
+        """Settle everything that is outstanding."""
+        with self._changed:
+            futures, self._futures = list(self._futures.values()), {}
+            for future in futures:
+                future.settle(None, ServerLostError(reason))
+            self._tell()
+
+    def wait(self, future: Future) -> None:
+        """Return when the future is settled, at its deadline at the latest."""
+        while not future.done:
+            remaining = future.deadline - time.monotonic()
+            if remaining <= 0:
+                self.give_up(future)
+                return
+            with self._changed:
+                self._read()
+                if future.done or self._closed:
+                    continue
+                if self._waited_for is not None:
+                    self._changed.wait(min(remaining, _WAIT_SLICE_S))
+                    continue
+                self._waited_for = future
+            try:
+                self._wire.wait(min(remaining, _WAIT_SLICE_S))
+            finally:
+                with self._changed:
+                    self._waited_for = None
+                    self._read()
+                    self._changed.notify_all()
+
+    def watch(self, timeout: float, descriptors: Sequence[int] = ()) -> bool | None:
+        """For one thread: True for a connection made, False for one lost, None if neither happened in `timeout` seconds.
+
+        Returns early when one of the descriptors becomes readable.
+        """
+        assert self._monitor is not None
+        if not self._monitor.poll(0):
+            poll = select.poll()
+            poll.register(self._monitor.getsockopt(zmq.FD), select.POLLIN)  # type: ignore[arg-type]
+            for descriptor in descriptors:
+                poll.register(descriptor, select.POLLIN)
+            poll.poll(timeout * 1000)
+        if not self._monitor.poll(0):
+            return None
+        return bool(recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    def close(self) -> None:
+        """Fail what is outstanding and disconnect. Idempotent. Not while another thread is in `watch`."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+        self.fail_all("the connection was closed")
+        with self._changed:
+            self._changed.wait_for(lambda: self._waited_for is None, 2 * _WAIT_SLICE_S)
+        self._unwatch(self._socket)
+        self._wire.close()
+        if self._own_context:
+            self._context.term()
+
+    def _unwatch(self, socket: zmq.Socket[bytes]) -> None:
+        if self._monitor is not None:
+            socket.disable_monitor()
+            self._monitor.close(0)
+
+    def _read(self) -> None:
+        """Settle what has arrived. Call with the lock."""
+        settled = False
+        while self._futures and (frames := self._wire.receive()) is not None:
+            try:
+                number, answer = decode_answer(frames[-1])
+            except FrameError as error:
+                number = error.number or 0
+                answer = Refused(error.reason, str(error))
+            future = self._futures.pop(number, None)
+            if isinstance(answer, Refused) and answer.reason == "unknown_client":
+                self._forgotten()
+            if future is not None:
+                future.settle(answer)
+                settled = True
+        if settled:
+            self._tell()
+
+    def _after_use(self) -> None:
+        """Make up for the edge that sending may have swallowed, if somebody waits for it. Call with the lock."""
+        if self._waited_for is not None:
+            self._read()
+
+    def _tell(self) -> None:
+        """Wake who waits for something that was settled. Call with the lock."""
+        self._changed.notify_all()
+        if self._waited_for is not None and self._waited_for.done:
+            self._wire.wake()
+
+
+# --- a server's end --------------------------------------------------------------------------------------------------
+
+
+class Incoming(NamedTuple):
+    """A request, and where its answer goes."""
+
+    client: bytes
+    number: int
+    request: Request
+
+
+class ServerChannel:
+    """Requests from any number of clients. One thread receives; any may answer."""
+
+    def __init__(self, url: str) -> None:
+        """Bind. CacheServerError if that cannot be."""
+        self._context: Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that comes back takes over its old name
+        socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
+        socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        try:
+            socket.bind(url)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            self._context.term()
+            raise CacheServerError(f"cannot listen at {url}: {error}") from None
+        self.url = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        self._wire = _Wire(socket)
+        self._waiting = False
+        """Whether the receiving thread has seen nothing to read, and waits, or is about to."""
+
+    def receive(self, timeout: float, bad_frame: Callable[[str], None]) -> list[Incoming]:
+        """What has arrived, after waiting for up to `timeout` seconds. What cannot be read is answered with `Refused`."""
+        found = self._read(bad_frame)
+        if not found:
+            self._wire.wait(timeout)
+            self._waiting = False
+            found = self._read(bad_frame)
+        return found
+
+    def answer(self, incoming: Incoming, answer: Answer) -> None:
+        """Send an answer. A client that is gone, or that does not read, gets none."""
+        if incoming.number:
+            self._send(incoming.client, incoming.number, answer)
+
+    def wake(self) -> None:
+        """Have `receive` return."""
+        self._wire.wake()
+
+    def close(self) -> None:
+        """Stop listening; the receiving thread has ended."""
+        self._wire.close()
+        self._context.term()
+
+    def _send(self, client: bytes, number: int, answer: Answer) -> None:
+        with self._wire.lock:
+            self._wire.send([client, encode(number, answer)])
+            if self._waiting and self._wire.readable():
+                self._wire.wake()
+
+    def _read(self, bad_frame: Callable[[str], None]) -> list[Incoming]:
+        found: list[Incoming] = []
+        with self._wire.lock:
+            while len(found) < _OUTSTANDING and (frames := self._wire.receive()) is not None:
+                client = frames[0]
+                try:
+                    if len(frames) != 2:
+                        raise FrameError("malformed", f"a message of {len(frames) - 1} frames, not one", None)
+                    number, request = decode_request(frames[1])
+                    found.append(Incoming(client, number, request))
+                except FrameError as error:
+                    bad_frame(error.reason)
+                    self._wire.send([client, encode(error.number or 0, Refused(error.reason, str(error)))])
+            self._waiting = not found
+        return found

@@ -1,0 +1,396 @@
+"""A connection of one engine process to its cache server, which survives the server.
+
+Requests go out on the calling thread (`channel`). One thread of our own keeps the connection: it says hello, registers the
+KV tensors, notices a server that is gone and does it all again when one is back. Meanwhile everything is answered at once, as
+an error that adapters turn into a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+import pd_cache
+from pd_cache.layout import PageKind
+from pd_cache.server.channel import (
+    CacheServerError,
+    ClientChannel,
+    Context,
+    Future,
+    NoAnswerError,
+    RefusedError,
+    ServerLostError,
+)
+from pd_cache.server.fence import Fence
+from pd_cache.server.lifeline import LifelineClient
+from pd_cache.server.messages import (
+    Answer,
+    Done,
+    EndSession,
+    Hello,
+    Lookup,
+    Register,
+    Retrieve,
+    Store,
+    Unregister,
+    Welcome,
+    join_names,
+)
+from pd_cache.server.sharing import Shared, SharingError, close_all, event_handle, share_tensors
+from pd_cache.tokens import ExtraKey, Tokens, hash_tokens, stride_hashes
+
+log = logging.getLogger(__name__)
+
+_GREETING_S = 2.0
+_REGISTER_S = 120.0
+"""Mapping and touching a large cache, and opening the backend for it, take a while."""
+_AGAIN_S = 0.2
+_WATCH_S = 0.5
+_LOG_EVERY_S = 10.0
+_MOST_STORAGES = 200
+
+
+class Move:
+    """A store or retrieve under way. Its blocks may be touched by the server until `query` is True."""
+
+    __slots__ = ("_client", "_event", "_slot", "failure", "future")
+
+    def __init__(
+        self, client: CacheClient, slot: int | None, future: Future | None, failure: str, event: object
+    ) -> None:
+        self._client = client
+        self._slot = slot
+        self._event = event  # the server opens it by its handle
+        self.future = future
+        self.failure = failure
+        """Why there is no answer, in a word; empty while it is under way, and after an answer."""
+
+    def query(self) -> bool:
+        """Look, without waiting: True once it has ended and its blocks are the engine's again."""
+        if self._slot is None:
+            return True
+        assert self.future is not None
+        if not self.future.query():
+            return False
+        if not self._client.fence.revoke(self._slot):
+            return False  # the server has lost its engine in the middle of a chunk, and copies on
+        self._slot = None
+        self._event = None
+        if not self.failure:
+            self.failure = failure_of(self.future)
+        return True
+
+    def wait(self) -> None:
+        """Return when `query` is True."""
+        if self.future is not None:
+            with contextlib.suppress(CacheServerError):
+                self.future.result()
+        while not self.query():
+            time.sleep(0.001)
+
+    @property
+    def answer(self) -> Answer | None:
+        """The server's answer, once the move has ended; None where it failed."""
+        if self.failure or self.future is None:
+            return None
+        return self.future.result()
+
+
+class CacheClient:
+    """One process's connection, in the name of one engine rank. Thread-safe."""
+
+    def __init__(
+        self,
+        url: str,
+        context: Context[Any] | None,
+        *,
+        kind: Literal["scheduler", "worker", "observer"],
+        model: str = "",
+        world_size: int = 1,
+        rank: int = 0,
+        block_size: int = 0,
+        chunk_size: int | None = None,
+        connect_timeout_s: float = 10.0,
+    ) -> None:
+        """Connect, and wait for the server to say what its chunks are, for up to `connect_timeout_s`.
+
+        With `chunk_size` given nothing is waited for: a server that is not there yet is one that comes back. RefusedError
+        if the server does not take this engine, NoAnswerError if it does not answer, ValueError for a bad address.
+        """
+        self.client = uuid.uuid4().hex
+        self.hello = Hello(self.client, kind, pd_cache.__version__, model, world_size, rank, block_size)
+        self.fence = Fence()
+        self.lost = 0
+        """How often the server was lost."""
+        self._welcome: Welcome | None = None
+        self._expected = chunk_size
+        self._kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | None = None
+        self._layout_kind: PageKind | None = None
+        self._lifeline: LifelineClient | None = None
+        self._problem: CacheServerError | SharingError | None = None
+        self._ready = False
+        self._changed = threading.Condition()
+        self._closing = False
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Wakes the keeper."""
+        self._logged = -_LOG_EVERY_S
+        try:
+            self._channel = ClientChannel(url, context, self.client, self._forgotten)
+        except BaseException:
+            self.fence.close()
+            os.close(self._wakeup)
+            raise
+        self._keeper = threading.Thread(target=self._keep, name="pd-cache-client", daemon=True)
+        self._keeper.start()
+        if chunk_size is None:
+            try:
+                self._await_ready(connect_timeout_s)
+            except BaseException:
+                self.close()
+                raise
+
+    # --- what is known -------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        return self._channel.url
+
+    @property
+    def ready(self) -> bool:
+        """Whether the server is there and knows us, tensors included."""
+        return self._ready
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """What the server said last; None before it has answered at all."""
+        return self._welcome
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens a chunk."""
+        if self._welcome is not None:
+            return self._welcome.chunk_size
+        assert self._expected is not None
+        return self._expected
+
+    def name_chunks(
+        self, tokens: Tokens | None, hashes: Sequence[bytes] | None, extra_keys: Iterable[ExtraKey] = ()
+    ) -> list[bytes]:
+        """The names of a prompt's whole chunks, given as tokens or as block hashes, whichever the server's chunks go by."""
+        if (tokens is None) == (hashes is None):
+            raise ValueError("exactly one of token_ids and block_hashes must be given")
+        mode = "tokens" if hashes is None else "blocks"
+        if self._welcome is not None and self._welcome.hash_mode != mode:
+            raise ValueError(f"this server names chunks by {self._welcome.hash_mode}, not by {mode}")
+        if hashes is not None:
+            return stride_hashes(hashes, self.chunk_size // self.hello.block_size)
+        assert tokens is not None
+        return hash_tokens(tokens, self.chunk_size, extra_keys)
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def lookup(self, session: str, names: list[bytes], *, held: int = 0, timeout: float = 1.0) -> Future:
+        """Ask how many of the chunks, from the first, are there; answered with `Found`. A session pins them."""
+        if not self._ready:  # a server that does not know us yet would say so too late, when it does
+            return self._channel.lost(f"no cache server at {self.url} is ready for this engine")
+        return self._channel.request(Lookup(session, join_names(names), held), timeout)
+
+    def end_session(self, session: str) -> None:
+        """Let go of what a session has pinned. A server that is gone has let go already."""
+        self._channel.notify(EndSession(session))
+
+    def ask(self, request: Any, timeout: float) -> Answer:
+        """Send any request and wait for its answer. CacheServerError if there is none."""
+        return self._channel.request(request, timeout).result()
+
+    def move(
+        self,
+        kind: type[Store] | type[Retrieve],
+        session: str,
+        names: Sequence[bytes],
+        blocks: Sequence[int],
+        event: Any,
+        timeout: float,
+    ) -> Move:
+        """Begin a store or retrieve of blocks, which are the server's to touch until the move has ended."""
+        if not self._ready:
+            return Move(self, None, None, "server_lost", None)
+        place = self.fence.admit()
+        if place is None:
+            return Move(self, None, None, "busy", None)
+        slot, ticket = place
+        try:
+            patience = max(1, int(timeout * 1000))
+            request = kind(session, join_names(names), tuple(blocks), slot, ticket, patience, event_handle(event))
+            future = self._channel.request(request, timeout)
+        except BaseException:
+            self.fence.revoke(slot)
+            raise
+        return Move(self, slot, future, "", event)
+
+    # --- life ----------------------------------------------------------------------------------------------------
+
+    def register(
+        self,
+        kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor],
+        layout_kind: PageKind | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Lend the server this worker's KV tensors, now and whenever it has been away.
+
+        SharingError if they cannot be shared. RefusedError if the server does not take them, in its words. A server that
+        is away is not waited for: it gets them when it comes.
+        """
+        share = share_tensors(kv_caches)
+        close_all(share.descriptors)
+        if len(share.storages) > _MOST_STORAGES:
+            raise SharingError(f"the KV tensors lie in {len(share.storages)} storages; {_MOST_STORAGES} are the most")
+        with self._changed:
+            self._kv_caches, self._layout_kind = kv_caches, layout_kind
+            here = self._welcome is not None and self._ready
+            self._ready, self._problem = False, None
+        os.eventfd_write(self._wakeup, 1)
+        if here:
+            with contextlib.suppress(NoAnswerError):
+                self._await_ready(_REGISTER_S if timeout is None else timeout)
+
+    def close(self) -> None:
+        """Take the tensors back and disconnect. Idempotent."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        os.eventfd_write(self._wakeup, 1)
+        self._keeper.join()
+        if self._ready and self._kv_caches is not None:
+            with contextlib.suppress(CacheServerError):
+                self.ask(Unregister(), _GREETING_S)
+        self._ready, self._kv_caches = False, None
+        self._channel.close()
+        if self._lifeline is not None:
+            self._lifeline.close()
+        os.close(self._wakeup)
+        self.fence.close()
+
+    def _await_ready(self, timeout: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._problem is not None, timeout)
+            if self._problem is not None:
+                raise self._problem
+            if not self._ready:
+                raise NoAnswerError(f"no cache server answered at {self.url} within {timeout:g} s")
+
+    def _forgotten(self) -> None:
+        """The server does not know us: it has started again, or taken us for dead. Called with the channel's lock."""
+        self._ready = False
+        os.eventfd_write(self._wakeup, 1)
+
+    # --- the keeper's thread -------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        connected = False
+        while not self._closing:
+            event = self._channel.watch(_AGAIN_S if connected and not self._ready else _WATCH_S, self._descriptors())
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wakeup)
+            if event is True:
+                connected = True
+            elif event is False or (self._lifeline is not None and self._lifeline.lost):
+                connected = False
+                self._lose("the connection to the cache server broke")
+            if connected and not self._ready and not self._closing:
+                self._greet()
+
+    def _descriptors(self) -> list[int]:
+        return [self._wakeup, *([] if self._lifeline is None else [self._lifeline.fileno()])]
+
+    def _lose(self, reason: str) -> None:
+        with self._changed:
+            was_ready, self._ready = self._ready, False
+        if self._lifeline is not None:
+            self._lifeline.close()
+            self._lifeline = None
+        self._channel.fail_all(reason)
+        if was_ready:
+            self.lost += 1
+            log.warning("cache server %s: lost; requests are computed until it is back", self.url)
+
+    def _greet(self) -> None:
+        """Say hello and register; say so in the log where that fails, and leave it to be tried again."""
+        try:
+            self._introduce()
+        except (CacheServerError, SharingError, OSError) as error:
+            problem = error if isinstance(error, CacheServerError | SharingError) else ServerLostError(str(error))
+            lasting = isinstance(problem, SharingError) or (
+                isinstance(problem, RefusedError) and problem.reason not in ("busy", "unknown_client", "closing")
+            )
+            with self._changed:
+                if lasting:
+                    self._problem = problem
+                    self._changed.notify_all()
+            log.debug("cache server %s: %s", self.url, problem)
+            if lasting and time.monotonic() - self._logged > _LOG_EVERY_S:
+                self._logged = time.monotonic()
+                log.error("cache server %s does not take this engine: %s", self.url, problem)
+            return
+        with self._changed:
+            self._ready, self._problem = True, None
+            self._changed.notify_all()
+        log.info("cache server %s: connected", self.url)
+
+    def _introduce(self) -> None:
+        welcome = self.ask(self.hello, _GREETING_S)
+        if not isinstance(welcome, Welcome):
+            raise ServerLostError(f"the server answered hello with {type(welcome).__name__}")
+        known = self.chunk_size if self._welcome is not None or self._expected is not None else welcome.chunk_size
+        if welcome.chunk_size != known:
+            raise RefusedError(
+                "mismatch", f"the server's chunks have {welcome.chunk_size} tokens, this engine was made for {known}"
+            )
+        self._welcome = welcome
+        if self._lifeline is None or self._lifeline.lost:
+            self._lifeline = None
+            with contextlib.suppress(OSError):  # a server on another host: good for lookups
+                self._lifeline = LifelineClient(welcome.lifeline, self.client)
+        with self._changed:
+            tensors, kind = self._kv_caches, self._layout_kind
+        if tensors is not None:
+            self._register(share_tensors(tensors), kind)
+
+    def _register(self, shared: Shared, kind: PageKind | None) -> None:
+        try:
+            if self._lifeline is None:
+                raise RefusedError(
+                    "mismatch", "no file descriptor reaches the server: engines and their cache server share a host"
+                )
+            registration = uuid.uuid4().hex
+            self._lifeline.send(registration, [self.fence.descriptor, *shared.descriptors])
+        finally:
+            close_all(shared.descriptors)
+        done = self.ask(
+            Register(registration, shared.storages, shared.tensors, "" if kind is None else kind.value), _REGISTER_S
+        )
+        if not isinstance(done, Done):
+            raise ServerLostError(f"the server answered register with {type(done).__name__}")
+
+
+def failure_of(future: Future) -> str:
+    """Why a future that is done has no proper answer, in a word for a counter; empty if it has one."""
+    try:
+        future.result()
+    except RefusedError as error:
+        return error.reason
+    except NoAnswerError:
+        return "timeout"
+    except CacheServerError:
+        return "server_lost"
+    return ""

@@ -1,0 +1,127 @@
+"""Who may touch an engine's blocks: a page that an engine and its server share, and the kernel's locks on it.
+
+A server that is late, stopped or cut off may still be about to copy into blocks that its engine has long given to another
+request. So each move gets a *slot* of the fence, with its *ticket* in it. The server locks the slot's bytes around each chunk that
+it copies, and copies only if the ticket still stands there. An engine that gives a move up removes the ticket under the same
+lock: once it has done that, nothing of the move can touch the blocks any more. The kernel drops the locks of a process that
+dies, so a dead server holds nobody up, and one that is stopped does only if that was in the middle of a chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Iterator
+
+SLOTS = 1024
+"""Moves of one worker at a time."""
+_SLOT = struct.Struct("<Q")
+_NBYTES = SLOTS * _SLOT.size
+
+
+class AbandonedError(Exception):
+    """The engine has given the move up: its blocks are not to be touched."""
+
+
+class _Page:
+    def __init__(self, descriptor: int) -> None:
+        """Takes over the descriptor, whose open file must be this process's own: it is what owns the locks."""
+        self._descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, _NBYTES)
+
+    def ticket(self, slot: int) -> int:
+        return int(_SLOT.unpack_from(self._memory, slot * _SLOT.size)[0])
+
+    def write(self, slot: int, ticket: int) -> None:
+        _SLOT.pack_into(self._memory, slot * _SLOT.size, ticket)
+
+    def lock(self, slot: int) -> bool:
+        return self._set(slot, fcntl.F_WRLCK)
+
+    def unlock(self, slot: int) -> None:
+        self._set(slot, fcntl.F_UNLCK)
+
+    def close(self) -> None:
+        self._memory.close()
+        os.close(self._descriptor)
+
+    def _set(self, slot: int, kind: int) -> bool:
+        # struct flock: type, whence, start, length, pid; the lock belongs to the open file, so threads share it
+        request = struct.pack("hhqqi4x", kind, os.SEEK_SET, slot * _SLOT.size, _SLOT.size, 0)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, request)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+
+class Fence:
+    """An engine's side."""
+
+    def __init__(self) -> None:
+        descriptor = os.memfd_create("pd-cache-fence", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, _NBYTES)
+        self._page = _Page(descriptor)
+        self.descriptor = descriptor
+        self._free = list(range(SLOTS))
+        self._next = 1
+        self._lock = threading.Lock()
+
+    def admit(self) -> tuple[int, int] | None:
+        """A slot with a new ticket in it, as (slot, ticket); None if all are taken."""
+        with self._lock:
+            if not self._free:
+                return None
+            slot, ticket = self._free.pop(), self._next
+            self._next += 1
+            self._page.write(slot, ticket)
+            return slot, ticket
+
+    def revoke(self, slot: int) -> bool:
+        """Take the ticket away and free the slot. False while the server copies under it: try again."""
+        if not self._page.lock(slot):
+            return False
+        self._page.write(slot, 0)
+        self._page.unlock(slot)
+        with self._lock:
+            self._free.append(slot)
+        return True
+
+    @property
+    def taken(self) -> int:
+        """Slots with a ticket."""
+        with self._lock:
+            return SLOTS - len(self._free)
+
+    def close(self) -> None:
+        self._page.close()
+
+
+class FenceView:
+    """A server's side."""
+
+    def __init__(self, descriptor: int) -> None:
+        """`descriptor` stays the caller's. ValueError if it is no fence, OSError if it cannot be opened again."""
+        if os.fstat(descriptor).st_size != _NBYTES:
+            raise ValueError(f"a fence has {_NBYTES} bytes, this file {os.fstat(descriptor).st_size}")
+        # a passed descriptor is the engine's own open file, whose locks are the engine's: this one is ours
+        self._page = _Page(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+
+    @contextlib.contextmanager
+    def passing(self, slot: int, ticket: int) -> Iterator[None]:
+        """Touch blocks inside of this block only. AbandonedError if the ticket does not stand any more."""
+        if not self._page.lock(slot):
+            raise AbandonedError
+        try:
+            if self._page.ticket(slot) != ticket:
+                raise AbandonedError
+            yield
+        finally:
+            self._page.unlock(slot)
+
+    def close(self) -> None:
+        self._page.close()

@@ -1,0 +1,323 @@
+"""Every message between an engine and a cache server, or a lookup client and its server: the one table.
+
+A frame is a 16-byte header and a msgpack body:
+
+    offset  size
+    0       4     magic "PDCM"
+    4       2     protocol version
+    6       2     zero
+    8       8     number: the request's, which its answer repeats; 0 for a request that wants no answer
+
+All little-endian. The header never changes, and neither does `Refused`, so that any two versions can tell each other that
+they differ. KV bytes never travel in messages: they stay in memory that both sides map.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+
+PROTOCOL = 1
+NAME_WIDTHS = range(8, 17)
+"""Bytes that a chunk's name may have; see `tokens.stride_hashes`."""
+
+_HEADER = struct.Struct("<4sHHQ")
+_MAGIC = b"PDCM"
+
+MAX_CHUNKS = 1 << 16
+MAX_FRAME = 16 << 20
+"""Bytes of the largest frame that is read."""
+
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Token = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+Block = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+Names = Annotated[bytes, msgspec.Meta(max_length=1 + NAME_WIDTHS[-1] * MAX_CHUNKS)]
+"""Chunk names one after the other, all of the width that the first byte tells; empty for none."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="type"):
+    """A row of the table."""
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """The first message of a connection: who is there. Answered with `Welcome`."""
+
+    client: Token
+    """Names this process's connection, also on its lifeline."""
+    kind: Literal["scheduler", "worker", "observer"]
+    software: Text
+    model: str = ""
+    """What identifies the weights; engines of one name, world size and block size share chunks."""
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=4096)] = 0
+    block_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    """Tokens a block of the engine's paged cache."""
+    namespace: str = ""
+    """Fingerprint of the chunks' namespace, where the client knows it."""
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank {self.rank} is outside of world_size {self.world_size}")
+        if self.kind != "observer" and not (self.model and self.block_size):
+            raise ValueError(f"a {self.kind} must tell its model and block_size")
+
+
+class CpuStorage(Message, frozen=True, tag="cpu"):
+    """Shared memory whose file descriptor came over the lifeline, in the order of the storages."""
+
+    nbytes: Positive
+
+
+class CudaStorage(Message, frozen=True, tag="cuda"):
+    """A CUDA IPC handle, as `torch.UntypedStorage` exports it."""
+
+    nbytes: Positive
+    device: Annotated[int, msgspec.Meta(ge=0, le=1023)]
+    handle: Annotated[bytes, msgspec.Meta(max_length=1024)]
+    offset: Count
+    ref_counter: Annotated[bytes, msgspec.Meta(max_length=1024)]
+    ref_counter_offset: Count
+    event: Annotated[bytes, msgspec.Meta(max_length=1024)]
+    event_sync: bool
+
+
+Storage = CpuStorage | CudaStorage
+Dimension = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+
+
+class TensorView(Message, frozen=True):
+    """One layer's tensor inside of a storage; offset and strides in elements."""
+
+    storage: Annotated[int, msgspec.Meta(ge=0, le=1023)]
+    offset: Count
+    shape: Annotated[tuple[Dimension, ...], msgspec.Meta(min_length=1, max_length=8)]
+    stride: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=8)]
+    dtype: Text
+
+
+class Register(Message, frozen=True, tag="register"):
+    """Lend the server a worker's KV tensors. Answered with `Done` once they are mapped."""
+
+    registration: Token
+    """Which message of the lifeline holds the file descriptors."""
+    storages: Annotated[tuple[Storage, ...], msgspec.Meta(min_length=1, max_length=200)]
+    tensors: Annotated[tuple[TensorView, ...], msgspec.Meta(min_length=1, max_length=1024)]
+    layout_kind: str = ""
+    """A `PageKind`, where the shapes fit two."""
+
+
+class Unregister(Message, frozen=True, tag="unregister"):
+    """Take the KV tensors back. Answered with `Done` once nothing touches them."""
+
+
+class Lookup(Message, frozen=True, tag="lookup"):
+    """How many of these chunks, from the first, are there? Answered with `Found`, and pinned for `session` if it has one."""
+
+    session: str
+    names: Names
+    held: Count = 0
+    """Chunks from the first that need not be asked for."""
+
+    def __post_init__(self) -> None:
+        _check_names(self.names)
+
+
+class Move(Message, frozen=True):
+    """Chunks of one request, and the blocks that they lie in or shall lie in: the blocks of the first chunk first."""
+
+    session: str
+    names: Names
+    blocks: Annotated[tuple[Block, ...], msgspec.Meta(max_length=1 << 22)]
+    slot: Annotated[int, msgspec.Meta(ge=0, lt=1024)]
+    ticket: Positive
+    """Stands in `slot` of the worker's fence for as long as the blocks may be touched."""
+    patience_ms: Positive
+    """Not begun any more after so long."""
+    event: Annotated[bytes, msgspec.Meta(max_length=1024)] = b""
+    """CUDA IPC handle of the event that the blocks are valid after; empty for none."""
+
+    def __post_init__(self) -> None:
+        _check_names(self.names)
+
+
+class Store(Move, frozen=True, tag="store"):
+    """Answered with `Stored`."""
+
+
+class Retrieve(Move, frozen=True, tag="retrieve"):
+    """Answered with `Loaded`; lets go of what the session has pinned for this worker."""
+
+
+class EndSession(Message, frozen=True, tag="end_session"):
+    """Let go of what a session has pinned."""
+
+    session: str
+
+
+class StatusQuery(Message, frozen=True, tag="status"):
+    """Answered with `StatusReport`."""
+
+
+Request = Hello | Register | Unregister | Lookup | Store | Retrieve | EndSession | StatusQuery
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    server: Token
+    """Another one after every start of the server."""
+    software: str
+    chunk_size: Positive
+    hash_mode: Literal["tokens", "blocks"]
+    hash_seed: str
+    lifeline: str
+    """Path of the socket for file descriptors; empty where there is none."""
+
+
+class Done(Message, frozen=True, tag="done"):
+    """It was done."""
+
+
+class Found(Message, frozen=True, tag="found"):
+    chunks: Count
+
+
+class Stored(Message, frozen=True, tag="stored"):
+    """Chunks by what became of them."""
+
+    stored: Count
+    present: Count
+    failed: Count
+
+
+class Loaded(Message, frozen=True, tag="loaded"):
+    """How many chunks, from the first, lie in their blocks now."""
+
+    chunks: Count
+
+
+class StatusReport(Message, frozen=True, tag="status_report"):
+    software: str
+    pid: int
+    up_since: float
+    """Seconds since 1970."""
+    clients: Count
+    workers: Count
+    sessions: Count
+    pinned: Count
+    """Chunks."""
+    in_flight: Count
+    """Operations queued or running."""
+    available: bool
+    metrics: str
+    """All counters, as Prometheus reads them."""
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """The request was not done, and this is why."""
+
+    reason: str
+    """`busy`, `unknown_client` and `closing` may go away by themselves; `version`, `malformed`, `mismatch`, `invalid`,
+    `late`, `abandoned`, `failed` and others will not."""
+    message: str
+
+
+Answer = Welcome | Done | Found | Stored | Loaded | StatusReport | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Request)
+_answers = msgspec.msgpack.Decoder(Answer)
+_refusal = msgspec.msgpack.Decoder(Refused)
+
+
+class FrameError(Exception):
+    """A frame that cannot be read. `number` is the request's where the header could be, else None."""
+
+    def __init__(self, reason: Literal["version", "malformed"], message: str, number: int | None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.number = number
+
+
+class _Header(NamedTuple):
+    version: int
+    number: int
+
+
+def encode(number: int, message: Message) -> bytes:
+    """The frame of a message."""
+    return _HEADER.pack(_MAGIC, PROTOCOL, 0, number) + _encoder.encode(message)
+
+
+def decode_request(frame: bytes) -> tuple[int, Request]:
+    """The number and the request in a frame; FrameError says what is wrong with it."""
+    header = _header(frame)
+    if header.version != PROTOCOL:
+        raise FrameError(
+            "version",
+            f"this server speaks version {PROTOCOL} of the protocol, the client version {header.version}; run the same "
+            "release of pd-cache on both sides",
+            header.number,
+        )
+    try:
+        return header.number, _requests.decode(memoryview(frame)[_HEADER.size :])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError("malformed", f"not a request: {error}", header.number) from None
+
+
+def decode_answer(frame: bytes) -> tuple[int, Answer]:
+    """The number and the answer in a frame; of another version only `Refused` is understood."""
+    header = _header(frame)
+    decoder = _answers if header.version == PROTOCOL else _refusal
+    try:
+        return header.number, decoder.decode(memoryview(frame)[_HEADER.size :])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError("malformed", f"not an answer: {error}", header.number) from None
+
+
+def join_names(names: Sequence[bytes]) -> bytes:
+    """Chunk names, all of one width, as one string of bytes. ValueError for names of several widths."""
+    if not names:
+        return b""
+    width = len(names[0])
+    if any(len(name) != width for name in names):
+        raise ValueError(f"chunk names must all have the same length; the first has {width} bytes")
+    if width not in NAME_WIDTHS:
+        raise ValueError(f"chunk names have {NAME_WIDTHS[0]} to {NAME_WIDTHS[-1]} bytes, got {width}")
+    return bytes([width]) + b"".join(names)
+
+
+def split_names(joined: bytes) -> list[bytes]:
+    """The converse of `join_names`, for what was checked."""
+    if not joined:
+        return []
+    width = joined[0]
+    return [joined[start : start + width] for start in range(1, len(joined), width)]
+
+
+def count_names(joined: bytes) -> int:
+    """How many names `split_names` gives."""
+    return (len(joined) - 1) // joined[0] if joined else 0
+
+
+def _header(frame: bytes) -> _Header:
+    if len(frame) < _HEADER.size:
+        raise FrameError("malformed", f"a frame of {len(frame)} bytes has no header", None)
+    magic, version, _, number = _HEADER.unpack_from(frame)
+    if magic != _MAGIC:
+        raise FrameError("malformed", f"a frame that begins with {magic!r} is none of ours", None)
+    return _Header(version, number)
+
+
+def _check_names(names: bytes) -> None:
+    if names and (names[0] not in NAME_WIDTHS or (len(names) - 1) % names[0]):
+        raise ValueError(f"{len(names)} bytes are no list of names of {names[0]} bytes each")

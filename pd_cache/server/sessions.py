@@ -1,0 +1,154 @@
+"""What lookups found and loads are about to need: pinned, counted, and never for longer than a deadline.
+
+A session belongs to the client that looked up, and holds the keys found, shard by shard. In local tiers a key is pinned by
+reference count. The pool's objects are held by asking for them again before their lease ends; that costs one
+`batch_is_exist` for all sessions together.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from pd_cache.backends import StorageBackend
+
+MAX_SESSIONS = 4096
+"""One more ends the oldest."""
+
+
+class Session:
+    """One request's pins."""
+
+    __slots__ = ("_pinned", "_shards", "backend", "client", "deadline", "model", "name", "names")
+
+    def __init__(
+        self,
+        client: str,
+        name: str,
+        model: object,
+        backend: StorageBackend,
+        names: frozenset[bytes],
+        shards: Sequence[Sequence[str]],
+        deadline: float,
+    ) -> None:
+        """`names` are the chunks found, `shards` their keys, one list for each rank that will load its own."""
+        self.client = client
+        self.name = name
+        self.model = model
+        self.backend = backend
+        self.names = names
+        self.deadline = deadline
+        self._shards = dict(enumerate(shards))
+        self._pinned = set(backend.pin(self.keys))
+
+    @property
+    def keys(self) -> list[str]:
+        """What it holds, in one way or the other."""
+        return [key for keys in self._shards.values() for key in keys]
+
+    @property
+    def unpinned(self) -> list[str]:
+        """What no local tier keeps for it."""
+        return [key for key in self.keys if key not in self._pinned]
+
+    def drop(self, rank: int | None = None) -> bool:
+        """Unpin one rank's keys, or all; True if nothing is left."""
+        ranks = list(self._shards) if rank is None else [rank]
+        for one in ranks:
+            pinned = self._pinned.intersection(self._shards.pop(one, ()))
+            if pinned:
+                self._pinned -= pinned
+                self.backend.unpin(list(pinned))
+        return not self._shards
+
+
+class Sessions:
+    """All sessions of a server. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, most: int = MAX_SESSIONS) -> None:
+        self._clock = clock
+        self._most = most
+        self._lock = threading.Lock()
+        self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
+        self._by_request: dict[tuple[object, str], list[Session]] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def pinned(self) -> int:
+        """Keys held, each as often as it is."""
+        with self._lock:
+            return sum(len(session.keys) for session in self._sessions.values())
+
+    def open(
+        self,
+        client: str,
+        name: str,
+        model: object,
+        backend: StorageBackend,
+        names: Sequence[bytes],
+        shards: Sequence[Sequence[str]],
+        lifetime: float,
+    ) -> None:
+        """Pin what a lookup found, in place of what the same client's request of this name had pinned before."""
+        session = Session(client, name, model, backend, frozenset(names), shards, self._clock() + lifetime)
+        with self._lock:
+            self._end(client, name)  # only now: the new one holds the same keys already
+            self._sessions[client, name] = session
+            self._by_request.setdefault((model, name), []).append(session)
+            while len(self._sessions) > self._most:
+                self._end(*next(iter(self._sessions)))
+
+    def loaded(self, name: str, model: object, rank: int, names: Sequence[bytes]) -> None:
+        """A rank has loaded what the request's session holds for it.
+
+        The one that looked up and the one that loads are two clients of one engine. Where several engines of a model have
+        requests of one name, a session that holds these chunks is as good as the other: it holds the same keys.
+        """
+        with self._lock:
+            candidates = self._by_request.get((model, name), ())
+            session = next((one for one in candidates if one.names.issuperset(names)), None)
+            if session is not None and session.drop(rank):
+                self._end(session.client, session.name)
+
+    def end(self, client: str, name: str) -> None:
+        """End one session; nothing happens if there is none."""
+        with self._lock:
+            self._end(client, name)
+
+    def end_client(self, client: str) -> None:
+        """End all sessions of a client that is gone."""
+        with self._lock:
+            for key in [key for key in self._sessions if key[0] == client]:
+                self._end(*key)
+
+    def expire(self) -> int:
+        """End the sessions whose deadline has passed; how many."""
+        now = self._clock()
+        with self._lock:
+            late = [key for key, session in self._sessions.items() if session.deadline <= now]
+            for key in late:
+                self._end(*key)
+        return len(late)
+
+    def held(self) -> list[tuple[StorageBackend, list[str]]]:
+        """The keys that only a lease holds, without repetition, for each backend."""
+        with self._lock:
+            by_backend: dict[int, tuple[StorageBackend, dict[str, None]]] = {}
+            for session in self._sessions.values():
+                _, keys = by_backend.setdefault(id(session.backend), (session.backend, {}))
+                keys.update(dict.fromkeys(session.unpinned))
+        return [(backend, list(keys)) for backend, keys in by_backend.values()]
+
+    def _end(self, client: str, name: str) -> None:
+        session = self._sessions.pop((client, name), None)
+        if session is None:
+            return
+        same = self._by_request[session.model, name]
+        same.remove(session)
+        if not same:
+            del self._by_request[session.model, name]
+        session.drop()

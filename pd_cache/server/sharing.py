@@ -1,0 +1,273 @@
+"""KV tensors in memory that an engine and its server both map. The bytes of a cache are never sent anywhere else.
+
+On the CPU a torch storage moves to POSIX shared memory in place, so that every view of it follows, and travels as a file
+descriptor. On a GPU it travels as a CUDA IPC handle. Either way the server sees the engine's own pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from pd_cache.errors import LayoutError, PdCacheError
+from pd_cache.layout import KVLayout, PageKind, layer_tensors
+from pd_cache.paged import ChunkSlots, Completion, PagedCopier, open_copier
+from pd_cache.paged.base import DONE
+from pd_cache.server.fence import AbandonedError, FenceView
+from pd_cache.server.messages import CpuStorage, CudaStorage, Register, Storage, TensorView
+from transfer.staging import prefault
+
+_SHARED_MEMORY = "/dev/shm"
+
+
+class SharingError(PdCacheError):
+    """KV tensors that cannot be shared, or that do not lie where they are said to."""
+
+
+class Shared(NamedTuple):
+    """What an engine tells about its tensors."""
+
+    storages: tuple[Storage, ...]
+    tensors: tuple[TensorView, ...]
+    descriptors: list[int]
+    """One for each CPU storage, in order; the caller's to close."""
+
+
+def share_tensors(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> Shared:
+    """Make the tensors' memory mappable by another process. CPU storages move to shared memory, once.
+
+    Pointers into a CPU storage taken before are stale afterwards; tensors and views are not. SharingError where shared
+    memory does not suffice.
+    """
+    storages: list[Storage] = []
+    places: dict[int, int] = {}
+    views: list[TensorView] = []
+    descriptors: list[int] = []
+    tensors = layer_tensors(kv_caches)
+    if not tensors:
+        raise SharingError("no KV tensors given")
+    try:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            identity = storage._cdata
+            if identity not in places:
+                places[identity] = len(storages)
+                if tensor.device.type == "cpu":
+                    descriptors.append(_share_cpu(storage))
+                    storages.append(CpuStorage(storage.nbytes()))
+                elif tensor.device.type == "cuda":
+                    storages.append(_export_cuda(storage))
+                else:
+                    raise SharingError(f"KV tensors on {tensor.device} cannot be shared; cpu and cuda are known")
+            views.append(
+                TensorView(
+                    places[identity],
+                    int(tensor.storage_offset()),
+                    tuple(tensor.shape),
+                    tuple(tensor.stride()),
+                    str(tensor.dtype).removeprefix("torch."),
+                )
+            )
+    except BaseException:
+        close_all(descriptors)
+        raise
+    return Shared(tuple(storages), tuple(views), descriptors)
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close file descriptors."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def event_handle(event: Any) -> bytes:
+    """What lets another process wait for a CUDA event made with `interprocess=True`; empty for None."""
+    return b"" if event is None else bytes(event.ipc_handle())
+
+
+def _share_cpu(storage: torch.UntypedStorage) -> int:
+    if not storage.is_shared():
+        room = os.statvfs(_SHARED_MEMORY)
+        free = room.f_bavail * room.f_frsize
+        if storage.nbytes() > free:  # torch would not notice, and a later write would kill the process
+            raise SharingError(
+                f"{storage.nbytes()} bytes of KV cache do not fit into {_SHARED_MEMORY}, which has {free} free; enlarge it, "
+                "e.g. with docker's --shm-size"
+            )
+        storage.share_memory_()
+    descriptor, _ = storage._share_fd_cpu_()
+    return os.dup(descriptor)  # that one is the storage's own
+
+
+def _export_cuda(storage: torch.UntypedStorage) -> CudaStorage:
+    device, handle, nbytes, offset, ref_counter, ref_counter_offset, event, event_sync = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    return CudaStorage(nbytes, device, handle, offset, ref_counter, ref_counter_offset, event, event_sync)
+
+
+# --- the server's side -----------------------------------------------------------------------------------------------
+
+
+class MappedTensors:
+    """An engine's KV tensors, mapped. `unmap` gives the memory back as soon as nothing uses it."""
+
+    def __init__(self, request: Register, descriptors: Sequence[int], fence: FenceView) -> None:
+        """Map what the descriptors (in the order of the CPU storages, still the caller's) and handles refer to.
+
+        Takes over the fence that copies have to pass. SharingError or LayoutError, with nothing left open, for what does not
+        fit together.
+        """
+        self.fence = fence
+        self._maps: list[mmap.mmap] = []
+        self._lock = threading.Condition()
+        self._users = 0
+        self._closed = False
+        self._copier: PagedCopier | None = None
+        try:
+            tensors = self._map(request, list(descriptors))
+            kind = PageKind(request.layout_kind) if request.layout_kind else None
+            self.layout = KVLayout.from_tensors(tensors, kind)
+            self.device = tensors[0].device
+            self._copier = open_copier(tensors, self.layout)
+        except BaseException as error:
+            tensors = []
+            self._release()
+            if isinstance(error, ValueError) and not isinstance(error, LayoutError):
+                raise SharingError(str(error)) from None
+            raise
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[PagedCopier]:
+        """The copier, for as long as the block runs. AbandonedError once `unmap` was called."""
+        with self._lock:
+            if self._closed or self._copier is None:
+                raise AbandonedError
+            self._users += 1
+            copier = self._copier
+        try:
+            yield copier
+        finally:
+            del copier
+            with self._lock:
+                self._users -= 1
+                if self._closed and not self._users:
+                    self._release()
+                    self._lock.notify_all()
+
+    def unmap(self, timeout: float) -> bool:
+        """Let nobody in any more; True if the memory is unmapped, False if that is left to who still copies."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                if not self._users:
+                    self._release()
+            return self._lock.wait_for(lambda: not self._users, timeout)
+
+    def _map(self, request: Register, descriptors: list[int]) -> list[torch.Tensor]:
+        bases: list[torch.Tensor] = []
+        for storage in request.storages:
+            if isinstance(storage, CudaStorage):
+                bases.append(_import_cuda(storage))
+                continue
+            if not descriptors:
+                raise SharingError("fewer file descriptors came than storages")
+            descriptor = descriptors.pop(0)
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size < storage.nbytes:
+                raise SharingError(
+                    f"a storage of {storage.nbytes} bytes was announced, the file that came has {status.st_size}"
+                )
+            self._maps.append(mmap.mmap(descriptor, storage.nbytes))
+            base = torch.frombuffer(self._maps[-1], dtype=torch.uint8)
+            prefault(base.data_ptr(), storage.nbytes)
+            bases.append(base)
+        if descriptors:
+            raise SharingError("more file descriptors came than storages")
+        return [_view(view, bases) for view in request.tensors]
+
+    def _release(self) -> None:
+        copier, self._copier = self._copier, None
+        if copier is not None:
+            copier.close()
+        del copier
+        maps, self._maps = self._maps, []
+        for memory in maps:
+            with contextlib.suppress(BufferError):  # a traceback may still hold a view; the memory goes with it
+                memory.close()
+        self.fence.close()
+
+
+def _import_cuda(storage: CudaStorage) -> torch.Tensor:
+    untyped = torch.UntypedStorage._new_shared_cuda(
+        storage.device,
+        storage.handle,
+        storage.nbytes,
+        storage.offset,
+        storage.ref_counter,
+        storage.ref_counter_offset,
+        storage.event,
+        storage.event_sync,
+    )
+    return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", storage.device)).set_(untyped)
+
+
+def _view(view: TensorView, bases: list[torch.Tensor]) -> torch.Tensor:
+    dtype = getattr(torch, view.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise SharingError(f"{view.dtype!r} is no type of torch's")
+    if view.storage >= len(bases) or len(view.shape) != len(view.stride):
+        raise SharingError(f"storage {view.storage} of {len(bases)}, shape {view.shape} with strides {view.stride}")
+    base = bases[view.storage]
+    last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride, strict=True))
+    if (last + 1) * dtype.itemsize > base.numel():
+        raise SharingError(
+            f"a tensor of {list(view.shape)} {view.dtype} with strides {list(view.stride)} from element {view.offset} on ends "
+            f"beyond its storage of {base.numel()} bytes"
+        )
+    typed = base[: base.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return torch.as_strided(typed, view.shape, view.stride, view.offset)
+
+
+class FencedCopier(PagedCopier):
+    """Copies chunks of one move, each only while the engine has not given it up. For one thread.
+
+    Raises AbandonedError where it has.
+    """
+
+    def __init__(self, tensors: MappedTensors, slot: int, ticket: int, event: bytes) -> None:
+        super().__init__(tensors.layout)
+        self._tensors = tensors
+        self._slot = slot
+        self._ticket = ticket
+        self._event = event
+
+    def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> Completion:
+        with self._inside() as copier:
+            copier.gather(chunk, out).wait()
+        return DONE
+
+    def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> Completion:
+        with self._inside() as copier:
+            copier.scatter(chunk, source).wait()
+        return DONE
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[PagedCopier]:
+        with self._tensors.using() as copier, self._tensors.fence.passing(self._slot, self._ticket):
+            if self._event:
+                _wait_on_stream(self._tensors.device, self._event)
+                self._event = b""
+            yield copier
+
+
+def _wait_on_stream(device: torch.device, handle: bytes) -> None:
+    """Have what this thread puts on its stream from now on run after an engine's event."""
+    event = torch.cuda.Event.from_ipc_handle(device, handle)  # type: ignore[no-untyped-call]
+    torch.cuda.current_stream(device).wait_event(event)

@@ -1,0 +1,264 @@
+"""WorkerAdapter: what a serving engine's worker has a cache server do with its paged KV cache. Only `register_kv_caches`
+and the constructor wait.
+
+The API is that of `LMCacheMPWorkerAdapter` in vLLM. What that leaves open is decided here: a store that failed is counted and
+told, a retrieve that failed tells which blocks the engine has to compute, and no block is given back to the engine before it is
+certain that the server touches it no more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from pd_cache.layout import PageKind
+from pd_cache.metrics import CacheMetrics
+from pd_cache.server.channel import Context
+from pd_cache.server.client import CacheClient, Move
+from pd_cache.server.messages import Loaded, Retrieve, Store, Stored
+from pd_cache.tokens import ExtraKey
+
+_REMEMBERED = 65_536
+"""Finished requests that are not told again, and failed stores that were not asked for yet."""
+
+
+@dataclass
+class LoadStoreOp:
+    """Which tokens to load or store, and the blocks that their KV lies in or shall lie in.
+
+    In hash mode `block_hashes` has one hash for each of `block_ids`. In token mode `token_ids` is the whole prompt, because a
+    chunk's name depends on all before it, and `block_ids` are those of the tokens from `start` to `end`.
+    """
+
+    block_ids: list[int]
+    token_ids: list[int] | None = None
+    block_hashes: list[bytes] | None = None
+    start: int = 0
+    """Token mode: a whole number of chunks."""
+    end: int = 0
+    """Token mode: what is no whole chunk before it is left out."""
+    extra_keys: tuple[ExtraKey, ...] = ()
+    """Token mode: the request's isolation."""
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+
+class _Retrieving(NamedTuple):
+    request_id: str
+    move: Move
+    blocks: list[int]
+    chunks: int
+
+
+class _Storing(NamedTuple):
+    request_id: str
+    move: Move
+    chunks: int
+
+
+class WorkerAdapter:
+    """Stores and retrieves for one rank of an engine. For one thread."""
+
+    def __init__(
+        self,
+        server_url: str,
+        context: Context[Any] | None,
+        model_name: str,
+        world_size: int,
+        kv_rank: int,
+        vllm_block_size: int,
+        *,
+        chunk_size: int | None = None,
+        connect_timeout_s: float = 10.0,
+        move_timeout_s: float = 15.0,
+        metrics: CacheMetrics | None = None,
+    ) -> None:
+        """Arguments and errors as of `SchedulerAdapter`. A store or retrieve is given up after `move_timeout_s`."""
+        self.metrics = metrics or CacheMetrics()
+        self._timeout_s = move_timeout_s
+        self._stores: list[_Storing] = []
+        self._retrieves: list[_Retrieving] = []
+        self._storing: Counter[str] = Counter()
+        """Stores under way, by request."""
+        self._waiting: set[str] = set()
+        """Requests that the engine has finished, but whose stores have not ended."""
+        self._told: OrderedDict[str, None] = OrderedDict()
+        """Requests whose stores were told to be finished, the latest."""
+        self._bad_blocks: set[int] = set()
+        self._failed_stores: OrderedDict[str, str] = OrderedDict()
+        self._client = CacheClient(
+            server_url,
+            context,
+            kind="worker",
+            model=model_name,
+            world_size=world_size,
+            rank=kv_rank,
+            block_size=vllm_block_size,
+            chunk_size=chunk_size,
+            connect_timeout_s=connect_timeout_s,
+        )
+        self.chunk_size = self._client.chunk_size
+        self._blocks_per_chunk, rest = divmod(self.chunk_size, vllm_block_size)
+        if rest:
+            self._client.close()
+            raise ValueError(f"chunk_size {self.chunk_size} must be a multiple of the block size {vllm_block_size}")
+
+    @property
+    def available(self) -> bool:
+        """Whether the server is there and has this worker's tensors."""
+        return self._client.ready
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], layout_kind: PageKind | None = None) -> None:
+        """Lend the paged KV cache to the server: layer names to tensors, in layer order.
+
+        CPU tensors move to shared memory, in place. RefusedError if the server does not take them, with the reason in
+        words; SharingError if they cannot be shared. `layout_kind` is needed only where shapes fit two (`KVLayout`).
+        """
+        self._client.register(kv_caches, layout_kind)
+
+    def submit_store_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
+        """Begin to store. The blocks must stay as they are until `get_finished` tells the request.
+
+        event: the CUDA event, made with `interprocess=True`, that was recorded after the blocks were computed; None on a
+        CPU. ValueError for an op that does not fit, before anything moved.
+        """
+        names = self._names(op)
+        blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
+        move = self._client.move(Store, request_id, names, blocks, event, self._timeout_s)
+        self._stores.append(_Storing(request_id, move, len(names)))
+        self._storing[request_id] += 1
+        self._told.pop(request_id, None)
+
+    def submit_retrieve_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
+        """Begin to load. The blocks are the server's to write until `get_finished` tells the request.
+
+        Arguments as for `submit_store_request`. Which blocks were not loaded, `get_block_ids_with_load_errors` tells.
+        """
+        names = self._names(op)
+        blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
+        move = self._client.move(Retrieve, request_id, names, blocks, event, self._timeout_s)
+        self._retrieves.append(_Retrieving(request_id, move, list(op.block_ids), len(names)))
+
+    def batched_submit_store_requests(self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None) -> None:
+        """`submit_store_request` for each; each ends by itself. ValueError, with nothing begun, for an op that does not fit."""
+        self._check_batch(request_ids, ops)
+        for request_id, op in zip(request_ids, ops, strict=True):
+            self.submit_store_request(request_id, op, event)
+
+    def batched_submit_retrieve_requests(
+        self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None
+    ) -> None:
+        """`submit_retrieve_request` for each; each ends by itself. ValueError as for stores."""
+        self._check_batch(request_ids, ops)
+        for request_id, op in zip(request_ids, ops, strict=True):
+            self.submit_retrieve_request(request_id, op, event)
+
+    def get_finished(self, finished_req_ids_from_engine: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The requests whose stores have ended, and those whose retrieves have, since the last call. Cheap, never waits.
+
+        The first are among those that the engine has told here to be finished, now or before, and each is told once, also
+        where the engine tells it again (as vLLM does with asynchronous scheduling). A request without a store is told at
+        once. However it went, it has ended: see `get_failed_stores` and `get_block_ids_with_load_errors`.
+        """
+        if self._stores:
+            self._stores = [one for one in self._stores if not self._store_ended(one)]
+        retrieved: set[str] = set()
+        if self._retrieves:
+            under_way = [one for one in self._retrieves if not self._retrieve_ended(one)]
+            busy = {one.request_id for one in under_way}
+            retrieved = {one.request_id for one in self._retrieves} - busy
+            self._retrieves = under_way
+        stored = {one for one in self._waiting if not self._storing[one]} if self._waiting else set()
+        for request_id in finished_req_ids_from_engine:
+            if request_id in self._told:
+                continue
+            if self._storing[request_id]:
+                self._waiting.add(request_id)
+            else:
+                stored.add(request_id)
+        self._waiting -= stored
+        for request_id in stored:
+            self._storing.pop(request_id, None)
+            self._told[request_id] = None
+        while len(self._told) > _REMEMBERED:
+            self._told.popitem(last=False)
+        return stored, retrieved
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of retrieves that have ended which hold no loaded KV and must be computed; each is told once."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def get_failed_stores(self) -> dict[str, str]:
+        """Requests with chunks that could not be stored since the last call, and why."""
+        failed, self._failed_stores = self._failed_stores, OrderedDict()
+        return dict(failed)
+
+    def num_blocks_per_chunk(self) -> int:
+        """The engine's blocks in a chunk."""
+        return self._blocks_per_chunk
+
+    def shutdown(self) -> None:
+        """Take the KV cache back from the server and disconnect. Idempotent."""
+        self._client.close()
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _check_batch(self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp]) -> None:
+        if len(request_ids) != len(ops):
+            raise ValueError(f"{len(request_ids)} request ids and {len(ops)} ops: one op a request")
+        for op in ops:
+            self._names(op)
+
+    def _names(self, op: LoadStoreOp) -> list[bytes]:
+        if op.block_hashes is not None and op.token_ids is None:
+            if len(op.block_hashes) != len(op.block_ids):
+                raise ValueError(f"{len(op.block_hashes)} block hashes for {len(op.block_ids)} blocks: one each")
+            return self._client.name_chunks(None, op.block_hashes)
+        if op.token_ids is None or op.block_hashes is not None:
+            raise ValueError("exactly one of token_ids and block_hashes must be given")
+        start, end = op.start, op.end
+        if not 0 <= start <= end <= len(op.token_ids) or start % self.chunk_size:
+            raise ValueError(
+                f"start {start} and end {end} must lie in order within the {len(op.token_ids)} tokens, and start be a "
+                f"multiple of {self.chunk_size}"
+            )
+        names = self._client.name_chunks(op.token_ids[:end], None, op.extra_keys)[start // self.chunk_size :]
+        if len(op.block_ids) < len(names) * self._blocks_per_chunk:
+            raise ValueError(
+                f"the {len(names)} chunks from token {start} to {end} lie in {len(names) * self._blocks_per_chunk} blocks, "
+                f"got {len(op.block_ids)}"
+            )
+        return names
+
+    def _store_ended(self, one: _Storing) -> bool:
+        if not one.move.query():
+            return False
+        self._storing[one.request_id] -= 1
+        answer = one.move.answer
+        if isinstance(answer, Stored):
+            # why, the server has counted, chunk by chunk
+            reason, failed = "refused_by_the_cache", answer.failed
+        else:
+            reason, failed = one.move.failure or "nonsense", one.chunks
+            self.metrics.trouble("store", reason, failed)
+        if failed:
+            self._failed_stores[one.request_id] = reason
+            while len(self._failed_stores) > _REMEMBERED:
+                self._failed_stores.popitem(last=False)
+        return True
+
+    def _retrieve_ended(self, one: _Retrieving) -> bool:
+        if not one.move.query():
+            return False
+        answer = one.move.answer
+        loaded = answer.chunks if isinstance(answer, Loaded) else 0
+        if answer is None:
+            self.metrics.trouble("retrieve", one.move.failure, one.chunks)
+        self._bad_blocks.update(one.blocks[loaded * self._blocks_per_chunk :])
+        return True

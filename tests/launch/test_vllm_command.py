@@ -1,0 +1,94 @@
+"""How `vllm serve` is called for a node of the file, and what of the file cannot be meant for it. vLLM itself: tests/vllm."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from launch.engines.vllm import command
+from launch.errors import RoleError
+from pd_cache.config import DecodeNode, PrefillNode, VllmEngineConfig, load_config
+from pd_cache.errors import ConfigError
+
+
+@pytest.fixture
+def executable(tmp_path: Path) -> str:
+    file = tmp_path / "vllm"
+    file.write_text("#!/bin/sh\n")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return str(file)
+
+
+def test_flags_are_those_of_the_engine_and_over_them_those_of_the_node(executable: str, tmp_path: Path) -> None:
+    engine = VllmEngineConfig(
+        model="/models/llama",
+        name="demo",
+        executable=executable,
+        args={"max_model_len": 8192, "enforce-eager": True, "enable-prefix-caching": False, "cudagraph-sizes": [1, 2]},
+    )
+    node = DecodeNode(name="decode-0", port=8100, args={"max-model-len": 4096})
+    argv = command(engine, node, tmp_path / "c.yaml")
+    assert argv[:3] == [executable, "serve", "/models/llama"]
+    assert [flag for flag in argv if flag.startswith("--max-model-len")] == ["--max-model-len=4096"]
+    assert {"--enforce-eager", "--no-enable-prefix-caching", "--port=8100", "--served-model-name=demo"} <= set(argv)
+    assert argv[argv.index("--cudagraph-sizes") :][:3] == ["--cudagraph-sizes", "1", "2"]
+
+
+@pytest.mark.parametrize(("node", "role"), [(PrefillNode(name="a"), "kv_both"), (DecodeNode(name="a"), "kv_consumer")])
+def test_the_connector_is_told_its_file_node_and_role(
+    node: PrefillNode | DecodeNode, role: str, executable: str, tmp_path: Path
+) -> None:
+    argv = command(VllmEngineConfig(model="m", executable=executable), node, tmp_path / "c.yaml")
+    given = json.loads(next(flag for flag in argv if flag.startswith("--kv-transfer-config=")).partition("=")[2])
+    assert given == {
+        "kv_connector": "PdCacheConnector",
+        "kv_connector_module_path": "pd_cache.vllm.connector",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"config_file": str(tmp_path / "c.yaml"), "node": "a"},
+    }
+
+
+def test_a_vllm_that_is_not_there_is_named(tmp_path: Path) -> None:
+    engine = VllmEngineConfig(model="m", executable="no-such-vllm")
+    with pytest.raises(RoleError, match="no-such-vllm is not installed"):
+        command(engine, DecodeNode(name="a"), tmp_path / "c.yaml")
+
+
+FILE = """
+cache: {{chunk_size: 256, shards: {shards}}}
+engine: {{kind: vllm, model: /models/llama, args: {args}}}
+nodes:
+  - {{name: master, role: master}}
+  - {{name: prefill-0, role: prefill, args: {own}}}
+  - {{name: decode-0, role: decode}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"args": "{port: 8000}"}, r"engine\.args\.port: 8000: is set by pd-cache itself"),
+        ({"own": "{served_model_name: x}"}, r"nodes\[1\]\.args\.served_model_name"),
+        ({"args": "{block-size: 96}"}, r"must be a multiple of engine\.args\.block-size 96, e\.g\. 192 or 288"),
+        (
+            {"own": "{tensor-parallel-size: 4}", "shards": "6"},
+            r"cache\.shards: 6: must be a multiple of .* 4 of nodes\[1\]",
+        ),
+        ({"args": "{Max Model Len: 1}"}, r"engine\.args"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(values: dict[str, str], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(FILE.format(**{"args": "{}", "own": "{}", "shards": "0", **values}))
+    with pytest.raises(ConfigError, match=message):
+        load_config(file)
+
+
+def test_shards_are_the_least_common_multiple_of_the_nodes_sizes(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(FILE.format(args="{tp: 4}", own="{tensor-parallel-size: 6}", shards="0"))
+    assert load_config(file).shards == 12

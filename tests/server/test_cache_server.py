@@ -1,0 +1,477 @@
+"""Engines over a cache server and a real pool: what the adapters promise."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pd_cache.config import CacheConfig
+from pd_cache.layout import PageKind
+from pd_cache.server.app import CacheServer
+from pd_cache.server.channel import CacheServerError, RefusedError
+from pd_cache.server.remote import RemoteCache
+from pd_cache.server.scheduler_adapter import SchedulerAdapter
+from pd_cache.server.worker_adapter import LoadStoreOp, WorkerAdapter
+from pd_cache.tokens import CacheMetadata
+from tests.support.engines import BLOCK, BLOCKS, CHUNK
+from tests.support.engines import host as in_process
+from tests.support.pool import Pool
+from tests.support.server import PER_CHUNK, Engine, same_tensors, served, store_surely, troubles
+from tests.support.waiting import wait_for
+
+_prompts = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheServer]:
+    with served(pool, tmp_path_factory.mktemp("server")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def shared_engine(server: CacheServer) -> Iterator[Engine]:
+    with Engine(server.url) as engine:
+        store_surely(engine, list(range(50_000, 50_000 + CHUNK)))
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: Engine) -> Engine:
+    """An engine that all tests of this module share, with nothing left to report."""
+    shared_engine.worker.get_block_ids_with_load_errors()
+    shared_engine.worker.get_failed_stores()
+    return shared_engine
+
+
+@pytest.fixture
+def tokens() -> list[int]:
+    """Three chunks and a tail that no other test uses."""
+    first = 1000 * next(_prompts)
+    return list(range(first, first + 3 * CHUNK + 5))
+
+
+@pytest.fixture
+def name() -> str:
+    return uuid.uuid4().hex
+
+
+def test_what_one_engine_stores_another_one_finds_and_loads(
+    server: CacheServer, engine: Engine, tokens: Any, name: str
+) -> None:
+    engine.store(name, tokens)
+    with Engine(server.url, engine.model) as other:
+        assert other.lookup(name, tokens) == 3 * CHUNK
+        assert other.retrieve(name, tokens, first_block=20) == set()
+        assert other.holds(tokens[: 3 * CHUNK], first_block=20)
+
+
+def test_it_shares_chunks_with_engines_that_have_their_own_cache(
+    pool: Pool, server: CacheServer, tokens: Any, name: str
+) -> None:
+    model = uuid.uuid4().hex
+    with in_process(pool, model=model) as alone, Engine(server.url, model) as engine:
+        slots = list(range(len(tokens)))
+        alone.compute(tokens, slots)
+        alone.store(tokens, slots)
+        wait_for(lambda: engine.lookup(uuid.uuid4().hex, tokens) == 3 * CHUNK, 10)
+        assert engine.retrieve(name, tokens) == set()
+        assert engine.holds(tokens[: 3 * CHUNK])
+
+
+def test_a_lookup_is_submitted_once_and_forgotten_when_cleaned_up(engine: Engine, tokens: Any, name: str) -> None:
+    scheduler = engine.scheduler
+    with pytest.raises(ValueError, match="no lookup was submitted"):
+        scheduler.check_lookup_result(name)
+    scheduler.maybe_submit_lookup_request(name, token_ids=tokens)
+    scheduler.maybe_submit_lookup_request(name, token_ids=[1.5])  # type: ignore[list-item]  # not even looked at
+    wait_for(lambda: scheduler.check_lookup_result(name) == 0)
+    engine.store(name, tokens)
+    assert scheduler.check_lookup_result(name) == 0, "the answer to one lookup does not change"
+    scheduler.cleanup_lookup_result(name)
+    scheduler.cleanup_lookup_result(name)
+    assert engine.lookup(name, tokens) == 3 * CHUNK
+
+
+def test_exactly_one_of_hashes_and_tokens_is_taken(engine: Engine, tokens: Any, name: str) -> None:
+    for wrong in ({}, {"token_ids": tokens, "block_hashes": [b"x" * 16]}):
+        with pytest.raises(ValueError, match="exactly one"):
+            engine.scheduler.maybe_submit_lookup_request(name, **wrong)
+    with pytest.raises(ValueError, match="names chunks by tokens, not by blocks"):
+        engine.scheduler.maybe_submit_lookup_request(name, block_hashes=[b"x" * 16])
+
+
+def test_a_prompt_shorter_than_a_chunk_is_a_miss_at_once(engine: Engine, name: str) -> None:
+    engine.scheduler.maybe_submit_lookup_request(name, token_ids=[1] * (CHUNK - 1))
+    assert engine.scheduler.check_lookup_result(name) == 0
+
+
+def test_both_adapters_tell_blocks_per_chunk(engine: Engine) -> None:
+    assert engine.scheduler.num_blocks_per_chunk() == engine.worker.num_blocks_per_chunk() == PER_CHUNK
+
+
+def test_hash_mode_works_from_block_hashes_alone(pool: Pool, tmp_path: Path) -> None:
+    hashes = [bytes([index]) * 32 for index in range(6)]
+    with (
+        served(pool, tmp_path, cache=CacheConfig(chunk_size=CHUNK, hash_mode="blocks")) as server,
+        Engine(server.url) as engine,
+    ):
+        engine.compute(list(range(24)))
+
+        def stored() -> bool:
+            engine.worker.submit_store_request("a", LoadStoreOp(list(range(6)), block_hashes=hashes))
+            engine.finish_store("a")
+            return not engine.worker.get_failed_stores()
+
+        wait_for(stored, 30)
+        engine.scheduler.maybe_submit_lookup_request("b", block_hashes=[*hashes, b"\xff" * 32, b"\xff" * 32])
+        wait_for(lambda: engine.scheduler.check_lookup_result("b") == 24)
+        engine.worker.submit_retrieve_request("b", LoadStoreOp(list(range(10, 16)), block_hashes=hashes))
+        engine.finish_retrieve("b")
+        assert engine.worker.get_block_ids_with_load_errors() == set()
+        assert engine.holds(list(range(24)), first_block=10)
+
+
+def test_an_op_may_begin_at_any_chunk_of_the_prompt(engine: Engine, tokens: Any, name: str) -> None:
+    engine.store(name, tokens)
+    op = LoadStoreOp(list(range(30, 34)), token_ids=tokens, start=CHUNK, end=3 * CHUNK)
+    engine.worker.submit_retrieve_request(name, op)
+    engine.finish_retrieve(name)
+    engine.compute(tokens, first_block=40)
+    for tensor in engine.cache:
+        assert torch.equal(tensor[30:34].view(torch.int16), tensor[42:46].view(torch.int16))
+
+
+def test_extra_keys_keep_tenants_apart(engine: Engine, tokens: Any, name: str) -> None:
+    engine.store(name, tokens, extra_keys=("salt", "x"))
+    assert engine.lookup(name, tokens) == 0
+    assert engine.lookup(name, tokens, extra_keys=("salt", "x")) == 3 * CHUNK
+    assert engine.retrieve(name, tokens, extra_keys=("salt", "y")) == set(range(3 * PER_CHUNK))
+
+
+@pytest.mark.parametrize("kind", list(PageKind))
+def test_tensors_of_every_layout_are_mapped_as_they_lie(
+    pool: Pool, tmp_path: Path, kind: PageKind, tokens: Any, name: str
+) -> None:
+    with served(pool, tmp_path) as server, Engine(server.url, kind=kind) as engine:
+        store_surely(engine, tokens)
+        assert engine.retrieve(name, tokens, first_block=20) == set()
+        assert engine.holds(tokens[: 3 * CHUNK], first_block=20)
+
+
+def test_other_blocks_are_untouched_by_a_retrieve(engine: Engine, tokens: Any, name: str) -> None:
+    engine.store(name, tokens)
+    before = [tensor.clone() for tensor in engine.cache]
+    engine.retrieve(name, tokens, first_block=20)
+    touched = slice(20, 20 + 3 * PER_CHUNK)
+    for tensor, old in zip(engine.cache, before, strict=True):
+        old[touched] = tensor[touched]
+    assert same_tensors(engine.cache, before)
+
+
+# --- failures are told -----------------------------------------------------------------------------------------------
+
+
+def test_a_hole_makes_the_blocks_behind_it_bad(server: CacheServer, engine: Engine, tokens: Any, name: str) -> None:
+    engine.store(name, tokens)
+    model = server._models[next(group for group in server._models if group.model == engine.model)]
+    keys = model.database.keys(model.database.hash_tokens(tokens))
+    model.mover.backend.store.remove([keys[1]], timeout=5, force=True)  # type: ignore[attr-defined]
+    assert engine.retrieve(name, tokens, first_block=20) == set(range(20 + PER_CHUNK, 20 + 3 * PER_CHUNK))
+    assert engine.holds(tokens[:CHUNK], first_block=20)
+    assert engine.worker.get_block_ids_with_load_errors() == set(), "bad blocks are told once"
+
+
+def test_each_request_of_a_batch_ends_by_itself_with_its_own_bad_blocks(engine: Engine, tokens: Any) -> None:
+    good, bad, half = (uuid.uuid4().hex for _ in range(3))
+    engine.store(good, tokens[: 2 * CHUNK])
+    ops = [
+        engine.op(tokens[: 2 * CHUNK], 20),
+        engine.op([7] * CHUNK, 30),
+        engine.op(tokens, 40),
+    ]
+    engine.worker.batched_submit_retrieve_requests([good, bad, half], ops)
+    done: set[str] = set()
+    wait_for(lambda: done.update(engine.worker.get_finished(set())[1] or ()) or done == {good, bad, half})
+    assert engine.worker.get_block_ids_with_load_errors() == {30, 31, 44, 45}
+    assert engine.holds(tokens[: 2 * CHUNK], 20)
+    assert engine.holds(tokens[: 2 * CHUNK], 40)
+
+
+def test_a_batch_of_stores_ends_for_each_request(engine: Engine, tokens: Any) -> None:
+    names = [uuid.uuid4().hex for _ in range(4)]
+    prompts = [[*tokens[:CHUNK], index, *tokens[1:CHUNK]] for index in range(4)]
+    for index, prompt in enumerate(prompts):
+        engine.compute(prompt, 8 * index)
+    ops = [engine.op(prompt, 8 * index) for index, prompt in enumerate(prompts)]
+    engine.worker.batched_submit_store_requests(names, ops)
+    done: set[str] = set()
+    wait_for(lambda: done.update(engine.worker.get_finished(set(names))[0] or ()) or done == set(names))
+    assert [engine.lookup(name, prompt) for name, prompt in zip(names, prompts, strict=True)] == [2 * CHUNK] * 4
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (LoadStoreOp([0, 1]), "exactly one"),
+        (LoadStoreOp([0, 1], token_ids=[1] * 8, block_hashes=[b"x" * 16] * 2), "exactly one"),
+        (LoadStoreOp([0, 1], token_ids=[1] * 8, start=4, end=8), "multiple of 8"),
+        (LoadStoreOp([0, 1], token_ids=[1] * 8, start=0, end=9), "must lie in order within the 8 tokens"),
+        (LoadStoreOp([0], token_ids=[1] * 8, start=0, end=8), "lie in 2 blocks, got 1"),
+        (LoadStoreOp([0], token_ids=[2**40] * 8, start=0, end=8), "int32"),
+    ],
+)
+def test_an_op_that_does_not_fit_is_a_value_error_before_anything_moves(
+    engine: Engine, op: LoadStoreOp, message: str
+) -> None:
+    names = {uuid.uuid4().hex for _ in range(3)}
+    good, *bad = sorted(names)
+    for submit in (engine.worker.submit_store_request, engine.worker.submit_retrieve_request):
+        with pytest.raises(ValueError, match=message):
+            submit(bad[0], op)
+    with pytest.raises(ValueError, match=message):
+        engine.worker.batched_submit_store_requests([good, bad[1]], [engine.op([1] * CHUNK), op])
+    assert engine.worker.get_finished(names) == (names, set()), "nothing is under way"
+
+
+@pytest.mark.parametrize("block", [BLOCKS, 2**31, 0])
+def test_block_ids_are_checked_by_the_server_too(engine: Engine, block: int, tokens: Any, name: str) -> None:
+    engine.store(name, tokens)
+    before = [tensor.clone() for tensor in engine.cache]
+    engine.worker.submit_retrieve_request(name, LoadStoreOp([0, block], token_ids=tokens, start=0, end=CHUNK))
+    engine.finish_retrieve(name)
+    assert engine.worker.get_block_ids_with_load_errors() == {0, block}
+    assert "invalid" in troubles(engine.worker.metrics, "retrieve")
+    assert same_tensors(engine.cache, before)
+
+
+# --- finished requests -----------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_told_once_even_where_the_engine_tells_it_twice(engine: Engine, tokens: Any, name: str) -> None:
+    engine.compute(tokens)
+    engine.worker.submit_store_request(name, engine.op(tokens))
+    told: list[str] = []
+
+    def poll() -> bool:
+        stored, _ = engine.worker.get_finished({name})
+        told.extend(stored or ())
+        return bool(told)
+
+    wait_for(poll)
+    assert engine.worker.get_finished({name})[0] == set()
+    assert told == [name]
+
+
+def test_a_request_with_several_stores_is_told_when_the_last_has_ended(engine: Engine, tokens: Any, name: str) -> None:
+    engine.compute(tokens)
+    for start in range(0, 3 * CHUNK, CHUNK):
+        blocks = list(range(start // BLOCK, (start + CHUNK) // BLOCK))
+        engine.worker.submit_store_request(name, LoadStoreOp(blocks, token_ids=tokens, start=start, end=start + CHUNK))
+    assert engine.worker.get_finished(set())[0] == set(), "the engine has not finished it"
+    engine.finish_store(name)
+    assert engine.lookup(name, tokens) == 3 * CHUNK
+
+
+def test_a_request_that_stores_again_under_its_old_name_is_told_again(engine: Engine, tokens: Any, name: str) -> None:
+    engine.store(name, tokens)
+    engine.store(name, [*tokens[1:], 5])
+    assert engine.worker.get_finished({name})[0] == set()
+
+
+def test_a_request_that_stored_nothing_is_told_at_once(engine: Engine) -> None:
+    assert engine.worker.get_finished({"never seen"})[0] == {"never seen"}
+
+
+# --- sessions --------------------------------------------------------------------------------------------------------
+
+
+def test_a_lookup_pins_until_the_retrieve_or_the_sessions_end(server: CacheServer, engine: Engine, tokens: Any) -> None:
+    one, other = uuid.uuid4().hex, uuid.uuid4().hex
+    engine.store(one, tokens)
+    before = server.sessions.pinned
+    assert engine.lookup(one, tokens) == 3 * CHUNK
+    assert server.sessions.pinned == before + 3
+    engine.lookup(other, tokens)
+    assert server.sessions.pinned == before + 6
+    engine.retrieve(one, tokens, 20)
+    assert server.sessions.pinned == before + 3
+    engine.scheduler.end_session(other)
+    engine.scheduler.end_session(other)
+    wait_for(lambda: server.sessions.pinned == before)
+
+
+def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool: Any, tmp_path: Path) -> None:
+    pool = make_pool(segment="16MiB", lease_ttl_ms=1000).start()
+    with served(pool, tmp_path, lease_s=1.0) as server, Engine(server.url) as engine:
+        tokens = list(range(3 * CHUNK))
+        store_surely(engine, tokens)
+        engine.lookup("held", tokens)
+        model = next(iter(server._models.values()))
+        keys = model.database.keys(model.database.hash_tokens(tokens))
+        store = model.mover.backend.store  # type: ignore[attr-defined]
+
+        def refused() -> int:
+            return sum(status.name == "BUSY" for status in store.remove(keys, timeout=5))
+
+        end = time.monotonic() + 2.5
+        while time.monotonic() < end:  # longer than two leases: what nobody holds could be removed by now
+            assert refused() == 3
+            time.sleep(0.1)
+        engine.scheduler.end_session("held")
+        wait_for(lambda: refused() == 0, 5, "the last lease to end")
+
+
+def test_a_session_ends_at_its_deadline(pool: Pool, tmp_path: Path) -> None:
+    with served(pool, tmp_path, session_s=0.5) as server, Engine(server.url) as engine:
+        tokens = list(range(2 * CHUNK))
+        store_surely(engine, tokens)
+        engine.lookup("forgotten", tokens)
+        assert server.sessions.pinned
+        wait_for(lambda: not server.sessions.pinned and not len(server.sessions), 5)
+
+
+# --- shards ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_counts_when_every_rank_has_stored_its_shard(server: CacheServer, tokens: Any, name: str) -> None:
+    model = uuid.uuid4().hex
+    with (
+        Engine(server.url, model, world_size=2, rank=0) as first,
+        Engine(server.url, model, world_size=2, rank=1) as second,
+    ):
+        first.store(name, tokens)
+        assert first.lookup(name, tokens) == 0
+        second.store(name, [*tokens[:CHUNK]])
+        assert first.lookup(name, tokens) == CHUNK
+        held = server.sessions.pinned
+        first.retrieve(name, tokens[:CHUNK], 20)
+        assert server.sessions.pinned == held - 1, "the other rank's shard is still to be loaded"
+        second.retrieve(name, tokens[:CHUNK], 20)
+        assert server.sessions.pinned == held - 2
+        assert first.holds(tokens[:CHUNK], 20)
+        assert second.holds(tokens[:CHUNK], 20)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_whose_tensors_differ_from_its_groups_is_refused_in_words(server: CacheServer, engine: Engine) -> None:
+    with pytest.raises(RefusedError, match="are not interchangeable"):
+        Engine(server.url, engine.model, kind=PageKind.KV_OUTER)
+
+
+def test_a_block_size_that_does_not_divide_the_chunk_is_refused_in_words(server: CacheServer) -> None:
+    for adapter in (SchedulerAdapter, WorkerAdapter):
+        with pytest.raises(
+            RefusedError, match="chunks have 8 tokens, which is no multiple of the engine's block size 3"
+        ):
+            adapter(server.url, None, "m", 1, 0, 3)
+
+
+def test_tensors_of_another_block_size_than_the_engine_said_are_refused(server: CacheServer) -> None:
+    worker = WorkerAdapter(server.url, None, "m", 1, 0, 2)
+    try:
+        with pytest.raises(RefusedError, match="blocks of 4 tokens, the engine said 2"):
+            worker.register_kv_caches({"0": torch.zeros(8, 2, 4, 4)})
+    finally:
+        worker.shutdown()
+
+
+def test_a_chunk_size_other_than_the_servers_leaves_an_engine_without_a_cache(
+    server: CacheServer, tokens: Any, name: str
+) -> None:
+    with Engine(server.url, chunk_size=2 * CHUNK) as engine:
+        assert not engine.worker.available
+        assert engine.lookup(name, tokens) == 0
+
+
+def test_without_a_server_a_constructor_that_needs_it_says_so_and_one_that_does_not_goes_on(tmp_path: Path) -> None:
+    url = f"ipc://{tmp_path}/nobody.sock"
+    with pytest.raises(CacheServerError, match=r"no cache server answered at ipc://.* within 0.2 s"):
+        SchedulerAdapter(url, None, "m", 1, 0, 4, connect_timeout_s=0.2)
+    with Engine(url, chunk_size=CHUNK) as engine:
+        tokens = list(range(CHUNK))
+        assert engine.lookup("a", tokens) == 0
+        engine.store("a", tokens)
+        assert engine.worker.get_failed_stores() == {"a": "server_lost"}
+        assert engine.retrieve("a", tokens) == {0, 1}
+        assert set(troubles(engine.scheduler.metrics, "lookup")) == {"server_lost"}, "an outage is no plain miss"
+
+
+def test_two_servers_at_one_address_are_one_too_many(pool: Pool, server: CacheServer) -> None:
+    with pytest.raises(CacheServerError, match="another cache server listens"):
+        CacheServer(server.settings, server.node, server.url)
+
+
+def test_a_full_queue_is_busy_and_busy_is_a_miss(pool: Pool, tmp_path: Path) -> None:
+    with served(pool, tmp_path, max_in_flight=2, threads=2) as server, Engine(server.url) as engine:
+        tokens = list(range(CHUNK))
+        store_surely(engine, tokens)
+        go_on = threading.Event()
+        model = next(iter(server._models.values()))
+        backend = model.mover.backend
+        ask = backend.batched_contains
+        backend.batched_contains = lambda *a, **k: (go_on.wait(10), ask(*a, **k))[1]  # type: ignore[method-assign]
+        try:
+            names = [uuid.uuid4().hex for _ in range(4)]
+            for one in names:
+                engine.scheduler.maybe_submit_lookup_request(one, token_ids=tokens)
+            wait_for(lambda: sum(engine.scheduler.check_lookup_result(one) == 0 for one in names) >= 2)
+            assert set(troubles(engine.scheduler.metrics, "lookup")) == {"busy"}
+        finally:
+            go_on.set()
+        wait_for(lambda: all(engine.scheduler.check_lookup_result(one) is not None for one in names))
+
+
+# --- the engine-like face --------------------------------------------------------------------------------------------
+
+
+def test_the_remote_cache_agrees_with_an_engine_on_random_prompts(pool: Pool, server: CacheServer) -> None:
+    rng = random.Random(11)
+    with in_process(pool) as alone, Engine(server.url, alone.engine.metadata.model, register=False) as tensors:
+        caches = {str(index): tensor for index, tensor in enumerate(tensors.cache)}
+        metadata: CacheMetadata = alone.engine.metadata
+        remote = RemoteCache(server.url, metadata, caches, tensors.layout, CHUNK)
+        try:
+            wait_for(lambda: remote.available)
+            for _ in range(25):
+                tokens = [rng.randrange(2) for _ in range(rng.randrange(40))]
+                slots = torch.tensor(
+                    [b * BLOCK + o for b in rng.sample(range(BLOCKS), 10) for o in range(BLOCK)][: len(tokens)],
+                    dtype=torch.int64,
+                )
+                found = alone.engine.lookup(tokens)
+                assert remote.lookup(tokens) == found
+                first = rng.randrange(found // CHUNK + 1) * CHUNK
+                mask = torch.arange(len(tokens)) >= first
+                loaded = remote.retrieve(tokens, mask, kv_caches=caches, slot_mapping=slots)
+                assert loaded.tolist() == [first <= index < found for index in range(len(tokens))]
+                if rng.random() < 0.7:
+                    alone.compute(tokens, slots.tolist())
+                    tensors.compute_at(tokens, slots.tolist())
+                    stored = remote.store(tokens, mask, kv_caches=caches, slot_mapping=slots)
+                    assert stored == len(tokens) // CHUNK * CHUNK - max(found, first)
+            with pytest.raises(ValueError, match="whole blocks"):
+                remote.store([1] * CHUNK, kv_caches=caches, slot_mapping=torch.arange(1, CHUNK + 1))
+            with pytest.raises(ValueError, match="not the tensors that were registered"):
+                remote.store([1] * CHUNK, kv_caches={"0": caches["0"]}, slot_mapping=torch.arange(CHUNK))
+        finally:
+            remote.close()
+            remote.close()
+
+
+def test_a_rank_that_holds_several_shards_is_refused_in_words(pool: Pool, server: CacheServer) -> None:
+    with in_process(pool) as alone, Engine(server.url, alone.engine.metadata.model, register=False) as tensors:
+        caches = {str(index): tensor for index, tensor in enumerate(tensors.cache)}
+        metadata = CacheMetadata.of(alone.engine.metadata.model, tensors.layout, held=3)
+        with pytest.raises(ValueError, match="holds 3 shards of each chunk, and a cache server moves one for a rank"):
+            RemoteCache(server.url, metadata, caches, tensors.layout, CHUNK)

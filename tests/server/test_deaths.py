@@ -1,0 +1,222 @@
+"""Engines and servers are killed, stopped and started again, in the middle of things."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cache.server.app import CacheServer
+from tests.support.engines import CHUNK
+from tests.support.pool import ROOT, Pool
+from tests.support.server import Engine, ServerProcess, same_tensors, served, status_of, store_surely, troubles
+from tests.support.waiting import wait_for
+
+TOKENS = list(range(4 * CHUNK))
+
+VICTIM = """
+import sys, time
+from tests.support.server import Engine
+engine = Engine(sys.argv[1], sys.argv[2])
+tokens = list(range(int(sys.argv[3])))
+found = engine.lookup("pinned", tokens)
+for index in range(20):
+    engine.compute(tokens)
+    engine.worker.submit_store_request(f"store-{index}", engine.op(tokens))
+print("ready", found, flush=True)
+time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def victim(url: str, model: str) -> Iterator[subprocess.Popen[str]]:
+    """An engine in a process of its own: registered, with a session, and with stores under way."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", VICTIM, url, model, str(len(TOKENS))], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        try:
+            assert process.stdout.readline().split() == ["ready", str(len(TOKENS))]
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def shared_maps() -> int:
+    """Mappings of engines' tensors in this process."""
+    return sum("torch_" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def shared_files() -> int:
+    """Open files of shared memory, fences included: Mooncake's connections come and go as they like."""
+    names = [os.readlink(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd") if _is_open(one)]
+    return sum("/memfd:pd-cache" in name or "/dev/shm/torch" in name for name in names)
+
+
+def _is_open(descriptor: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{descriptor}")
+
+
+@pytest.fixture
+def server(pool: Pool, tmp_path: Path) -> Iterator[CacheServer]:
+    with served(pool, tmp_path) as one:
+        yield one
+
+
+def test_kill_9_of_an_engine_frees_sessions_pins_and_mappings(server: CacheServer) -> None:
+    model = uuid.uuid4().hex
+    with Engine(server.url, model) as other:
+        store_surely(other, TOKENS)
+        maps, files = shared_maps(), shared_files()
+        with victim(server.url, model) as process:
+            wait_for(lambda: server.status().workers == 2)
+            assert server.sessions.pinned == 4
+            assert shared_maps() > maps
+            process.send_signal(signal.SIGKILL)
+            start = time.monotonic()
+            wait_for(
+                lambda: server.status().clients == 2 and not server.sessions.pinned, 5, "the engine being forgotten"
+            )
+            wait_for(lambda: shared_maps() == maps and not server.status().in_flight, 5, "its memory being unmapped")
+            assert time.monotonic() - start < 5
+        wait_for(lambda: shared_files() <= files, 5, "its files being closed")
+        assert other.retrieve("goes on", TOKENS, 20) == set()
+        assert other.holds(TOKENS, 20)
+
+
+def test_an_engine_that_says_goodbye_takes_everything_with_it(server: CacheServer) -> None:
+    with Engine(server.url) as one:
+        store_surely(one, TOKENS)
+    wait_for(lambda: not server.status().clients, 5)
+    gc.collect()
+    files, maps = shared_files(), shared_maps()
+    for _ in range(10):
+        with Engine(server.url, one.model) as again:
+            assert again.lookup("x", TOKENS) == 4 * CHUNK
+    del again  # its tensors are a file of this process's, too
+    gc.collect()
+    wait_for(lambda: not server.status().clients and not server.sessions.pinned, 5)
+    wait_for(lambda: shared_files() <= files, 5, "every file being closed")
+    assert shared_maps() <= maps
+
+
+def test_kill_9_of_the_server_fails_what_is_outstanding_and_all_comes_back_after_a_restart(
+    pool: Pool, tmp_path: Path
+) -> None:
+    server = ServerProcess(pool, tmp_path)
+    try:
+        with Engine(server.address) as engine:
+            store_surely(engine, TOKENS)
+            server.send(signal.SIGSTOP)  # so that these are outstanding when it dies
+            engine.scheduler.maybe_submit_lookup_request("lost", token_ids=TOKENS)
+            engine.worker.submit_retrieve_request("lost", engine.op(TOKENS, 20))
+            engine.worker.submit_store_request("lost", engine.op(TOKENS))
+            assert engine.scheduler.check_lookup_result("lost") is None
+            os.kill(server.process.pid, signal.SIGKILL)
+            start = time.monotonic()
+            wait_for(lambda: engine.scheduler.check_lookup_result("lost") == 0, 5)
+            engine.finish_retrieve("lost", 5)
+            engine.finish_store("lost", 5)
+            assert time.monotonic() - start < 1, "outstanding futures fail within a second"
+            assert engine.worker.get_block_ids_with_load_errors() == set(range(20, 28))
+            assert engine.worker.get_failed_stores() == {"lost": "server_lost"}
+            assert engine.lookup("meanwhile", TOKENS) == 0, "what is asked meanwhile is a miss, at once"
+            assert set(troubles(engine.scheduler.metrics, "lookup")) == {"server_lost"}
+            server.kill()
+            server = ServerProcess(pool, tmp_path)
+            start = time.monotonic()
+            wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK, 5, "hits after the restart")
+            wait_for(lambda: engine.worker.available, 5, "the worker knowing that it is registered")
+            assert engine.retrieve("back", TOKENS, 30) == set()
+            assert time.monotonic() - start < 5
+            assert engine.holds(TOKENS, 30)
+            assert status_of(server.address).workers == 1
+    finally:
+        server.kill()
+
+
+def test_a_server_that_is_stopped_is_given_up_and_never_touches_the_blocks_again(pool: Pool, tmp_path: Path) -> None:
+    server = ServerProcess(pool, tmp_path)
+    try:
+        with Engine(server.address, move_timeout_s=1.0) as engine:
+            store_surely(engine, TOKENS)
+            for round_ in range(3):
+                server.send(signal.SIGSTOP)
+                for index in range(4):
+                    engine.worker.submit_retrieve_request(f"{round_}-{index}", engine.op(TOKENS, 20 + 8 * index))
+                done: set[str] = set()
+                wait_for(
+                    lambda done=done: done.update(engine.worker.get_finished(set())[1] or ()) or len(done) == 4, 10
+                )  # type: ignore[misc]
+                assert engine.worker.get_block_ids_with_load_errors() == set(range(20, 52))
+                before = [tensor.clone() for tensor in engine.cache]
+                server.send(signal.SIGCONT)
+                wait_for(lambda: engine.worker.available and status_of(server.address).in_flight == 0, 20)
+                assert same_tensors([one[20:52] for one in engine.cache], [one[20:52] for one in before])
+            wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK, 10)
+            assert engine.retrieve("back", TOKENS, 20) == set()
+            assert engine.holds(TOKENS, 20)
+    finally:
+        server.kill()
+
+
+def test_an_engine_that_the_server_has_forgotten_introduces_itself_again(server: CacheServer) -> None:
+    with Engine(server.url) as engine:
+        store_surely(engine, TOKENS)
+        for client in list(server._clients.values()):
+            server._gone(client.hello.client)
+        assert engine.lookup("forgotten", TOKENS) in (0, 4 * CHUNK)
+        engine.worker.submit_retrieve_request("forgotten", engine.op(TOKENS, 20))
+        engine.finish_retrieve("forgotten")
+        wait_for(lambda: server.status().workers == 1, 5)
+        wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK, 5)
+
+
+def test_a_server_closes_while_engines_use_it_and_leaves_nothing_behind(pool: Pool, tmp_path: Path) -> None:
+    stop = threading.Event()
+    with served(pool, tmp_path) as server, Engine(server.url) as engine:
+        store_surely(engine, TOKENS)
+
+        def use() -> None:
+            while not stop.is_set():
+                request = uuid.uuid4().hex
+                engine.lookup(request, TOKENS)
+                engine.retrieve(request, TOKENS, 20)
+
+        user = threading.Thread(target=use)
+        user.start()
+        try:
+            wait_for(lambda: server.metrics.registry.get_sample_value("pd_cache_bytes_total", {"op": "retrieve"}))
+            server.close()
+            assert not any("torch_" in str(one) for one in tmp_path.iterdir())
+        finally:
+            stop.set()
+            user.join(20)
+        assert not user.is_alive()
+    assert shared_maps() == 0 or not [name for name in os.listdir(tmp_path) if name.endswith((".sock", ".fds"))]
+
+
+def test_nothing_is_left_in_shared_memory_by_an_engine_that_was_killed(server: CacheServer) -> None:
+    before: set[Any] = set(os.listdir("/dev/shm"))
+    model = uuid.uuid4().hex
+    with Engine(server.url, model) as other:
+        store_surely(other, TOKENS)
+        with victim(server.url, model) as process:
+            process.kill()
+            process.wait()
+        wait_for(lambda: server.status().clients == 2, 5)
+    mine = {name for name in set(os.listdir("/dev/shm")) - before if str(process.pid) in name}
+    assert not mine

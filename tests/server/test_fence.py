@@ -1,0 +1,140 @@
+"""The fence between an engine and a server that is late."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from pd_cache.server.fence import SLOTS, AbandonedError, Fence, FenceView
+from tests.support.pool import ROOT
+from tests.support.waiting import wait_for
+
+
+@pytest.fixture
+def fence() -> Iterator[Fence]:
+    one = Fence()
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+@pytest.fixture
+def view(fence: Fence) -> Iterator[FenceView]:
+    other = FenceView(fence.descriptor)
+    try:
+        yield other
+    finally:
+        other.close()
+
+
+def test_who_has_a_ticket_passes_until_it_is_revoked(fence: Fence, view: FenceView) -> None:
+    place = fence.admit()
+    assert place is not None
+    for _ in range(2):
+        with view.passing(*place):
+            pass
+    assert fence.revoke(place[0])
+    with pytest.raises(AbandonedError), view.passing(*place):
+        raise AssertionError("passed without a ticket")
+
+
+def test_a_ticket_cannot_be_revoked_while_somebody_passes(fence: Fence, view: FenceView) -> None:
+    slot, ticket = fence.admit() or (0, 0)
+    with view.passing(slot, ticket):
+        assert not fence.revoke(slot)
+    assert fence.revoke(slot)
+
+
+def test_slots_are_fenced_one_by_one(fence: Fence, view: FenceView) -> None:
+    one, other = fence.admit(), fence.admit()
+    assert one is not None
+    assert other is not None
+    with view.passing(*one):
+        assert fence.revoke(other[0])
+        with pytest.raises(AbandonedError), view.passing(*other):
+            raise AssertionError("passed without a ticket")
+
+
+def test_a_slot_that_is_used_again_has_another_ticket(fence: Fence, view: FenceView) -> None:
+    old = fence.admit()
+    assert old is not None
+    fence.revoke(old[0])
+    new = fence.admit()
+    assert new is not None
+    assert new[0] == old[0]
+    with pytest.raises(AbandonedError), view.passing(*old):
+        raise AssertionError("passed with an old ticket")
+    with view.passing(*new):
+        pass
+
+
+def test_slots_are_bounded_and_come_back(fence: Fence) -> None:
+    places = [fence.admit() for _ in range(SLOTS)]
+    assert fence.admit() is None
+    assert fence.taken == SLOTS
+    for place in places:
+        assert place is not None
+        fence.revoke(place[0])
+    assert fence.taken == 0
+
+
+def test_the_lock_of_a_process_that_was_killed_in_the_middle_is_gone(fence: Fence) -> None:
+    slot, ticket = fence.admit() or (0, 0)
+    program = (
+        "import sys, time; from pd_cache.server.fence import FenceView; view = FenceView(int(sys.argv[1]))\n"
+        "with view.passing(int(sys.argv[2]), int(sys.argv[3])): print('inside', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(fence.descriptor), str(slot), str(ticket)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        pass_fds=[fence.descriptor],
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        try:
+            assert process.stdout.readline() == b"inside\n"
+            assert not fence.revoke(slot)
+        finally:
+            process.kill()
+            process.wait()
+    assert fence.revoke(slot)
+
+
+def test_nothing_is_written_after_a_revocation_however_the_two_race(fence: Fence, view: FenceView) -> None:
+    blocks = [0]
+    for _ in range(200):
+        slot, ticket = fence.admit() or (0, 0)
+        started = threading.Event()
+
+        def copy(slot: int = slot, ticket: int = ticket, started: threading.Event = started) -> None:
+            started.set()
+            try:
+                while True:
+                    with view.passing(slot, ticket):
+                        blocks[0] = ticket
+            except AbandonedError:
+                return
+
+        copier = threading.Thread(target=copy)
+        copier.start()
+        started.wait()
+        wait_for(lambda slot=slot: fence.revoke(slot))  # type: ignore[misc]
+        blocks[0] = -1  # the engine's again
+        copier.join()
+        assert blocks[0] == -1
+
+
+def test_a_file_that_is_no_fence_is_refused(fence: Fence) -> None:
+    descriptor = os.memfd_create("other")
+    try:
+        with pytest.raises(ValueError, match="a fence has"):
+            FenceView(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,260 @@
+"""Frames: what is sent is what is read, and nothing that can be sent harms the reader."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_cache.server import messages
+from pd_cache.server.app import CacheServer
+from pd_cache.server.client import CacheClient
+from pd_cache.server.messages import (
+    CpuStorage,
+    CudaStorage,
+    Done,
+    EndSession,
+    Found,
+    FrameError,
+    Hello,
+    Loaded,
+    Lookup,
+    Refused,
+    Register,
+    Retrieve,
+    StatusQuery,
+    Store,
+    Stored,
+    TensorView,
+    Unregister,
+    Welcome,
+    decode_answer,
+    decode_request,
+    encode,
+    join_names,
+    split_names,
+)
+from tests.support.pool import Pool
+from tests.support.server import served, troubles
+from tests.support.waiting import wait_for
+
+TOKEN = uuid.uuid4().hex
+MOVE = ("r", join_names([b"n" * 16]), (1, 2), 5, 7, 1000)
+REQUESTS = [
+    Hello(TOKEN, "worker", "0.1", "m", 2, 1, 16),
+    Register(
+        TOKEN,
+        (CpuStorage(4096), CudaStorage(4096, 0, b"h", 0, b"r", 0, b"e", True)),
+        (TensorView(0, 0, (2, 3), (3, 1), "bfloat16"),),
+    ),
+    Unregister(),
+    Lookup("r", join_names([b"a" * 16, b"b" * 16]), 1),
+    Store(*MOVE),
+    Retrieve(*MOVE, b"event"),
+    EndSession("r"),
+    StatusQuery(),
+]
+ANSWERS = [
+    Welcome(TOKEN, "0.1", 256, "tokens", "", "/run/x"),
+    Done(),
+    Found(3),
+    Stored(1, 2, 3),
+    Loaded(4),
+    Refused("busy", "later"),
+]
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda one: type(one).__name__)
+def test_every_request_is_read_as_it_was_sent(request_: Any) -> None:
+    assert decode_request(encode(2**63, request_)) == (2**63, request_)
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda one: type(one).__name__)
+def test_every_answer_is_read_as_it_was_sent(answer: Any) -> None:
+    assert decode_answer(encode(7, answer)) == (7, answer)
+
+
+@given(st.lists(st.binary(min_size=11, max_size=11)))
+def test_names_are_split_as_they_were_joined(names: list[bytes]) -> None:
+    assert split_names(join_names(names)) == names
+
+
+@pytest.mark.parametrize("names", [[b"x" * 7], [b"x" * 17], [b"x" * 16, b"x" * 15]])
+def test_names_of_odd_lengths_are_value_errors(names: list[bytes]) -> None:
+    with pytest.raises(ValueError, match="chunk names"):
+        join_names(names)
+
+
+def of_version(version: int, number: int = 7) -> bytes:
+    return struct.pack("<4sHHQ", b"PDCM", version, 0, number) + encode(1, StatusQuery())[16:]
+
+
+def nonsense(body: bytes) -> bytes:
+    return encode(9, StatusQuery())[:16] + body
+
+
+BAD = {
+    "empty": b"",
+    "no header": b"PDCM",
+    "other magic": b"HTTP/1.1 200 OK\r\n\r\n",
+    "no body": nonsense(b""),
+    "half a body": encode(9, REQUESTS[0])[:-3],
+    "an unknown type": nonsense(b"\x91\xa5wrong"),
+    "a string where a number belongs": nonsense(encode(9, Lookup("r", b"", 3))[16:-1] + b"\xa1x"),
+    "names of no whole length": nonsense(msgspec.msgpack.encode(["lookup", "r", b"\x10abc", 0])),
+    "a rank outside of the world": nonsense(msgspec.msgpack.encode(["hello", TOKEN, "worker", "x", "m", 2, 2, 4])),
+    "a pickle": nonsense(b"\x80\x04cos\nsystem\n(S'true'\ntR."),
+    "an answer": encode(9, Found(3)),
+    "nested deeply": nonsense(b"\x91" * 5000),
+}
+
+
+@pytest.mark.parametrize("frame", BAD.values(), ids=BAD)
+def test_a_malformed_frame_is_a_frame_error(frame: bytes) -> None:
+    with pytest.raises(FrameError) as caught:
+        decode_request(frame)
+    assert caught.value.reason == "malformed"
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_frame_errors_or_requests(data: bytes) -> None:
+    for frame in (data, nonsense(data)):
+        try:
+            decode_request(frame)
+        except FrameError:
+            pass
+        try:
+            decode_answer(frame)
+        except FrameError:
+            pass
+
+
+@given(st.integers(0, 400), st.integers(0, 255))
+def test_a_flipped_byte_is_a_frame_error_or_another_request(place: int, value: int) -> None:
+    frame = bytearray(encode(9, REQUESTS[1]))
+    frame[place % len(frame)] = value
+    try:
+        decode_request(bytes(frame))
+    except FrameError:
+        pass
+
+
+def test_another_version_is_refused_and_the_refusal_is_read_across_versions() -> None:
+    with pytest.raises(FrameError, match="speaks version 1 of the protocol, the client version 2") as caught:
+        decode_request(of_version(2))
+    assert (caught.value.reason, caught.value.number) == ("version", 7)
+    refusal = bytearray(encode(7, Refused("version", "why")))
+    refusal[4] = 9
+    assert decode_answer(bytes(refusal)) == (7, Refused("version", "why"))
+    answer = bytearray(encode(7, Found(3)))
+    answer[4] = 9
+    with pytest.raises(FrameError):
+        decode_answer(bytes(answer))
+
+
+# --- a server that is sent such things -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheServer]:
+    with served(pool, tmp_path_factory.mktemp("server")) as one:
+        yield one
+
+
+@pytest.fixture
+def exchange(server: CacheServer) -> Iterator[Callable[..., Any]]:
+    """Send raw frames, get the answer."""
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.RCVTIMEO, 5000)
+    socket.connect(server.url)
+
+    def ask(*frames: bytes) -> Any:
+        socket.send_multipart(frames)
+        return decode_answer(socket.recv())[1]
+
+    try:
+        yield ask
+    finally:
+        socket.close(0)
+        context.term()
+
+
+@pytest.mark.parametrize("frame", BAD.values(), ids=BAD)
+def test_a_malformed_frame_is_answered_with_an_error_and_stops_nothing(
+    server: CacheServer, exchange: Any, frame: bytes
+) -> None:
+    answer = exchange(frame)
+    assert isinstance(answer, Refused)
+    assert answer.reason == "malformed"
+    assert troubles(server.metrics, "server")["malformed_frame"] >= 1
+    assert isinstance(exchange(encode(1, Hello(TOKEN, "observer", "test"))), Welcome)
+
+
+def test_an_unknown_version_is_answered_in_words(exchange: Any) -> None:
+    answer = exchange(of_version(2))
+    assert (answer.reason, "run the same release" in answer.message) == ("version", True)
+
+
+def test_several_frames_are_malformed(exchange: Any) -> None:
+    assert exchange(b"one", b"two").reason == "malformed"
+
+
+def test_who_has_not_said_hello_is_told_to(exchange: Any) -> None:
+    for request in REQUESTS[1:]:
+        assert exchange(encode(3, request)).reason == "unknown_client"
+
+
+def test_a_registration_without_file_descriptors_is_refused(
+    server: CacheServer, exchange: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("pd_cache.server.app._DESCRIPTORS_S", 0.1)
+    assert isinstance(exchange(encode(1, Hello(uuid.uuid4().hex, "worker", "test", "m", 1, 0, 4))), Welcome)
+    answer = exchange(encode(2, REQUESTS[1]))
+    assert (answer.reason, "no file descriptors came" in answer.message) == ("invalid", True)
+
+
+def test_a_client_of_another_version_is_told_so_when_it_connects(pool: Pool, tmp_path: Path, monkeypatch: Any) -> None:
+    with served(pool, tmp_path) as server:
+        monkeypatch.setattr(messages, "_HEADER", _Pretending())
+        with pytest.raises(Exception, match="run the same release"):
+            CacheClient(server.url, None, kind="observer")
+
+
+class _Pretending:
+    """Writes requests of version 2, and reads as ever."""
+
+    size = 16
+    _real = struct.Struct("<4sHHQ")
+    unpack_from = _real.unpack_from
+
+    def pack(self, magic: bytes, version: int, zero: int, number: int) -> bytes:
+        newer = threading.current_thread().name == "pd-cache-client"
+        return self._real.pack(magic, 2 if newer else version, zero, number)
+
+
+def test_a_client_that_does_not_read_its_answers_holds_nobody_up(server: CacheServer, exchange: Any) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.RCVHWM, 1)
+    socket.connect(server.url)
+    try:
+        for number in range(1, 20_000):
+            try:
+                socket.send(encode(number, StatusQuery()), zmq.NOBLOCK)
+            except zmq.Again:
+                time.sleep(0.001)
+        wait_for(lambda: exchange(encode(1, StatusQuery())).reason == "unknown_client")
+    finally:
+        socket.close(0)
+        context.term()

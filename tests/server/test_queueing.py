@@ -1,0 +1,112 @@
+"""Whose turn it is: a pure matter."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_cache.server.queueing import FairQueue, Item, Lane
+from tests.support.waiting import wait_for
+
+BOTH = (Lane.QUICK, Lane.BULK)
+
+
+def item(client: str, cost: int = 1, lane: Lane = Lane.BULK, work: int = 0) -> Item[int]:
+    return Item(client, lane, cost, work)
+
+
+def drain(queue: FairQueue[int], count: int) -> list[Item[int]]:
+    taken = []
+    for _ in range(count):
+        one = queue.take(BOTH)
+        assert one is not None
+        queue.finished(one)
+        taken.append(one)
+    return taken
+
+
+def test_a_client_with_many_requests_does_not_keep_others_waiting() -> None:
+    queue: FairQueue[int] = FairQueue(100)
+    for _ in range(10):
+        queue.put(item("greedy"))
+    queue.put(item("modest"))
+    assert "modest" in [one.client for one in drain(queue, 2)]
+
+
+def test_turns_are_fair_by_work_not_by_number() -> None:
+    queue: FairQueue[int] = FairQueue(100)
+    for _ in range(10):
+        queue.put(item("large", 10))
+        queue.put(item("small", 1))
+    served = Counter(one.client for one in drain(queue, 11))
+    assert served["small"] == 10
+
+
+def test_nobody_saves_up_by_being_idle() -> None:
+    queue: FairQueue[int] = FairQueue(100)
+    for _ in range(10):
+        queue.put(item("busy", 5))
+    drain(queue, 6)
+    for _ in range(4):
+        queue.put(item("late", 5))
+    assert Counter(one.client for one in drain(queue, 4)) == {"busy": 2, "late": 2}
+
+
+def test_questions_go_before_transfers() -> None:
+    queue: FairQueue[int] = FairQueue(100)
+    queue.put(item("a"))
+    queue.put(item("b", lane=Lane.QUICK))
+    assert [one.lane for one in drain(queue, 2)] == [Lane.QUICK, Lane.BULK]
+
+
+def test_one_client_gets_half_of_the_places_and_leaves_the_others_some() -> None:
+    queue: FairQueue[int] = FairQueue(16)
+    assert sum(queue.put(item("greedy")) for _ in range(20)) == 8
+    assert sum(queue.put(item("modest")) for _ in range(20)) == 4
+    assert queue.put(item("third"))
+
+
+def test_a_client_that_is_gone_leaves_its_places() -> None:
+    queue: FairQueue[int] = FairQueue(4)
+    queue.put(item("gone"))
+    running = queue.take(BOTH)
+    assert running is not None
+    queue.put(item("gone"))
+    assert len(queue.discard("gone")) == 1
+    assert queue.discard("gone") == queue.discard("never there") == []
+    queue.finished(running)
+    assert queue.in_flight == 0
+
+
+def test_closing_wakes_who_waits() -> None:
+    queue: FairQueue[int] = FairQueue(4)
+    results: list[object] = []
+    threads = [threading.Thread(target=lambda: results.append(queue.take(BOTH))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    queue.close()
+    wait_for(lambda: results == [None] * 3)
+    assert not queue.put(item("a"))
+    for thread in threads:
+        thread.join()
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.sampled_from(BOTH)), max_size=60))
+def test_each_item_comes_out_once_and_in_order_within_its_client_and_lane(asked: list[tuple[str, int, Lane]]) -> None:
+    queue: FairQueue[int] = FairQueue(40)
+    accepted = [
+        Item(client, lane, cost, index)
+        for index, (client, cost, lane) in enumerate(asked)
+        if queue.put(Item(client, lane, cost, index))
+    ]
+    taken = drain(queue, len(accepted))
+    assert sorted(one.work for one in taken) == [one.work for one in accepted]
+    for client in "abc":
+        for lane in Lane:
+            order = [one.work for one in taken if (one.client, one.lane) == (client, lane)]
+            assert order == sorted(order)
+    assert queue.in_flight == 0
+    assert not queue._clients

@@ -1,0 +1,102 @@
+"""Pins: counted, and never left behind. The backend here only counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from pd_cache.server.sessions import Sessions
+
+NAMES = [bytes([index]) * 16 for index in range(4)]
+
+
+class CountingTier:
+    """Pins the keys that it has; `have` is what a local tier would hold."""
+
+    def __init__(self, have: Sequence[str]) -> None:
+        self.have = set(have)
+        self.pins: Counter[str] = Counter()
+
+    def pin(self, keys: Sequence[str]) -> Sequence[str]:
+        found = [key for key in keys if key in self.have]
+        self.pins.update(found)
+        return found
+
+    def unpin(self, keys: Sequence[str]) -> None:
+        self.pins.subtract(keys)
+        assert min(self.pins.values()) >= 0, "unpinned more often than pinned"
+
+
+def shards(names: Sequence[bytes], ranks: int) -> list[list[str]]:
+    return [[f"{rank}/{name.hex()}" for name in names] for rank in range(ranks)]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SessionsModel(RuleBasedStateMachine):
+    """Whatever clients do, a key is pinned exactly as often as sessions hold it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.sessions = Sessions(self.clock, most=5)
+        have = [key for keys in shards(NAMES, 2) for key in keys]
+        self.tier: Any = CountingTier(have[::2])
+
+    @rule(client=st.sampled_from("xy"), name=st.sampled_from("abc"), count=st.integers(1, 4))
+    def look_up(self, client: str, name: str, count: int) -> None:
+        names = NAMES[:count]
+        self.sessions.open(client, name, "model", self.tier, names, shards(names, 2), 10)
+
+    @rule(name=st.sampled_from("abc"), rank=st.integers(0, 1), count=st.integers(1, 4))
+    def load(self, name: str, rank: int, count: int) -> None:
+        self.sessions.loaded(name, "model", rank, NAMES[:count])
+
+    @rule(client=st.sampled_from("xy"), name=st.sampled_from("abc"))
+    def end(self, client: str, name: str) -> None:
+        self.sessions.end(client, name)
+
+    @rule(client=st.sampled_from("xy"))
+    def die(self, client: str) -> None:
+        self.sessions.end_client(client)
+
+    @rule(seconds=st.integers(1, 6))
+    def wait(self, seconds: int) -> None:
+        self.clock.now += seconds
+        self.sessions.expire()
+
+    @invariant()
+    def pins_are_what_sessions_hold(self) -> None:
+        held = Counter(key for session in self.sessions._sessions.values() for key in session.keys)
+        pinned = Counter({key: count for key, count in held.items() if key in self.tier.have})
+        assert +self.tier.pins == pinned
+        leased = {key for _, keys in self.sessions.held() for key in keys}
+        assert leased == set(held) - self.tier.have
+        assert len(self.sessions) <= 5
+        assert sum(map(len, self.sessions._by_request.values())) == len(self.sessions)
+
+
+TestSessionsModel = SessionsModel.TestCase
+TestSessionsModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_session_outlives_its_deadline_by_nothing() -> None:
+    clock = Clock()
+    sessions = Sessions(clock)
+    tier: Any = CountingTier(shards(NAMES, 1)[0])
+    sessions.open("x", "a", "model", tier, NAMES, shards(NAMES, 1), 10)
+    clock.now = 9.9
+    assert sessions.expire() == 0
+    clock.now = 10.0
+    assert sessions.expire() == 1
+    assert not +tier.pins

@@ -1,0 +1,170 @@
+"""KV tensors in memory that two processes map, and what is checked before."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from pd_cache.errors import LayoutError
+from pd_cache.layout import PageKind
+from pd_cache.server import sharing
+from pd_cache.server.fence import AbandonedError, Fence, FenceView
+from pd_cache.server.messages import CpuStorage, CudaStorage, Register, decode_request, encode
+from pd_cache.server.sharing import MappedTensors, Shared, SharingError, close_all, share_tensors
+from tests.support.kv import make_cache
+
+MapThem = Callable[..., MappedTensors]
+
+
+@pytest.fixture
+def map_them() -> Iterator[MapThem]:
+    """Map what was shared, as a server does; unmapped afterwards."""
+    fence = Fence()
+    mapped: list[MappedTensors] = []
+
+    def do(shared: Shared, **changes: Any) -> MappedTensors:
+        request = Register(uuid.uuid4().hex, shared.storages, shared.tensors)
+        try:
+            one = MappedTensors(
+                msgspec.structs.replace(request, **changes), shared.descriptors, FenceView(fence.descriptor)
+            )
+        finally:
+            close_all(shared.descriptors)
+        mapped.append(one)
+        return one
+
+    yield do
+    for one in mapped:
+        assert one.unmap(1)
+    fence.close()
+
+
+@pytest.mark.parametrize("one_storage", [True, False])
+@pytest.mark.parametrize("kind", list(PageKind))
+def test_every_view_follows_a_storage_into_shared_memory(map_them: MapThem, kind: PageKind, one_storage: bool) -> None:
+    cache = make_cache(kind, one_storage=one_storage)
+    view = cache[1][3:5]
+    before = view.clone()
+    mapped = map_them(share_tensors(cache))
+    assert torch.equal(view.view(torch.int16), before.view(torch.int16))
+    with mapped.using() as copier:
+        planes = copier._groups  # type: ignore[attr-defined]
+        for plane in planes:
+            plane[...] = 0
+    assert not any(tensor.view(torch.int16).any() for tensor in cache)
+    assert not view.view(torch.int16).any()
+
+
+def test_sharing_twice_shares_the_same_memory(map_them: MapThem) -> None:
+    cache = make_cache()
+    first, second = map_them(share_tensors(cache)), map_them(share_tensors(cache))
+    with first.using() as one, second.using() as other:
+        one._groups[0][...] = 0  # type: ignore[attr-defined]
+        assert not other._groups[0].any()  # type: ignore[attr-defined]
+
+
+def test_memory_that_is_in_use_is_unmapped_afterwards(map_them: MapThem) -> None:
+    mapped = map_them(share_tensors(make_cache()))
+    with mapped.using():
+        assert not mapped.unmap(0.05)
+        with pytest.raises(AbandonedError), mapped.using():
+            raise AssertionError("let in although it is to be unmapped")
+    assert mapped.unmap(1)
+
+
+def test_what_is_said_about_tensors_is_checked_against_the_memory(map_them: MapThem) -> None:
+    shared = share_tensors(make_cache())
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"offset": 10**6}, "ends beyond its storage"),
+        ({"shape": (10**6, 3, 4, 16)}, "ends beyond its storage"),
+        ({"storage": 1}, "storage 1 of 1"),
+        ({"dtype": "nonsense"}, "is no type of torch's"),
+        ({"dtype": "nn"}, "is no type of torch's"),
+        ({"stride": (1, 1)}, "with strides"),
+        ({"stride": (192, 64, 1, 4)}, "contiguous"),
+    ]
+    for change, message in wrong:
+        copies = shared._replace(descriptors=[os.dup(one) for one in shared.descriptors])
+        tensors = tuple(msgspec.structs.replace(view, **change) for view in shared.tensors)
+        with pytest.raises((SharingError, LayoutError), match=message):
+            map_them(copies, tensors=tensors)
+    close_all(shared.descriptors)
+
+
+def test_what_is_said_about_storages_is_checked_against_the_files(map_them: MapThem) -> None:
+    shared = share_tensors(make_cache())
+    (storage,) = shared.storages
+    assert isinstance(storage, CpuStorage)
+    for storages, message in [
+        ((CpuStorage(storage.nbytes + 1),), "was announced, the file that came has"),
+        ((storage, storage), "fewer file descriptors"),
+    ]:
+        copies = shared._replace(descriptors=[os.dup(one) for one in shared.descriptors])
+        with pytest.raises(SharingError, match=message):
+            map_them(copies, storages=storages)
+    read, write = os.pipe()
+    try:
+        with pytest.raises(SharingError, match="was announced"):
+            map_them(shared._replace(descriptors=[os.dup(read)]))
+        with pytest.raises(SharingError, match="more file descriptors"):
+            map_them(shared._replace(descriptors=[*shared.descriptors, os.dup(read)]))
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_a_cache_that_shared_memory_cannot_hold_is_refused_before_it_kills_the_process(monkeypatch: Any) -> None:
+    free = os.statvfs("/dev/shm")
+    monkeypatch.setattr(
+        sharing.os, "statvfs", lambda path: type("Room", (), {"f_bavail": 1, "f_frsize": free.f_frsize})
+    )
+    with pytest.raises(SharingError, match="do not fit into /dev/shm"):
+        share_tensors(make_cache(blocks=64))
+
+
+def test_tensors_of_other_devices_are_refused() -> None:
+    with pytest.raises(SharingError, match="KV tensors on meta"):
+        share_tensors([torch.zeros(4, 2, 4, 4, device="meta")])
+    with pytest.raises(SharingError, match="no KV tensors"):
+        share_tensors([])
+
+
+class OnAGpu:
+    """What is used of a CUDA tensor, its storage and an event, where there is no GPU."""
+
+    device = torch.device("cuda", 1)
+    dtype = torch.bfloat16
+    shape = torch.Size((8, 2, 4, 16))
+    _cdata = 7
+
+    def untyped_storage(self) -> OnAGpu:
+        return self
+
+    def storage_offset(self) -> int:
+        return 64
+
+    def stride(self) -> tuple[int, ...]:
+        return (128, 64, 16, 1)
+
+    def _share_cuda_(self) -> tuple[Any, ...]:
+        return 1, b"handle", 4096, 512, b"counter", 3, b"event", True
+
+    def ipc_handle(self) -> bytes:
+        return b"recorded"
+
+
+def test_a_gpu_s_tensors_travel_as_ipc_handles_without_descriptors() -> None:
+    shared = share_tensors([OnAGpu(), OnAGpu()])  # type: ignore[list-item]
+    assert shared.storages == (CudaStorage(4096, 1, b"handle", 512, b"counter", 3, b"event", True),)
+    assert shared.descriptors == []
+    assert [view.storage for view in shared.tensors] == [0, 0]
+    request = Register(uuid.uuid4().hex, shared.storages, shared.tensors)
+    assert decode_request(encode(1, request)) == (1, request)
+    assert sharing.event_handle(OnAGpu()) == b"recorded"
+    assert sharing.event_handle(None) == b""

@@ -1,0 +1,196 @@
+"""Cache servers and the engines that talk to them, small enough for tests."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import yaml
+
+from pd_cache.config import CacheConfig, CacheServerNode
+from pd_cache.layout import KVLayout, PageKind
+from pd_cache.server.app import CacheServer
+from pd_cache.server.client import CacheClient
+from pd_cache.server.messages import StatusQuery, StatusReport
+from pd_cache.server.scheduler_adapter import SchedulerAdapter
+from pd_cache.server.worker_adapter import LoadStoreOp, WorkerAdapter
+from tests.support.engines import BLOCK, BLOCKS, CHUNK
+from tests.support.kv import holds_token, make_cache, write_prompt
+from tests.support.pool import Node, Pool
+from tests.support.waiting import wait_for
+
+FAST = {"staging_size": "1MiB", "timeouts": {"exist_ms": 500, "get_ms": 2000, "put_ms": 2000, "close_ms": 2000}}
+PER_CHUNK = CHUNK // BLOCK
+
+
+@contextmanager
+def served(
+    pool: Pool, folder: Path, *, cache: CacheConfig | None = None, lease_s: float = 10.0, **options: Any
+) -> Iterator[CacheServer]:
+    """A cache server in this process, on the pool."""
+    settings = pool.settings(cache or CacheConfig(chunk_size=CHUNK), FAST)
+    node = msgspec.convert({"role": "cache-server", "name": "cache", **options}, CacheServerNode)
+    server = CacheServer(settings, node, f"ipc://{folder}/cache-{uuid.uuid4().hex[:8]}.sock", lease_s=lease_s)
+    try:
+        yield server
+    finally:
+        server.close()
+        for backend in server._backends.values():
+            backend.memory.pool.check_integrity()
+
+
+class ServerProcess(Node):
+    """`pd-cache launch cache-server` on a pool, always at the same address."""
+
+    def __init__(self, pool: Pool, folder: Path) -> None:
+        tree = {
+            "name": "test",
+            "transfer": {**FAST, "prefault": False},
+            "cache": {"chunk_size": CHUNK},
+            "nodes": [
+                {"name": "master", "role": "master", "port": pool.port, "metrics_port": pool.metrics_port},
+                {"name": "cache", "role": "cache-server", "url": f"ipc://{folder}/cache.sock"},
+            ],
+        }
+        file = folder / "server.yaml"
+        file.write_text(yaml.safe_dump(tree))
+        super().__init__("cache-server", "cache", file)
+
+
+class Engine:
+    """A serving engine as a cache server sees it: a scheduler, a worker and a paged cache."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        *,
+        kind: PageKind = PageKind.HEADS_FIRST,
+        world_size: int = 1,
+        rank: int = 0,
+        register: bool = True,
+        **options: Any,
+    ) -> None:
+        self.model = model or uuid.uuid4().hex
+        self.cache = make_cache(kind, blocks=BLOCKS, block_size=BLOCK)
+        self.layout = KVLayout.from_tensors(self.cache)
+        arguments = (url, None, self.model, world_size, rank, BLOCK)
+        self.scheduler = SchedulerAdapter(*arguments, chunk_size=options.get("chunk_size"))
+        try:
+            self.worker = WorkerAdapter(*arguments, **options)
+        except BaseException:
+            self.scheduler.shutdown()
+            raise
+        try:
+            if register:
+                self.worker.register_kv_caches({str(index): tensor for index, tensor in enumerate(self.cache)})
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def compute(self, tokens: list[int], first_block: int = 0) -> None:
+        """Fill blocks as the model would."""
+        first = first_block * BLOCK
+        write_prompt(self.cache, self.layout, tokens, range(first, first + len(tokens)))
+
+    def compute_at(self, tokens: list[int], slots: list[int]) -> None:
+        """The same for slots anywhere."""
+        write_prompt(self.cache, self.layout, tokens, slots)
+
+    def holds(self, tokens: list[int], first_block: int = 0) -> bool:
+        """Whether the blocks hold exactly what the model would have computed."""
+        first = first_block * BLOCK
+        return all(
+            holds_token(self.cache, self.layout, tokens[: index + 1], first + index) for index in range(len(tokens))
+        )
+
+    def lookup(self, request: str, tokens: list[int], **options: Any) -> int:
+        """Ask as a scheduler does, until there is an answer."""
+        self.scheduler.maybe_submit_lookup_request(request, token_ids=tokens, **options)
+        found: list[int] = []
+
+        def answered() -> bool:
+            result = self.scheduler.check_lookup_result(request)
+            found.extend([] if result is None else [result])
+            return result is not None
+
+        wait_for(answered, 10, "the lookup's answer")
+        self.scheduler.cleanup_lookup_result(request)
+        return found[0]
+
+    def op(self, tokens: list[int], first_block: int = 0, **options: Any) -> LoadStoreOp:
+        """All whole chunks of a prompt, in blocks one after the other."""
+        end = len(tokens) // CHUNK * CHUNK
+        blocks = list(range(first_block, first_block + end // BLOCK))
+        return LoadStoreOp(blocks, token_ids=tokens, start=0, end=end, **options)
+
+    def store(self, request: str, tokens: list[int], first_block: int = 0, **options: Any) -> None:
+        """Compute, store and wait for it."""
+        self.compute(tokens, first_block)
+        self.worker.submit_store_request(request, self.op(tokens, first_block, **options))
+        self.finish_store(request)
+
+    def finish_store(self, request: str, seconds: float = 10.0) -> None:
+        wait_for(lambda: request in (self.worker.get_finished({request})[0] or ()), seconds, "the store's end")
+
+    def retrieve(self, request: str, tokens: list[int], first_block: int = 0, **options: Any) -> set[int]:
+        """Load and wait for it; the bad blocks."""
+        self.worker.submit_retrieve_request(request, self.op(tokens, first_block, **options))
+        self.finish_retrieve(request)
+        return self.worker.get_block_ids_with_load_errors()
+
+    def finish_retrieve(self, request: str, seconds: float = 10.0) -> None:
+        wait_for(lambda: request in (self.worker.get_finished(set())[1] or ()), seconds, "the retrieve's end")
+
+
+def store_surely(engine: Engine, tokens: list[int]) -> None:
+    """Store, again until it is there: a server's store opens in the background."""
+
+    def there() -> bool:
+        request = uuid.uuid4().hex
+        engine.store(request, tokens)
+        found = engine.lookup(request, tokens)
+        engine.scheduler.end_session(request)
+        return found == len(tokens) // CHUNK * CHUNK
+
+    wait_for(there, 30, "the prompt being stored")
+
+
+def status_of(url: str) -> StatusReport:
+    """What the server at `url` says about itself."""
+    client = CacheClient(url, None, kind="observer")
+    try:
+        report = client.ask(StatusQuery(), 5)
+    finally:
+        client.close()
+    assert isinstance(report, StatusReport)
+    return report
+
+
+def troubles(metrics: Any, op: str) -> dict[str, float]:
+    """What was counted as trouble of `op`, by reason."""
+    return {
+        sample.labels["reason"]: sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "pd_cache_troubles_total" and sample.labels["op"] == op
+    }
+
+
+def same_tensors(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(one, other, strict=True))
