@@ -71,7 +71,7 @@ def launch(role: str, file: Path, name: str | None) -> None:
     if problem := unresolved_port(config, node):
         raise source.error(problem)
     check_machine(config, source, [node])
-    config = choose_ports(config)
+    config = choose_ports(config, [node])
     chosen = config.node(node.name)
     assert chosen is not None
     run_role(config, chosen, lambda url: click.echo(f"ready {node.name} {url}"))
@@ -108,7 +108,10 @@ def demo(file: Path | None, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
 @click.option("--watch", is_flag=True, help="Show the table every two seconds until Ctrl-C.")
 def status(file: Path, as_json: bool, watch: bool) -> None:
-    """What the nodes of a file are doing: roles, up since, hit rate, bytes by tier, in flight, errors by reason."""
+    """Who is in the cluster, and what each is doing: roles, up since, hit rate, bytes by tier, in flight, errors by reason.
+
+    Exits with 1 unless everybody answers and nobody's chunks differ from the others'.
+    """
     from rich.console import Console
 
     from launch import status as shown
@@ -117,11 +120,15 @@ def status(file: Path, as_json: bool, watch: bool) -> None:
     copy = running_copy(file)  # where `up` runs the file, its ports are known
     config, _ = read_config(copy if copy.exists() else file)
     if watch:
-        shown.watch(lambda: shown.cluster_status(config))
-    elif as_json:
-        click.echo(shown.as_json(shown.cluster_status(config)))
+        shown.watch(config)
+        return
+    found = shown.cluster_status(config)
+    if as_json:
+        click.echo(shown.as_json(found))
     else:
-        Console().print(shown.status_table(shown.cluster_status(config)))
+        Console().print(shown.status_table(found))
+    if not found.well:
+        raise SystemExit(1)
 
 
 @main.group()
@@ -143,7 +150,9 @@ def config_check(file: Path, file_only: bool) -> None:
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
-@click.argument("name", type=click.Choice(("engine", "host_mode", "lookup", "server", "tiers", "ttft")))
+@click.argument(
+    "name", type=click.Choice(("engine", "host_mode", "lookup", "proxy", "routing", "server", "tiers", "ttft"))
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(name: str, arguments: Sequence[str]) -> None:
     """Measure against the raw thing in the same run; each bench has a --help of its own."""

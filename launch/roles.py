@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.discovery import Member, find_master
 from launch.errors import RoleError
 from launch.process import spawn_child
 from launch.signals import stop_on_signals
@@ -23,6 +24,7 @@ from pd_cache.config import (
     CacheServerNode,
     ClusterConfig,
     DecodeNode,
+    EtcdDiscovery,
     MasterNode,
     Node,
     NodeSettings,
@@ -33,7 +35,7 @@ from pd_cache.config import (
     VllmEngineConfig,
 )
 from pd_cache.errors import ConfigError
-from transfer.environment import host_environment
+from transfer.environment import host_environment, split_master
 from transfer.errors import PoolUnavailableError
 from transfer.host import WAITS_FOR
 
@@ -48,24 +50,32 @@ Ready = Callable[[str], None]
 
 def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
     """Do the node's work in this process until SIGTERM or SIGINT. Raises PdCacheError if it cannot."""
-    if isinstance(node, MasterNode):
-        run_master(config, node, ready)
-    elif isinstance(node, StoreNode):
-        run_store(config, node, ready)
-    elif isinstance(node, CacheServerNode):
-        run_cache_server(config, node, ready)
-    elif isinstance(node, PrefillNode | DecodeNode):
-        run_engine(config, node, ready)
-    else:
-        run_proxy_node(config, node, ready)
+    with Member(config, node) as member:
+
+        def announce(url: str) -> None:
+            ready(url)
+            member.announce(url)
+
+        if isinstance(node, MasterNode):
+            run_master(config, node, announce)
+        elif isinstance(node, ProxyNode):
+            run_proxy_node(config, node, announce)
+        else:
+            config = find_master(config, config.supervisor.ready_timeout_s)
+            if isinstance(node, StoreNode):
+                run_store(config, node, announce, member)
+            elif isinstance(node, CacheServerNode):
+                run_cache_server(config, node, announce, member)
+            else:
+                run_engine(config, node, announce, member)
 
 
-def master_command(node: MasterNode, metadata: str = "P2PHANDSHAKE") -> list[str]:
+def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
     """Mooncake's master, with every flag that a cache depends on. RoleError if the wheel is not installed.
 
-    Where `metadata` is an http address on the master's own host, the master serves that, too.
+    Where `transfer.metadata` is an http address on the master's own host, the master serves that, too.
     """
-    server = urllib.parse.urlsplit(metadata)
+    server = urllib.parse.urlsplit(config.transfer.metadata)
     serves_metadata = server.scheme == "http" and server.hostname == node.host
     return [
         _mooncake("mooncake_master"),
@@ -88,17 +98,27 @@ def master_command(node: MasterNode, metadata: str = "P2PHANDSHAKE") -> list[str
             if serves_metadata
             else ()
         ),
+        *(
+            (
+                "--enable_ha=true",
+                f"--etcd_endpoints={';'.join(config.discovery.endpoints)}",
+                f"--cluster_id={config.name}",
+                "--enable_oplog=true",  # without it every key is lost with the leader
+            )
+            if config.masters.ha and isinstance(config.discovery, EtcdDiscovery)
+            else ()
+        ),
         "--logtostderr",
     ]
 
 
 def run_master(config: ClusterConfig, node: MasterNode, ready: Ready) -> None:
-    """Run Mooncake's master as a child that dies with this process."""
+    """Run Mooncake's master as a child that dies with this process. One of several is ready as leader or as standby."""
     with stop_on_signals() as stop:
-        child = spawn_child(master_command(node, config.transfer.metadata), stdout=subprocess.DEVNULL)
+        child = spawn_child(master_command(config, node), stdout=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + config.supervisor.ready_timeout_s
-            while not stop.is_set() and not _serving(node):
+            while not stop.is_set() and not _serving(node, config.masters.ha):
                 if child.poll() is not None:
                     raise RoleError(
                         f"mooncake_master ended with {child.returncode} before it served; are the ports "
@@ -124,11 +144,12 @@ def client_command(config: ClusterConfig, node: StoreNode) -> list[str]:
     clients = sum(other.host == node.host for other in config.caching_nodes())
     # each can have its transfers under way in both directions, two control calls and a ping
     threads = node.threads or max(4, clients * (2 * config.transfer.threads + 3))
+    master, _ = split_master(config.master_address)
     return [
         _mooncake("mooncake_client"),
         f"--host={node.host}:{node.port}",
         f"--port={node.port}",
-        f"--master_server_address={config.master_address}",
+        f"--master_server_address={master}",
         f"--metadata_server={config.transfer.metadata}",
         f"--protocol={config.transfer.protocol}",
         f"--device_names={','.join(config.transfer.devices)}",
@@ -138,38 +159,38 @@ def client_command(config: ClusterConfig, node: StoreNode) -> list[str]:
     ]
 
 
-def run_store(config: ClusterConfig, node: StoreNode, ready: Ready) -> None:
+def run_store(config: ClusterConfig, node: StoreNode, ready: Ready, member: Member) -> None:
     """Give memory to the pool until told to stop, then unmount it, so that no key points at a node that is gone."""
     if config.transfer.client == "host":
-        _run_host_client(config, node, ready)
+        _run_host_client(config, node, ready, member)
     else:
-        _run_segment(config, node, ready)
+        _run_segment(config, node, ready, member)
 
 
-def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Ready) -> None:
+def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Ready, member: Member) -> None:
     """Run a host's `mooncake_client` as a child that ends with this process, and unmounts its segment as it ends."""
+    _, election = split_master(config.master_address)
     with stop_on_signals() as stop:
         deadline = time.monotonic() + config.supervisor.ready_timeout_s
-        while not _listening(config.master_address):  # without a master, mooncake_client aborts
+        # without a master, mooncake_client aborts; whether one of several leads, only it finds out
+        while election is None and not _listening(config.master_address):
             if time.monotonic() > deadline:
                 raise PoolUnavailableError(f"Mooncake master {config.master_address} not reachable")
             if stop.wait(0.2):
                 return
-        child = spawn_child(
-            client_command(config, node),
-            death_signal=signal.SIGTERM,
-            blocked=WAITS_FOR,
-            env=host_environment(config.transfer),
-            stdout=subprocess.DEVNULL,
-        )
+        child = _spawn_host_client(config, node, election)
         try:
             while not stop.is_set() and not _listening(f"{node.host}:{node.port}"):
+                late = time.monotonic() > deadline
                 if child.poll() is not None:
-                    raise RoleError(
-                        f"mooncake_client ended with {child.returncode} before it served; is the port {node.port} of "
-                        f"{node.host} free, and is there memory for {node.segment_size}?"
-                    )
-                if time.monotonic() > deadline:
+                    if election is None or late:
+                        raise RoleError(
+                            f"mooncake_client ended with {child.returncode} before it served; is the port {node.port} of "
+                            f"{node.host} free, and is there memory for {node.segment_size}?"
+                        )
+                    if not stop.wait(1.0):
+                        child = _spawn_host_client(config, node, election)
+                elif late:
                     raise RoleError(f"mooncake_client not serving after {config.supervisor.ready_timeout_s:g} s")
                 stop.wait(0.05)
             if not stop.is_set():
@@ -178,10 +199,21 @@ def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Ready) -> No
                 if child.poll() is not None:
                     raise RoleError(f"mooncake_client ended with {child.returncode}")
         finally:
+            member.leave()
             _end(child, config.supervisor.stop_grace_s)
 
 
-def _run_segment(config: ClusterConfig, node: StoreNode, ready: Ready) -> None:
+def _spawn_host_client(config: ClusterConfig, node: StoreNode, election: str | None) -> subprocess.Popen[bytes]:
+    return spawn_child(
+        client_command(config, node),
+        death_signal=signal.SIGTERM,
+        blocked=WAITS_FOR,
+        env=host_environment(config.transfer, election),
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def _run_segment(config: ClusterConfig, node: StoreNode, ready: Ready, member: Member) -> None:
     """Mount the segment from this process."""
     from transfer.store import MooncakeStore
 
@@ -203,9 +235,10 @@ def _run_segment(config: ClusterConfig, node: StoreNode, ready: Ready) -> None:
             else:
                 ready(store.hostname)
                 stop.wait()
+                member.leave()  # before Mooncake's close(), which holds the GIL for longer than a lease may last
 
 
-def run_cache_server(config: ClusterConfig, node: CacheServerNode, ready: Ready) -> None:
+def run_cache_server(config: ClusterConfig, node: CacheServerNode, ready: Ready, member: Member) -> None:
     """Hold the cache of this host's engines until told to stop."""
     from prometheus_client import ProcessCollector, start_http_server
 
@@ -227,12 +260,13 @@ def run_cache_server(config: ClusterConfig, node: CacheServerNode, ready: Ready)
                 node,
                 config.server_url(node),
                 metrics=metrics,
-                lease_s=config.master.lease_ttl_ms / 1000,
+                lease_s=config.lease_ttl_ms / 1000,
             )
             try:
                 ready(server.url)
                 stop.wait()
             finally:
+                member.leave()
                 server.close()
         finally:
             scraped.shutdown()
@@ -240,17 +274,17 @@ def run_cache_server(config: ClusterConfig, node: CacheServerNode, ready: Ready)
             thread.join()
 
 
-def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready) -> None:
+def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready, member: Member) -> None:
     """Serve the model, with a cache engine over the pool, or over the host's cache server."""
     if isinstance(config.engine, VllmEngineConfig):
         from launch.engines.vllm import serve_vllm
 
-        serve_vllm(config, config.engine, node, ready)
+        serve_vllm(config, config.engine, node, ready, on_stop=member.leave)
     else:
-        run_reference_engine(config, node, ready)
+        run_reference_engine(config, node, ready, member)
 
 
-def run_reference_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready) -> None:
+def run_reference_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Ready, member: Member) -> None:
     """Serve with the engine that ships with pd-cache, in this process."""
     from prometheus_client import CollectorRegistry, ProcessCollector
 
@@ -274,18 +308,31 @@ def run_reference_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, 
         if isinstance(server, CacheServerNode):
             url, chunk_size = config.server_url(server), config.cache.chunk_size
             remote.append(RemoteCache(url, metadata, kv_caches, layout, chunk_size, metrics=metrics))
+            member.namespace = metadata.namespace(config.cache)
             return remote[0]
         try:
-            return CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=metrics)
+            cache = CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=metrics)
         except ValueError as error:  # the one thing that the file cannot know: how large a chunk of this model is
             raise ConfigError(f"transfer.staging_size: {settings.transfer.staging_size}: {error}") from None
+        member.namespace = cache.namespace
+        return cache
 
     def announce(address: str) -> None:
         ready(f"http://{address}")
 
     with stop_on_signals():  # also while the cache unmounts: a second signal must not leave its keys behind
         try:
-            serve(config.engine, config.handoff, node.host, node.port, open_cache, announce, registry=registry)
+            serve(
+                config.engine,
+                config.handoff,
+                node.host,
+                node.port,
+                open_cache,
+                announce,
+                registry=registry,
+                on_stop=member.leave,  # first, so that no proxy sends anything more
+                about=member.about,
+            )
         finally:
             CacheEngineBuilder.destroy(node.name)
             for cache in remote:
@@ -293,19 +340,17 @@ def run_reference_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, 
 
 
 def run_proxy_node(config: ClusterConfig, node: ProxyNode, ready: Ready) -> None:
-    """Route requests to the prefill and decode nodes of the file."""
+    """Route requests to the prefill and decode nodes that discovery finds."""
     from launch.proxy import run_proxy
 
-    def urls(role: str) -> list[str]:
-        return [f"http://{other.host}:{getattr(other, 'port', 0)}" for other in config.by_role(role)]
-
-    run_proxy(config.proxy, urls("prefill"), urls("decode"), node.host, node.port, ready)
+    run_proxy(config, node.host, node.port, ready)
 
 
-def _serving(node: MasterNode) -> bool:
+def _serving(node: MasterNode, elected: bool) -> bool:
     try:
         with urllib.request.urlopen(f"http://{node.host}:{node.metrics_port}/health", timeout=1) as answer:
-            return bool(json.load(answer).get("service_ready"))
+            health = json.load(answer)
+            return bool(health.get("service_ready")) or (elected and health.get("role") == "standby")
     except (OSError, urllib.error.URLError, ValueError):
         return False
 

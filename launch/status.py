@@ -1,28 +1,37 @@
-"""`pd-cache status`: what the nodes of a file are doing, asked of each, in one table.
+"""`pd-cache status`: the nodes that discovery finds and what each is doing, asked of each, in one table.
 
-Cache servers are asked over their own connection, all others for `/health` and `/metrics`. A node that does not answer is a
-row that says so.
+Cache servers on this machine are asked over their own connection, all others for `/health` and `/metrics`. A node that does not
+answer is a row that says so. Beside the rows stands what no node knows alone: whether discovery answers, and which nodes will
+never share a hit with the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from pd_cache.config import CacheServerNode, ClusterConfig, MasterNode, Node, StoreNode
+from launch.discovery import Directory, Namespaced, NodeRecord, View, differences, open_directory
+from launch.topology import is_local
+from pd_cache.config import ClusterConfig
 from pd_cache.errors import PdCacheError
 
+_SYNC_S = 5.0
 _TIMEOUT_S = 2.0
+_AT_A_TIME = 16
 _LARGEST_ANSWER = 16 << 20
 _VLLM = "vllm:"
 """Before the names of metrics, ours included, that vLLM gives out."""
@@ -33,15 +42,18 @@ _IN_FLIGHT = (
     "num_requests_running",
     "num_requests_waiting",
 )
+_NOT_ASKED = "not asked"
 
 
 class NodeStatus(msgspec.Struct, kw_only=True):
     """One row."""
 
-    name: str
-    role: str
-    state: str
-    """`up`, `degraded` (it answers, but not all of it works), or why nothing is known."""
+    record: NodeRecord
+    """As registered, or as the file says, completed by what the node says itself."""
+    state: str = "up"
+    """`up`, `degraded` (it answers, but not all of it works), `not asked`, or why nothing is known."""
+    difference: str = ""
+    """In what its namespace differs from that of most; empty where it does not."""
     up_since: float | None = None
     """Seconds since 1970."""
     hit_rate: float | None = None
@@ -51,27 +63,74 @@ class NodeStatus(msgspec.Struct, kw_only=True):
     errors: dict[str, float] = {}
     """By operation and reason, since the start."""
 
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def well(self) -> bool:
+        """Whether nothing is known against it."""
+        return (self.state == "up" or self.state.startswith(_NOT_ASKED)) and not self.difference
+
+
+class ClusterStatus(msgspec.Struct, frozen=True):
+    """The cluster at one moment."""
+
+    source: str
+    """Where the list of nodes is from, and whether that still answers."""
+    nodes: list[NodeStatus]
+
+    @property
+    def well(self) -> bool:
+        """Whether everybody answers and nobody differs."""
+        return all(node.well for node in self.nodes)
+
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
-def cluster_status(config: ClusterConfig) -> list[NodeStatus]:
-    """Ask every node of the cluster, all at the same time; each has a few seconds to answer."""
-    with ThreadPoolExecutor(max(1, min(16, len(config.nodes))), "pd-cache-status") as threads:
-        return list(threads.map(lambda node: _ask(config, node), config.nodes))
+def cluster_status(config: ClusterConfig) -> ClusterStatus:
+    """Ask discovery, then every node, all at the same time; each has a few seconds to answer."""
+    with open_directory(config) as directory:
+        directory.wait_synced(_SYNC_S)
+        return _look(config, directory)
 
 
-def _ask(config: ClusterConfig, node: Node) -> NodeStatus:
-    row = NodeStatus(name=node.name, role=node.role, state="up")
+def _look(config: ClusterConfig, directory: Directory) -> ClusterStatus:
+    synced, view = directory.wait_synced(0), directory.view()
+    with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-status") as threads:
+        rows = list(threads.map(_ask, view.nodes))
+    differing = differences(row.record for row in rows)
+    for row in rows:
+        row.difference = differing.get(row.name, "")
+        if row.name in view.doubted:
+            row.state += "; not registered again since discovery was away"
+    return ClusterStatus(_source(config, view, synced), rows)
+
+
+def _source(config: ClusterConfig, view: View, synced: bool) -> str:
+    kind = str(config.discovery.__struct_config__.tag)
+    if not synced:
+        return f"{kind}, which does not answer: these are the nodes of the file"
+    if view.stale_since is not None:
+        silent = time.monotonic() - view.stale_since
+        return f"{kind}, which has not answered for {silent:.0f} s: these are the nodes that were there before"
+    return kind
+
+
+def _ask(record: NodeRecord) -> NodeStatus:
+    row = NodeStatus(record=record)
     try:
-        if isinstance(node, CacheServerNode):
-            _ask_server(config, node, row)
-        elif isinstance(node, MasterNode):
-            _ask_master(node, row)
-        elif isinstance(node, StoreNode):
-            row.state = "not asked: it takes no questions; its memory shows in the master's row"
+        if record.role == "store":
+            row.state = f"{_NOT_ASKED}: it takes no questions; its memory shows in the master's row"
+        elif record.role == "master":
+            _ask_master(row)
+        elif record.role == "cache-server":
+            _ask_server(row)
+        elif record.address.startswith("http"):
+            _ask_http(record.address, row)
         else:
-            _ask_http(node.host, node.port, row)
+            row.state = _NOT_ASKED
     except (OSError, urllib.error.URLError) as error:
         row.state = f"no answer: {getattr(error, 'reason', error)}"
     except (PdCacheError, ValueError) as error:
@@ -79,13 +138,22 @@ def _ask(config: ClusterConfig, node: Node) -> NodeStatus:
     return row
 
 
-def _ask_server(config: ClusterConfig, node: CacheServerNode, row: NodeStatus) -> None:
+def _ask_server(row: NodeStatus) -> None:
+    address, metrics = row.record.address, row.record.metrics
+    if (
+        metrics is not None
+        and address.startswith("ipc://")
+        and not is_local(urllib.parse.urlsplit(metrics).hostname or "")
+    ):
+        _read_cache(_samples(_get(metrics, "/metrics")), row)
+        return
+    if address.endswith(":0"):
+        raise ValueError("its address depends on a port that is 0 in this file, chosen by `up`")
+
     from pd_cache.server.client import CacheClient
     from pd_cache.server.messages import StatusQuery, StatusReport
 
-    if not node.url and not config.master.port:
-        raise ValueError("its address depends on the master's port, which is 0 in this file")
-    client = CacheClient(config.server_url(node), None, kind="observer", connect_timeout_s=_TIMEOUT_S)
+    client = CacheClient(address, None, kind="observer", connect_timeout_s=_TIMEOUT_S)
     try:
         report = client.ask(StatusQuery(), _TIMEOUT_S)
     finally:
@@ -96,23 +164,44 @@ def _ask_server(config: ClusterConfig, node: CacheServerNode, row: NodeStatus) -
     row.up_since, row.in_flight = report.up_since, report.in_flight
 
 
-def _ask_master(node: MasterNode, row: NodeStatus) -> None:
-    samples = _samples(_get(node.host, node.metrics_port, "/metrics"))
+def _ask_master(row: NodeStatus) -> None:
+    if row.record.metrics is None:
+        row.state = f"{_NOT_ASKED}: it does not tell where its metrics are"
+        return
+    samples = _samples(_get(row.record.metrics, "/metrics"))
     row.bytes_by_tier = {"mooncake": _total(samples, "master_allocated_bytes")}
     refused = _total(samples, "master_put_start_alloc_failures_total")
     row.errors = {"store.no_space": refused} if refused else {}
 
 
-def _ask_http(host: str, port: int, row: NodeStatus) -> None:
-    try:
-        _get(host, port, "/health")
-    except urllib.error.HTTPError as error:
-        with error:
-            row.state = f"degraded: /health answers {error.code}"
-    samples = _samples(_get(host, port, "/metrics"))
+def _ask_http(address: str, row: NodeStatus) -> None:
+    with _refusals(row, "/health", worst=500):
+        _read_health(_get(address, "/health"), row)
+    samples: Samples = {}
+    with _refusals(row, "/metrics", worst=400):
+        samples = _samples(_get(address, "/metrics"))
     _read_cache(samples, row)
     under_way = [name for name in _IN_FLIGHT if name in samples]
     row.in_flight = int(sum(_total(samples, name) for name in under_way)) if under_way else None
+
+
+@contextlib.contextmanager
+def _refusals(row: NodeStatus, path: str, worst: int) -> Iterator[None]:
+    """A node that answers with a status of at least `worst` is up, but degraded."""
+    try:
+        yield
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code >= worst:
+                row.state = f"degraded: {path} answers {error.code}"
+
+
+def _read_health(body: str, row: NodeStatus) -> None:
+    """The namespace, where the node registered without one."""
+    if row.record.fingerprint is None:
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
+            told = msgspec.json.decode(body, type=Namespaced)
+            row.record = msgspec.structs.replace(row.record, fingerprint=told.fingerprint, namespace=told.namespace)
 
 
 def _read_cache(samples: Samples, row: NodeStatus) -> None:
@@ -137,10 +226,10 @@ def _read_cache(samples: Samples, row: NodeStatus) -> None:
     row.up_since = started[0][1] if started else None
 
 
-def _get(host: str, port: int, path: str) -> str:
-    if not port:
+def _get(address: str, path: str) -> str:
+    if address.endswith(":0"):
         raise ValueError("its port is 0 in this file, chosen by `up`")
-    with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=_TIMEOUT_S) as answer:
+    with urllib.request.urlopen(f"{address}{path}", timeout=_TIMEOUT_S) as answer:
         return str(answer.read(_LARGEST_ANSWER).decode(errors="replace"))
 
 
@@ -159,41 +248,47 @@ def _total(samples: Samples, name: str) -> float:
 # --- showing it ------------------------------------------------------------------------------------------------------
 
 
-def status_table(rows: list[NodeStatus]) -> Table:
-    """The rows for people."""
+def status_table(status: ClusterStatus) -> Group:
+    """The cluster for people."""
     table = Table()
     for column in ("node", "role"):
         table.add_column(column, no_wrap=True)
     for column in ("state", "up since", "hit rate", "bytes by tier", "in flight", "errors by reason"):
         table.add_column(column)
-    for row in rows:
+    for row in status.nodes:
         table.add_row(
             row.name,
-            row.role,
-            row.state,
+            row.record.role,
+            escape(row.state),
             "" if row.up_since is None else f"{datetime.fromtimestamp(row.up_since):%Y-%m-%d %H:%M:%S}",
             "" if row.hit_rate is None else f"{row.hit_rate:.1%}",
-            "\n".join(f"{tier} {_bytes(value)}" for tier, value in row.bytes_by_tier.items()),
+            escape("\n".join(f"{tier} {_bytes(value)}" for tier, value in row.bytes_by_tier.items())),
             "" if row.in_flight is None else str(row.in_flight),
-            "\n".join(f"{reason} {count:.0f}" for reason, count in row.errors.items()),
+            escape("\n".join(f"{reason} {count:.0f}" for reason, count in row.errors.items())),
         )
-    return table
+    differing = [Text(f"{row.name}: {row.difference}", "yellow") for row in status.nodes if row.difference]
+    return Group(Text(f"discovery: {status.source}"), table, *differing)
 
 
-def watch(ask: Callable[[], list[NodeStatus]], interval: float = 2.0) -> None:
-    """Show the table, again and again, until Ctrl-C."""
+def watch(config: ClusterConfig, interval: float = 2.0) -> None:
+    """Show the table, again and again, until Ctrl-C. Discovery is followed meanwhile: an outage shows as one."""
     try:
-        with Live(console=Console(), auto_refresh=False) as live:
+        with open_directory(config) as directory, Live(console=Console(), auto_refresh=False) as live:
+            directory.wait_synced(_SYNC_S)
             while True:
-                live.update(status_table(ask()), refresh=True)
+                live.update(status_table(_look(config, directory)), refresh=True)
                 time.sleep(interval)
     except KeyboardInterrupt:
         return
 
 
-def as_json(rows: list[NodeStatus]) -> str:
-    """The rows for scripts: one JSON object, as `status_table` has them."""
-    return msgspec.json.encode({"nodes": rows}).decode()
+def as_json(status: ClusterStatus) -> str:
+    """The cluster for scripts: one JSON object; a node's record and its row in one."""
+    nodes = []
+    for row in status.nodes:
+        shown = msgspec.to_builtins(row)
+        nodes.append({**shown.pop("record"), **shown})
+    return msgspec.json.encode({"discovery": status.source, "well": status.well, "nodes": nodes}).decode()
 
 
 def _bytes(value: float) -> str:

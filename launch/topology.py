@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from pd_cache.config import ClusterConfig, LocalTier, Node, NodeSettings, Problem, Source, VllmEngineConfig
+from pd_cache.config import ClusterConfig, EtcdDiscovery, LocalTier, Node, Problem, Source, VllmEngineConfig
 from pd_cache.errors import ConfigError
 from transfer.settings import rdma_devices
 
@@ -38,9 +38,9 @@ def free_port(host: str) -> int:
         return int(bound.getsockname()[1])
 
 
-def choose_ports(config: ClusterConfig) -> ClusterConfig:
-    """The same cluster with a free port wherever this machine's nodes say 0."""
-    mine = {node.name for node in local_nodes(config)}
+def choose_ports(config: ClusterConfig, nodes: Iterable[Node] | None = None) -> ClusterConfig:
+    """The same cluster with a free port wherever `nodes`, by default all of this machine, say 0."""
+    mine = {node.name for node in (local_nodes(config) if nodes is None else nodes)}
     with contextlib.ExitStack() as stack:
         nodes = []
         for node in config.nodes:
@@ -82,7 +82,7 @@ def machine_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
         if node.name not in chosen or node.role in ("master", "proxy"):
             continue
         own = getattr(node, "segment_size", None)
-        size = NodeSettings.of(config, node).segment_size
+        size = config.segment_size(node)
         path = ("transfer", "segment_size") if own is None else ("nodes", index, "segment_size")
         total += size
         if size > memory:
@@ -122,11 +122,12 @@ def check_machine(config: ClusterConfig, source: Source, nodes: Iterable[Node]) 
 
 
 def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
-    """A port 0 that `launch` cannot work with, because other processes have to know it."""
+    """A port 0 that `launch` cannot work with, because other processes have to know it, and only the file tells them."""
+    registered = isinstance(config.discovery, EtcdDiscovery)
     for index, other in enumerate(config.nodes):
         needed = (
-            other.role == "master"
-            or (node.role == "proxy" and other.role in ("prefill", "decode"))
+            (other.role == "master" and not registered)
+            or (node.role == "proxy" and other.role in ("prefill", "decode") and not registered)
             or (_shares_memory(config, node) and other.role == "store" and other.host == node.host)
         )
         if needed and getattr(other, "port", None) == 0 and other.name != node.name:

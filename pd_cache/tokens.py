@@ -30,6 +30,11 @@ ExtraKey = str | bytes | int
 """One part of a request's isolation: its cache_salt, LoRA name, multi-modal hash."""
 
 
+def salt_keys(cache_salt: str | None) -> tuple[ExtraKey, ...]:
+    """The isolation of a request to the completions API that gives this `cache_salt`."""
+    return () if cache_salt is None else ("salt", cache_salt)
+
+
 class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that must agree before two nodes may share a chunk. Its fingerprint is part of every key."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.etcd import Etcd
 from tests.support.leaks import no_leaks
 from tests.support.pool import Pool
 
@@ -55,6 +56,32 @@ def make_pool(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
     finally:
         for one in pools:
             one.end()
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    """A healthy etcd that every test may use and none may break."""
+    etcd = Etcd(tmp_path_factory.mktemp("etcd"))
+    try:
+        yield etcd.start()
+    finally:
+        etcd.stop()
+
+
+@pytest.fixture
+def make_etcd(tmp_path: Path) -> Iterator[Callable[..., Etcd]]:
+    """etcds of a test's own, to be broken; whatever still runs is killed afterwards."""
+    made: list[Etcd] = []
+
+    def make(**options: Any) -> Etcd:
+        made.append(Etcd(tmp_path, **options))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for one in made:
+            one.stop()
 
 
 @pytest.fixture

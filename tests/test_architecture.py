@@ -27,7 +27,9 @@ LAYERS = (
 HOMES = {
     "mooncake": ("transfer/store.py", "transfer/engine.py"),
     "zmq": ("pd_cache/server/channel.py",),
-    "etcd3": ("launch/discovery.py",),
+    "etcd3": ("launch/discovery/",),
+    "grpc": ("launch/discovery/etcd.py",),
+    "google.protobuf": ("launch/discovery/stubs.py",),
     "click": ("launch/cli.py",),
     "yaml": ("pd_cache/config/reader.py",),
     "xxhash": ("pd_cache/backends/objects.py",),

@@ -14,7 +14,15 @@ MAX_TRANSFERS = 1000
 """Most transfers in one call. More than 2048 outstanding ones to a peer fail with -800 at Mooncake's defaults."""
 
 
-def client_variables(settings: TransferSettings) -> dict[str, str]:
+def split_master(master: str) -> tuple[str, str | None]:
+    """Mooncake's own form of a master's address, and the election's name: `etcd://host:port;host:port/NAME` has one."""
+    if not master.startswith("etcd://"):
+        return master, None
+    endpoints, _, name = master.removeprefix("etcd://").partition("/")
+    return f"etcd://{endpoints}", name or None
+
+
+def client_variables(settings: TransferSettings, election: str | None = None) -> dict[str, str]:
     """What `prepare` sets, by name."""
     slowest = max(settings.timeouts.get_ms, settings.timeouts.put_ms)
     stall_seconds = str(max(1, min(30, slowest // 3000)))
@@ -26,23 +34,25 @@ def client_variables(settings: TransferSettings) -> dict[str, str]:
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384",
         "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "16384",
         "MC_LOG_LEVEL": "ERROR",
+        # which masters' election to follow; without it a client of elected masters cannot set up
+        **({"MC_STORE_CLUSTER_ID": election} if election is not None else {}),
     }
 
 
-def host_environment(settings: TransferSettings) -> dict[str, str]:
+def host_environment(settings: TransferSettings, election: str | None = None) -> dict[str, str]:
     """The whole environment of a host's `mooncake_client`, which is the client of all processes of its host.
 
     It allocates its segment with malloc and does not touch it; the first writer of each page would pay for the fault.
     With `prefault`, glibc is asked for huge pages, and to fill what it allocates: that happens before the segment is
-    mounted.
+    mounted. `election`: as of `split_master`.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if settings.prefault:
         tunables = ":".join(filter(None, ("glibc.malloc.hugetlb=1:glibc.malloc.perturb=85", tunables)))
-    return {**client_variables(settings), **os.environ, "GLIBC_TUNABLES": tunables}
+    return {**client_variables(settings, election), **os.environ, "GLIBC_TUNABLES": tunables}
 
 
-def prepare(settings: TransferSettings) -> None:
-    """Set what is not set yet."""
-    for name, value in client_variables(settings).items():
+def prepare(settings: TransferSettings, election: str | None = None) -> None:
+    """Set what is not set yet. `election`: as of `split_master`."""
+    for name, value in client_variables(settings, election).items():
         os.environ.setdefault(name, value)

@@ -23,7 +23,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from transfer.breaker import CircuitBreaker
 from transfer.calls import Call, CallThreads
-from transfer.environment import MAX_TRANSFERS, prepare
+from transfer.environment import MAX_TRANSFERS, prepare, split_master
 from transfer.errors import OUTAGE, MissingLibraryError, PoolUnavailableError, Status, TransferError, status_of
 from transfer.host import HostClient
 from transfer.segment import prefault_segment
@@ -151,19 +151,20 @@ class MooncakeStore:
     ) -> None:
         """Start opening the store in the background.
 
-        `master` is `host:port`, or `etcd://…` for masters with election; `host` the address that other nodes reach
-        this one at, `host:port` to name its segment; `segment_size` overrides the settings'; `placement` says where its
-        objects go. Raises MissingLibraryError. ValueError for a host client with a segment or without an address.
+        `master` is `host:port`, or `etcd://host:port;host:port/NAME` for masters with election; `host` the address that
+        other nodes reach this one at, `host:port` to name its segment; `segment_size` overrides the settings'; `placement`
+        says where its objects go. Raises MissingLibraryError. ValueError for a host client with a segment or without an
+        address.
         """
         self._shared = settings.client == "host"
         if self._shared and not settings.client_address:
             raise ValueError("client: host needs client_address, the host:port of this host's mooncake_client")
         if self._shared and segment_size:
             raise ValueError("a host client gives no memory to the pool; its mooncake_client does")
-        prepare(settings)  # before the import: Mooncake reads its log level when it is loaded
+        self._master, election = split_master(master)
+        prepare(settings, election)  # before the import: Mooncake reads its log level when it is loaded
         module = load_mooncake()
         self._settings = settings
-        self._master = master
         self._host = host
         self.segment_size = int(settings.segment_size if segment_size is None else segment_size)
         self._client: _Client = (

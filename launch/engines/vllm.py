@@ -30,9 +30,16 @@ _REFUSAL = re.compile(r"\bpd_cache\.[\w.]+Error: (.+)")
 
 
 def serve_vllm(
-    config: ClusterConfig, engine: VllmEngineConfig, node: PrefillNode | DecodeNode, ready: Callable[[str], None]
+    config: ClusterConfig,
+    engine: VllmEngineConfig,
+    node: PrefillNode | DecodeNode,
+    ready: Callable[[str], None],
+    on_stop: Callable[[], None],
 ) -> None:
-    """Run vLLM until SIGTERM. RoleError if it is not installed, ends by itself or is not ready in time."""
+    """Run vLLM until SIGTERM. RoleError if it is not installed, ends by itself or is not ready in time.
+
+    `on_stop` is called first of all when it has to end, so that no proxy sends anything more; it must not raise.
+    """
     settings = config.supervisor
     with stop_on_signals() as stop, tempfile.TemporaryDirectory(prefix="pd-cache-") as folder:
         file = Path(folder) / "cluster.yaml"
@@ -57,7 +64,9 @@ def serve_vllm(
             while not stop.wait(_POLL_S):
                 _check_alive(vllm, output)
         finally:
-            _end(vllm, 0.8 * settings.stop_grace_s)  # before whoever stops us loses patience
+            deadline = time.monotonic() + 0.8 * settings.stop_grace_s  # before whoever stops us loses patience
+            on_stop()
+            _end(vllm, deadline)
             guarded.close()
 
 
@@ -118,9 +127,8 @@ def _check_alive(vllm: Process, output: _Output) -> None:
         raise RoleError(f"vLLM ended with {status}: {output.refusal or 'its last lines say why'}")
 
 
-def _end(vllm: Process, grace_s: float) -> None:
+def _end(vllm: Process, deadline: float) -> None:
     vllm.terminate()
-    deadline = time.monotonic() + grace_s
     while vllm.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     vllm.kill()

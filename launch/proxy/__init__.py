@@ -3,13 +3,15 @@
 What it promises:
 
 1. A request is answered within `request_timeout_s`, whatever the nodes do.
-2. The prefill hop is an optimisation: when it fails, the decode node computes the prompt itself. Only what the prefill node
-   says about the *request* (4xx) is final.
+2. The prefill hop is an optimisation: when it fails, the decode node computes the prompt itself, and where it would gain
+   nothing (`direct`) it is left out. Only what the prefill node says about the *request* (4xx) is final.
 3. Until the first byte of the answer, a node that fails is replaced by another; after it, the client is told.
 4. What the prefill node hands over (`kv_transfer_params`) is forwarded unread, and never taken from a client.
 5. A client that goes away takes its upstream connections with it.
+6. Nodes come and go with discovery's view (`fleet`). Neither discovery nor the pool is ever waited for.
 
-`routing` (which node next) and `completion` (what a request says) are pure; `hops` talks to nodes; `app` holds them together.
+Pure: `routing` (which node next), `prefixes` (who has seen a prompt), `breaker` (whom to leave alone), `admission` (who may
+ask), `completion` (what a request says). `hops` talks to nodes, `health` asks how they are, `app` holds it all together.
 """
 
 from launch.proxy.app import Proxy

@@ -7,19 +7,25 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
+from typing import Any
 
 import aiohttp
 from aiohttp import http_exceptions, web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from yarl import URL
 
+from launch.discovery import View
+from launch.proxy.admission import Admission, read_keys
 from launch.proxy.answers import ApiError, overloaded
-from launch.proxy.completion import Completion, Handoff, read_handoff
+from launch.proxy.completion import Completion, Handoff, read_handoff, read_tokens
+from launch.proxy.direct import DirectRule
+from launch.proxy.fleet import Fleet
+from launch.proxy.health import HealthChecks
 from launch.proxy.hops import HopError, new_session, read_all, read_some, send
 from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.routing import Attempts, NodePool
+from launch.proxy.prefixes import Prompt
+from launch.proxy.routing import Attempts, Hop
 from pd_cache.config import ProxyConfig
 
 log = logging.getLogger(__name__)
@@ -29,11 +35,13 @@ MAX_BODY = 16 << 20
 _MAX_ANSWER = 4 << 20
 """Bytes of an answer that is read whole: a prefill node's, or an error."""
 _MAX_MODELS_S = 10.0
+_NO_TOKENIZE_S = 30.0
 _LAST_WORDS_S = 1.0
 """How long a client may take to be told that its stream broke."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TO_NODE = ("Authorization", "Traceparent", "Tracestate")
 _TO_CLIENT = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
+_CHAT = "/v1/chat/completions"
 _ID_HEADER = "X-Request-Id"
 _request_id: ContextVar[str] = ContextVar("request_id")
 """Set at the edge, for the handler within."""
@@ -50,6 +58,9 @@ class _Exchange:
         self.request = request
         self.id = _request_id.get()
         self.started = time.monotonic()
+        self.path = request.path
+        self.client = ""
+        """Who asks, where keys tell."""
         self.nodes: dict[str, str] = {}
         self.received = False
         self.response: web.StreamResponse | None = None
@@ -57,9 +68,17 @@ class _Exchange:
         self.event_ended = True
         """Whether what was sent so far ends with a blank line, as each server-sent event does."""
 
-    def headers(self) -> dict[str, str]:
-        """For a node."""
-        headers = {name: self.request.headers[name] for name in _TO_NODE if name in self.request.headers}
+    def told(self) -> str:
+        """For the log: who asked, and which nodes answered."""
+        parts = {**({"client": self.client} if self.client else {}), **self.nodes}
+        return " ".join(f"{name}={value}" for name, value in parts.items())
+
+    def headers(self, guarded: bool) -> dict[str, str]:
+        """For a node. Where the proxy is `guarded` by keys of its own, they stay here."""
+        given = self.request.headers
+        headers = {
+            name: given[name] for name in _TO_NODE if name in given and not (guarded and name == "Authorization")
+        }
         # bytes go through as they come: what we would accept, the client might not
         return {**headers, _ID_HEADER: self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
 
@@ -76,29 +95,40 @@ _Serve = Callable[[_Exchange], Awaitable[web.StreamResponse]]
 
 
 class Proxy:
-    """Routes completions through `prefill` to `decode` nodes, both given as base URLs; no prefill nodes is allowed.
-
-    `drain_s`: how long requests in flight may go on when the application shuts down. ValueError for a URL that is none and for
-    no decode node.
-    """
+    """Routes completions through prefill to decode nodes."""
 
     def __init__(
-        self, config: ProxyConfig, prefill: Sequence[str], decode: Sequence[str], *, drain_s: float = 5.0
+        self,
+        config: ProxyConfig,
+        direct: DirectRule | None = None,
+        *,
+        master: Callable[[View], str | None] | None = None,
     ) -> None:
-        if not decode:
-            raise ValueError("a proxy needs at least one decode node")
+        """It knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node, by default none.
+
+        `master`: where the pool's master is, for lookups. ConfigError for a file of keys that cannot be used.
+        """
         self.metrics = ProxyMetrics()
         self._config = config
-        self._pools = {"prefill": NodePool(_base_urls(prefill)), "decode": NodePool(_base_urls(decode))}
-        self._drain_s = drain_s
+        keys = None if config.api_keys_file is None else read_keys(config.api_keys_file)
+        self._admission = Admission(keys, config.max_requests, config.max_requests_per_key)
+        self._direct = direct or DirectRule(0)
+        self._fleet = Fleet(config, self._direct, master)
+        self._pools = self._fleet.pools
+        self._tokenize_after = 0.0
+        """No node is asked for tokens before."""
         self._session: aiohttp.ClientSession | None = None
         self._running: set[asyncio.Task[web.StreamResponse]] = set()
-        self._closing = False
+
+    def update(self, view: View) -> None:
+        """From now on the view's nodes are used. On the event loop's thread, once that runs."""
+        self._fleet.update(view)
 
     def app(self) -> web.Application:
         """A new application. Run it with `handler_cancellation=True`, or clients that go away are noticed late."""
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._edge])
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post(_CHAT, self._completions)
         app.router.add_get("/v1/models", self._models, allow_head=False)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -134,17 +164,21 @@ class Proxy:
 
     async def _health(self, request: web.Request) -> web.Response:
         now = time.monotonic()
-        nodes = {hop: pool.health(now) for hop, pool in self._pools.items()}
-        healthy = any(nodes["decode"].values()) and not self._closing
-        return web.json_response(
-            {"status": "ok" if healthy else "unavailable", **nodes}, status=200 if healthy else 503
-        )
+        nodes: dict[str, dict[str, bool]] = {hop: pool.health(now) for hop, pool in self._pools.items()}
+        healthy = any(nodes["decode"].values()) and not self._admission.closing
+        body: dict[str, Any] = {"status": "ok" if healthy else "unavailable", **nodes, **self._fleet.describe(now)}
+        return web.json_response(body, status=200 if healthy else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         now = time.monotonic()
+        self.metrics.node_up.clear()  # also of nodes that left
+        self.metrics.node_load.clear()
         for hop, pool in self._pools.items():
             for node, up in pool.health(now).items():
                 self.metrics.node_up.labels(hop, node).set(up)
+            for node, load in pool.loads().items():
+                self.metrics.node_load.labels(hop, node).set(load)
+        self.metrics.view_stale.set(self._fleet.stale_s(now))
         return web.Response(body=generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -153,7 +187,7 @@ class Proxy:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         async def serve(exchange: _Exchange) -> web.StreamResponse:
             exchange.received = True
-            return await self._decode(exchange, "GET", "/v1/models", None)
+            return await self._decode(exchange, "GET", None)
 
         return await self._bounded(request, serve, min(_MAX_MODELS_S, self._config.request_timeout_s))
 
@@ -164,11 +198,9 @@ class Proxy:
         exchange = _Exchange(request)
         status = 499
         try:
-            if self._closing:
-                raise overloaded("The proxy is shutting down")
-            if len(self._running) >= self._config.max_requests:
-                raise overloaded(f"{self._config.max_requests} requests are in flight, the most that this proxy takes")
-            response = await self._finish(exchange, self._task(serve(exchange)), limit_s)
+            exchange.client = self._admission.identify(request.headers.get("Authorization"))
+            with self._admission.admitted(exchange.client):
+                response = await self._finish(exchange, self._task(serve(exchange)), limit_s)
             status = response.status
         except ApiError as error:
             status = error.status
@@ -180,7 +212,7 @@ class Proxy:
         finally:
             self.metrics.requests.labels(str(status)).inc()
             took = time.monotonic() - exchange.started
-            log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.nodes or "")
+            log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.told())
         return response
 
     def _task(self, serving: Awaitable[web.StreamResponse]) -> asyncio.Task[web.StreamResponse]:
@@ -258,10 +290,14 @@ class Proxy:
     # --- the two hops --------------------------------------------------------------------------------------------
 
     async def _complete(self, exchange: _Exchange) -> web.StreamResponse:
-        completion = Completion(await self._body(exchange))
+        completion = Completion(await self._body(exchange), prompt="messages" if exchange.path == _CHAT else "prompt")
+        prompt = completion.prompt()
         handoff: Handoff | None = None
-        if len(self._pools["prefill"]):
-            answer = await self._prefill(exchange, completion.for_prefill())
+        why = await self._direct.why(completion, prompt, exchange.id, lambda: self._tokenize(exchange, completion))
+        if why is not None:
+            result: str = why
+        elif len(self._pools["prefill"]):
+            answer = await self._prefill(exchange, completion.for_prefill(), prompt)
             self.metrics.prefill_seconds.observe(time.monotonic() - exchange.started)
             if isinstance(answer, web.Response):
                 return answer
@@ -270,7 +306,33 @@ class Proxy:
         else:
             result = "no_prefill_nodes"
         self.metrics.handoffs.labels(result).inc()
-        return await self._decode(exchange, "POST", "/v1/completions", completion.for_decode(handoff))
+        return await self._decode(exchange, "POST", completion.for_decode(handoff))
+
+    async def _tokenize(self, exchange: _Exchange, completion: Completion) -> list[int] | None:
+        """A prompt's token ids, by a decode node. None if it does not tell."""
+        now = time.monotonic()
+        node = self._pools["decode"].well(now)
+        if node is None or now < self._tokenize_after:
+            return None
+        assert self._session is not None
+        headers = exchange.headers(self._admission.guarded)
+        try:
+            answer = await send(self._session, "POST", f"{node}/tokenize", headers, completion.for_tokenize())
+            try:
+                if answer.status == 200:
+                    return read_tokens(await read_all(answer, MAX_BODY))
+                if answer.status in (400, 422):
+                    return None  # this prompt's own fault
+                raise HopError("error", f"status {answer.status}")
+            finally:
+                answer.close()
+        except asyncio.CancelledError:  # too slow, or the client went away
+            self._tokenize_after = now + _NO_TOKENIZE_S
+            raise
+        except (HopError, ValueError) as error:
+            self._tokenize_after = now + _NO_TOKENIZE_S
+            log.info("request %s: node %s does not tell a text's tokens: %s", exchange.id, node, error)
+            return None
 
     async def _body(self, exchange: _Exchange) -> bytes:
         request = exchange.request
@@ -288,21 +350,26 @@ class Proxy:
         exchange.received = True
         return body
 
-    async def _prefill(self, exchange: _Exchange, body: bytes) -> web.Response | Handoff | None:
+    async def _prefill(self, exchange: _Exchange, body: bytes, prompt: Prompt) -> web.Response | Handoff | None:
         """What a prefill node handed over; its refusal of the request; None if all of them failed."""
         until = time.monotonic() + self._config.prefill_timeout_s
-        attempts = Attempts(self._pools["prefill"])
+        pool = self._pools["prefill"]
+        attempts = Attempts(pool, prompt)
         while (left := until - time.monotonic()) > 0 and (node := attempts.next(time.monotonic())) is not None:
             try:
-                return await asyncio.wait_for(self._prefill_at(exchange, node, body), left)
+                with pool.working(node, prompt):
+                    answer = await asyncio.wait_for(self._prefill_at(exchange, node, body), left)
             except asyncio.TimeoutError:
                 self._note(exchange, "prefill", node, attempts, HopError("timeout", f"no answer within {left:.3g} s"))
             except HopError as error:
                 self._note(exchange, "prefill", node, attempts, error)
+            else:
+                pool.succeeded(node)
+                return answer
         return None
 
     async def _prefill_at(self, exchange: _Exchange, node: str, body: bytes) -> web.Response | Handoff:
-        answer = await self._send(exchange, "prefill", node, "POST", "/v1/completions", body)
+        answer = await self._send(exchange, "prefill", node, "POST", body)
         try:
             if answer.status == 200:
                 try:
@@ -315,27 +382,30 @@ class Proxy:
         finally:
             answer.close()
 
-    async def _decode(self, exchange: _Exchange, method: str, path: str, body: bytes | None) -> web.StreamResponse:
+    async def _decode(self, exchange: _Exchange, method: str, body: bytes | None) -> web.StreamResponse:
         pool = self._pools["decode"]
         attempts = Attempts(pool)
         busy: web.Response | None = None
         while (node := attempts.next(time.monotonic())) is not None:
             answer: aiohttp.ClientResponse | None = None
             try:
-                try:
-                    answer = await self._send(exchange, "decode", node, method, path, body)
-                    if answer.status == 503:
-                        busy = await _whole(answer)
-                        raise HopError("busy", "status 503")
-                    if not (200 <= answer.status < 300 or 400 <= answer.status < 500):
-                        raise HopError("error", f"status {answer.status}")
-                    first = await read_some(answer)  # a node that dies before it can still be replaced
-                except HopError as error:
-                    self._note(exchange, "decode", node, attempts, error)
-                    continue
-                if method == "POST":
-                    self.metrics.first_byte_seconds.observe(time.monotonic() - exchange.started)
-                return await self._relay(exchange, node, answer, first)
+                with pool.working(node):
+                    try:
+                        answer = await self._send(exchange, "decode", node, method, body)
+                        if answer.status == 503:
+                            busy = await _whole(answer)
+                            raise HopError("busy", "status 503")
+                        if not (200 <= answer.status < 300 or 400 <= answer.status < 500):
+                            raise HopError("error", f"status {answer.status}")
+                        first = await read_some(answer)  # a node that dies before it can still be replaced
+                    except HopError as error:
+                        self._note(exchange, "decode", node, attempts, error)
+                        continue
+                    if method == "POST":
+                        self.metrics.first_byte_seconds.observe(time.monotonic() - exchange.started)
+                    response = await self._relay(exchange, node, answer, first)
+                pool.succeeded(node)
+                return response
             finally:
                 if answer is not None:
                     answer.close()
@@ -365,33 +435,44 @@ class Proxy:
         return response
 
     async def _send(
-        self, exchange: _Exchange, hop: str, node: str, method: str, path: str, body: bytes | None
+        self, exchange: _Exchange, hop: Hop, node: str, method: str, body: bytes | None
     ) -> aiohttp.ClientResponse:
         assert self._session is not None
         exchange.nodes[hop] = node
-        answer = await send(self._session, method, node + path, exchange.headers(), body)
-        self._pools[hop].reached(node)
-        return answer
+        headers = exchange.headers(self._admission.guarded)
+        return await send(self._session, method, node + exchange.path, headers, body)
 
-    def _note(self, exchange: _Exchange, hop: str, node: str, attempts: Attempts | None, error: HopError) -> None:
+    def _note(self, exchange: _Exchange, hop: Hop, node: str, attempts: Attempts | None, error: HopError) -> None:
         self.metrics.hop_failures.labels(hop, error.reason).inc()
         log.warning("request %s: %s node %s: %s: %s", exchange.id, hop, node, error.reason, error)
         if attempts is not None:
             attempts.failed(node, error.reason, time.monotonic())
+        else:
+            self._pools[hop].failed(node, error.reason, time.monotonic())
 
     # --- life ----------------------------------------------------------------------------------------------------
 
     async def _with_session(self, app: web.Application) -> AsyncIterator[None]:
-        # a request holds one connection at a time; the rest is for those that are being closed
-        self._session = new_session(self._config.max_requests + 64, self._config.connect_timeout_s)
-        yield
-        await self._session.close()
+        config = self._config
+        # a request holds one connection at a time; the rest is for health checks and those that are being closed
+        self._session = new_session(config.max_requests + 128, config.connect_timeout_s)
+        checks = HealthChecks(
+            self._pools.values(), config.health_interval_s, config.health_timeout_s, self._fleet.told_namespace
+        )
+        checking = asyncio.create_task(checks.run(self._session))
+        try:
+            yield
+        finally:
+            checking.cancel()
+            await asyncio.wait({checking})
+            await self._session.close()
+            await asyncio.to_thread(self._direct.close)
 
     async def _drain(self, app: web.Application) -> None:
         """Let requests end, then end them. New ones are refused meanwhile."""
-        self._closing = True
+        self._admission.closing = True
         if self._running:
-            await asyncio.wait(self._running, timeout=self._drain_s)
+            await asyncio.wait(self._running, timeout=self._config.drain_s)
         for task in self._running:
             task.cancel()
 
@@ -407,11 +488,3 @@ async def _whole(answer: aiohttp.ClientResponse) -> web.Response:
 
 def _client_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
     return {name: answer.headers[name] for name in _TO_CLIENT if name in answer.headers}
-
-
-def _base_urls(urls: Sequence[str]) -> list[str]:
-    for text in urls:
-        url = URL(text)
-        if url.scheme not in ("http", "https") or not url.host or url.query_string or url.fragment:
-            raise ValueError(f"{text!r} is not a node's base URL, e.g. http://10.0.0.1:8100")
-    return [text.rstrip("/") for text in urls]

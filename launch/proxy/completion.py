@@ -6,13 +6,29 @@ Python numbers and back, and no number changes its spelling.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from launch.proxy.answers import ApiError
+from launch.proxy.prefixes import Prompt, is_token_ids, read_prompt
 
 _TRANSFER = "kv_transfer_params"
 _ONE = msgspec.Raw(b"1")
 _REMOTE_DECODE = msgspec.Raw(msgspec.json.encode({"do_remote_decode": True, "do_remote_prefill": False}))
+_TOKENIZED = (
+    "model",
+    "prompt",
+    "messages",
+    "tools",
+    "add_special_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+)
+"""Fields that decide on the prompt's tokens, as vLLM's `/tokenize` takes them."""
+_ISOLATION = ("model", "cache_salt")
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens")
 """Fields that contradict `stream: false` and `max_tokens: 1`; nodes refuse them beside those."""
 
@@ -27,10 +43,10 @@ class Handoff(msgspec.Struct, frozen=True):
 
 
 class Completion:
-    """The body of a `/v1/completions` request."""
+    """The body of a request for a completion."""
 
-    def __init__(self, body: bytes) -> None:
-        """ApiError 400 if no node could make sense of it."""
+    def __init__(self, body: bytes, *, prompt: Literal["prompt", "messages"] = "prompt") -> None:
+        """`prompt`: the field that holds it. ApiError 400 if no node could make sense of the body."""
         try:
             body.decode()  # raw fields are not checked for this
             self._fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -39,8 +55,9 @@ class Completion:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
         self._fields.pop(_TRANSFER, None)  # says which memory to read: between nodes only
-        if bytes(self._fields.get("prompt", b"null")) == b"null":
-            raise ApiError(400, "`prompt` is missing", param="prompt", code="missing_required_parameter")
+        self._prompt = bytes(self._fields.get(prompt, b"null"))
+        if self._prompt == b"null":
+            raise ApiError(400, f"`{prompt}` is missing", param=prompt, code="missing_required_parameter")
         for name in ("max_tokens", "max_completion_tokens"):
             self._check_count(name)
 
@@ -56,6 +73,27 @@ class Completion:
                 400, f"`{name}` must be an integer of at least 0, not {shown}", param=name, code="invalid_value"
             )
 
+    def prompt(self) -> Prompt:
+        """What routing knows of the prompt."""
+        return read_prompt(self._prompt, b"\0".join(bytes(self._fields.get(name, b"")) for name in _ISOLATION))
+
+    def token_ids(self) -> list[int] | None:
+        """The prompt's token ids, where it is given as such."""
+        if not is_token_ids(self._prompt):
+            return None
+        try:
+            return msgspec.json.decode(self._prompt, type=list[int])
+        except msgspec.DecodeError:
+            return None
+
+    def cache_salt(self) -> str | None:
+        """What keeps the request's cache apart from others'. ValueError for what is no salt."""
+        return msgspec.json.decode(bytes(self._fields.get("cache_salt", b"null")), type=str | None)
+
+    def for_tokenize(self) -> bytes:
+        """The body for a node's `/tokenize`."""
+        return msgspec.json.encode({name: raw for name, raw in self._fields.items() if name in _TOKENIZED})
+
     def for_prefill(self) -> bytes:
         """The body for the prefill node: one token, not streamed, with the promise that another node decodes."""
         fields = {name: raw for name, raw in self._fields.items() if name not in _NOT_FOR_PREFILL}
@@ -67,6 +105,15 @@ class Completion:
     def for_decode(self, handoff: Handoff | None) -> bytes:
         """The client's body, with what the prefill node handed over."""
         return msgspec.json.encode({**self._fields, **({_TRANSFER: handoff.kv_transfer_params} if handoff else {})})
+
+
+class _Tokenized(msgspec.Struct, frozen=True):
+    tokens: list[int]
+
+
+def read_tokens(answer: bytes) -> list[int]:
+    """What a node's `/tokenize` answered. ValueError if it is nothing of the kind."""
+    return msgspec.json.decode(answer, type=_Tokenized).tokens
 
 
 def read_handoff(answer: bytes) -> Handoff:

@@ -33,13 +33,23 @@ class ProxyMetrics:
         )
         self.handoffs = Counter(
             "pd_cache_proxy_handoffs",
-            "Prompts, by what the decode node was given: handed_over, nothing_stored, prefill_failed, no_prefill_nodes",
+            "Prompts, by what the decode node was given: handed_over, nothing_stored, prefill_failed, no_prefill_nodes; or why "
+            "it was asked directly: short, in_pool",
             ["result"],
             registry=self.registry,
         )
         self.running = Gauge("pd_cache_proxy_requests_running", "Requests in flight", registry=self.registry)
         self.node_up = Gauge(
             "pd_cache_proxy_node_up", "0 while a node is skipped", ["hop", "node"], registry=self.registry
+        )
+        self.node_load = Gauge(
+            "pd_cache_proxy_node_load",
+            "Work given to a node and not done: prompt tokens for prefill, requests for decode",
+            ["hop", "node"],
+            registry=self.registry,
+        )
+        self.view_stale = Gauge(
+            "pd_cache_proxy_view_stale_seconds", "For how long discovery has not answered", registry=self.registry
         )
         self.prefill_seconds = Histogram(
             "pd_cache_proxy_prefill_seconds",

@@ -1,70 +1,172 @@
-"""Which node to try next. Pure: the time comes from the caller."""
+"""Which node to try next. Pure: the time comes from the caller.
+
+A policy is a cost, and the node that costs least is taken; among equals, the one that was not taken for longest:
+
+- `round_robin`: all cost the same;
+- `least_loaded`: the work that this proxy has given it and that is not done;
+- `prefix_aware`: that, and what it would have to compute of this prompt, which is less where its own cache holds the beginning.
+  So a node that knows the prompt is taken unless its queue makes another one quicker.
+
+Work is counted in prompt tokens to compute for prefill nodes, and in requests for decode nodes, there relative to how many the
+node computes at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
 
+from launch.proxy.breaker import Breaker, Fault
+from launch.proxy.prefixes import PrefixIndex, Prompt
+
+Hop = Literal["prefill", "decode"]
+Policy = Literal["round_robin", "least_loaded", "prefix_aware"]
 Reason = Literal["unreachable", "disconnected", "timeout", "busy", "error", "garbage"]
 """How a node can fail a request: no connection; it broke before the answer; too slow; 503; another status that is not its
 to give; an answer that is none."""
 
-_FIRST_SKIP_S, _LAST_SKIP_S = 1.0, 10.0
+_NO_PROMPT = Prompt(1)
 _MAX_BROKEN = 3
 
 
+class Target(NamedTuple):
+    """A node to send requests to."""
+
+    url: str
+    """Base URL, without a slash at its end."""
+    instance: str = ""
+    """Differs from one start of the node to the next."""
+    kv_tokens: int = 0
+    """Tokens that its own cache holds; 0 if it does not say."""
+    max_running: int = 0
+    """Requests that it computes at a time; 0 if it does not say."""
+
+
 class _Node:
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.failures = 0
-        self.skip_until = 0.0
+    def __init__(self, target: Target, failures: int, cache_tokens: int) -> None:
+        self.target = target
+        self.breaker = Breaker(failures)
+        self.alive = True
+        """What the last health check said."""
+        self.load = 0.0
+        """Work that it was given and has not done."""
+        self.turn = 0
+        self.prefixes = PrefixIndex(target.kv_tokens or cache_tokens)
 
 
 class NodePool:
-    """The nodes of one kind, taken in turn. A node that could not be connected to is skipped for 1, 2, 4 … 10 s."""
+    """The nodes of one kind, and the policy by which one is taken."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._nodes = [_Node(url) for url in dict.fromkeys(urls)]
-        self._turn = 0
+    def __init__(
+        self, hop: Hop, policy: Policy = "round_robin", *, breaker_failures: int = 5, cache_tokens: int = 1_000_000
+    ) -> None:
+        """`cache_tokens`: what a node's own cache holds where it does not say."""
+        self._hop = hop
+        costs: dict[Policy, Callable[[_Node, Prompt], float]] = {
+            "round_robin": lambda node, prompt: 0.0,
+            "least_loaded": lambda node, prompt: node.load,
+            "prefix_aware": self._prefix_cost if hop == "prefill" else self._room_cost,
+        }
+        if hop == "decode":
+            costs["least_loaded"] = self._room_cost
+        self._cost = costs[policy]
+        self._learns = hop == "prefill" and policy == "prefix_aware"
+        self._failures = breaker_failures
+        self._cache_tokens = cache_tokens
+        self._nodes: dict[str, _Node] = {}
+        self._turns = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
 
+    def update(self, targets: Iterable[Target]) -> None:
+        """From now on these are the nodes. What is known of one is kept, unless it was started anew."""
+        wanted = {target.url: target for target in targets}
+        self._nodes = {
+            url: known
+            if (known := self._nodes.get(url)) is not None and known.target == target
+            else _Node(target, self._failures, self._cache_tokens)
+            for url, target in wanted.items()
+        }
+
+    def urls(self) -> list[str]:
+        """All nodes."""
+        return list(self._nodes)
+
     def health(self, now: float) -> dict[str, bool]:
         """Which nodes would be tried at `now`."""
-        return {node.url: now >= node.skip_until for node in self._nodes}
+        return {url: node.alive and node.breaker.allows(now) for url, node in self._nodes.items()}
 
-    def pick(self, now: float, tried: frozenset[str] | set[str] = frozenset()) -> str | None:
-        """The next in turn that is not skipped and not in `tried`. None if there is none."""
-        for step in range(len(self._nodes)):
-            index = (self._turn + step) % len(self._nodes)
-            node = self._nodes[index]
-            if now >= node.skip_until and node.url not in tried:
-                self._turn = index + 1
-                return node.url
-        return None
+    def loads(self) -> Mapping[str, float]:
+        """Work that each node was given and has not done."""
+        return {url: node.load for url, node in self._nodes.items()}
 
-    def unreachable(self, url: str, now: float) -> None:
-        """Note that no connection was to be had."""
-        node = self._node(url)
-        if now < node.skip_until:
-            return  # requests that fail together count once
-        node.failures += 1
-        node.skip_until = now + min(_LAST_SKIP_S, _FIRST_SKIP_S * 2.0 ** min(node.failures - 1, 8))
+    def pick(
+        self, now: float, prompt: Prompt = _NO_PROMPT, tried: frozenset[str] | set[str] = frozenset()
+    ) -> str | None:
+        """The node that costs least, of those not skipped and not in `tried`. None if there is none."""
+        allowed = [node for url, node in self._nodes.items() if url not in tried and node.breaker.allows(now)]
+        # where no check succeeds, more likely the checks are at fault than every node
+        candidates = [node for node in allowed if node.alive] or allowed
+        if not candidates:
+            return None
+        node = min(candidates, key=lambda node: (self._cost(node, prompt), node.turn))
+        self._turns += 1
+        node.turn = self._turns
+        node.breaker.sent(now)
+        return node.target.url
 
-    def reached(self, url: str) -> None:
-        """Note that it answered, whatever it said."""
-        node = self._node(url)
-        node.failures = 0
-        node.skip_until = 0.0
+    def well(self, now: float) -> str | None:
+        """Any node that seems well, out of turn. None if there is none."""
+        return next((url for url, node in self._nodes.items() if node.alive and node.breaker.allows(now)), None)
+
+    @contextmanager
+    def working(self, url: str, prompt: Prompt = _NO_PROMPT) -> Iterator[None]:
+        """The node has the request while the block runs."""
+        node = self._nodes.get(url)
+        if node is None:  # it left since it was picked
+            yield
+            return
+        work = 1.0 if self._hop == "decode" else float(max(1, prompt.tokens - node.prefixes.match(prompt)))
+        if self._learns:
+            node.prefixes.add(prompt)
+        node.load += work
+        try:
+            yield
+        finally:
+            node.load -= work
+
+    def failed(self, url: str, reason: Reason, now: float) -> None:
+        """Note how it failed a request. A full queue is no failure."""
+        node = self._nodes.get(url)
+        if node is not None and reason != "busy":
+            node.breaker.failed(Fault.UNREACHABLE if reason == "unreachable" else Fault.FAILED, now)
+
+    def succeeded(self, url: str) -> None:
+        """Note that it answered a request, be it with a refusal."""
+        node = self._nodes.get(url)
+        if node is not None:
+            node.breaker.succeeded()
+
+    def checked(self, url: str, alive: bool) -> None:
+        """Note what a health check said. One that could not be connected to and now can is used again."""
+        node = self._nodes.get(url)
+        if node is not None:
+            node.alive = alive
+            if alive and node.breaker.unreachable:
+                node.breaker.succeeded()
 
     def retry_after(self, now: float) -> int:
         """Whole seconds, at least 1, until a node would be tried again."""
-        wait = min((node.skip_until - now for node in self._nodes), default=0.0)
+        wait = min((node.breaker.wait(now) for node in self._nodes.values()), default=0.0)
         return max(1, -int(-wait // 1))
 
-    def _node(self, url: str) -> _Node:
-        return next(node for node in self._nodes if node.url == url)
+    def _room_cost(self, node: _Node, prompt: Prompt) -> float:
+        return node.load / max(1, node.target.max_running)
+
+    def _prefix_cost(self, node: _Node, prompt: Prompt) -> float:
+        return node.load + prompt.tokens - node.prefixes.match(prompt)
 
 
 class Attempts:
@@ -73,8 +175,9 @@ class Attempts:
     Ends after three nodes that broke off with the request in hand: a request that brings nodes down must not visit all.
     """
 
-    def __init__(self, pool: NodePool) -> None:
+    def __init__(self, pool: NodePool, prompt: Prompt = _NO_PROMPT) -> None:
         self._pool = pool
+        self._prompt = prompt
         self._tried: set[str] = set()
         self._broken = 0
 
@@ -82,14 +185,13 @@ class Attempts:
         """The node to try now. None if none is left."""
         if self._broken >= _MAX_BROKEN:
             return None
-        node = self._pool.pick(now, self._tried)
+        node = self._pool.pick(now, self._prompt, self._tried)
         if node is not None:
             self._tried.add(node)
         return node
 
     def failed(self, node: str, reason: Reason, now: float) -> None:
         """Note how the node that `next` gave failed."""
-        if reason == "unreachable":
-            self._pool.unreachable(node, now)
-        elif reason == "disconnected":
+        self._pool.failed(node, reason, now)
+        if reason == "disconnected":
             self._broken += 1

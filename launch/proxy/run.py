@@ -3,42 +3,89 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+import msgspec
 from aiohttp import web
 
+from launch.discovery import View, open_directory
 from launch.proxy.app import Proxy
+from launch.proxy.direct import DirectRule, Pool
 from launch.signals import stop_signals
-from pd_cache.config import ProxyConfig
+from pd_cache.config import ClusterConfig, NodeSettings
+from pd_cache.lookup import LookupClient, MooncakeLookupClient
+from pd_cache.tokens import CacheMetadata
+
+_SYNC_S = 2.0
+"""How long a proxy that starts waits to hear from discovery; then it goes by the nodes of the file."""
 
 
-def run_proxy(
-    config: ProxyConfig,
-    prefill: Sequence[str],
-    decode: Sequence[str],
-    host: str,
-    port: int,
-    ready: Callable[[str], None],
-) -> None:
-    """Serve until told to stop (`stop_signals`), then drain for at most 5 s. Main thread only.
+def run_proxy(config: ClusterConfig, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serve until told to stop (`stop_signals`), then drain. Main thread only.
 
     `ready` is called with the base URL once connections are taken; port 0 means any. OSError if the address cannot be bound,
-    ValueError as of `Proxy`.
+    ConfigError as of `Proxy` and `open_directory`.
     """
-    asyncio.run(_serve(Proxy(config, prefill, decode), host, port, ready))
+    timeout_s = config.transfer.timeouts.exist_ms / 1000 + 0.1
+    tokens = config.proxy.direct_tokens
+    direct = DirectRule(
+        config.cache.chunk_size if tokens is None else tokens,
+        lambda pool: _open_lookup(config, host, pool),
+        timeout_s=timeout_s,
+    )
+    proxy = Proxy(config.proxy, direct, master=lambda view: master_of(config, view))
+    asyncio.run(_serve(config, proxy, host, port, ready))
 
 
-async def _serve(proxy: Proxy, host: str, port: int, ready: Callable[[str], None]) -> None:
+def master_of(config: ClusterConfig, view: View) -> str | None:
+    """Where the pool's master is: as the file says, or who registered. None if neither tells."""
+    if config.masters.ha or any(getattr(node, "port", 0) for node in config.by_role("master")):
+        return config.master_address
+    return next((record.address for record in view.by_role("master")), None)
+
+
+async def _serve(config: ClusterConfig, proxy: Proxy, host: str, port: int, ready: Callable[[str], None]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in stop_signals():
         loop.add_signal_handler(signum, stop.set)
     runner = web.AppRunner(proxy.app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
     await runner.setup()
+
+    def follow(view: View) -> None:
+        loop.call_soon_threadsafe(proxy.update, view)
+
+    directory = open_directory(config, follow)
     try:
+        await asyncio.to_thread(directory.wait_synced, _SYNC_S)
         await web.TCPSite(runner, host, port).start()
         bound = runner.addresses[0][1]
         ready(f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}")
         await stop.wait()
     finally:
         await runner.cleanup()
+        await asyncio.to_thread(directory.close)
+
+
+def _open_lookup(config: ClusterConfig, host: str, pool: Pool) -> LookupClient:
+    space = pool.namespace
+    if space.hash_mode != "tokens":
+        raise ValueError("chunks are named by the engine's block hashes, which only the engine can compute")
+    cache = msgspec.structs.replace(
+        config.cache, chunk_size=space.chunk_size, hash_mode=space.hash_mode, hash_seed=space.hash_seed
+    )
+    metadata = CacheMetadata(
+        model=space.model,
+        kv_dtype=space.kv_dtype,
+        page_format=space.layout,
+        layers=space.layers,
+        block_size=space.block_size,
+        page_bytes=space.page_bytes,
+        world_size=space.shards,
+    )
+    if metadata.namespace(cache) != space:
+        raise ValueError(f"this version makes another namespace of {space}")
+    # beside a proxy there need be no mooncake_client
+    transfer = msgspec.structs.replace(config.transfer, client="embedded", client_address="")
+    settings = NodeSettings(master=pool.master, host=host, cache=cache, transfer=transfer)
+    return MooncakeLookupClient(settings, metadata, pool.master)

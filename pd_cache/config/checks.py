@@ -11,11 +11,13 @@ from pd_cache.config.schema import (
     ClusterConfig,
     DiskTier,
     EngineNode,
+    EtcdDiscovery,
     LocalTier,
     MasterNode,
     MooncakeTier,
     ProxyNode,
     ReferenceEngineConfig,
+    StaticDiscovery,
     StorageTier,
     StoreNode,
     VllmEngineConfig,
@@ -27,6 +29,8 @@ _LONGEST_SOCKET = 100
 """Of an address; the kernel takes paths of 107 bytes, and we append a few."""
 
 KeyPath = tuple[str | int, ...]
+
+_ELECTION_S = 20
 
 
 _OURS = frozenset(("host", "port", "kv-transfer-config", "served-model-name", "model"))
@@ -50,9 +54,7 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
             )
         seen[node.name] = index
     masters = [index for index, node in enumerate(config.nodes) if isinstance(node, MasterNode)]
-    if len(masters) != 1:
-        path: KeyPath = ("nodes", masters[1]) if masters else ("nodes",)
-        yield Problem(path, f"{len(masters)} nodes have the role master; there must be exactly one")
+    yield from _master_problems(config, masters)
     ports: dict[tuple[str, int], str] = {}
     for index, node in enumerate(config.nodes):
         for field in ("port", "metrics_port"):
@@ -72,7 +74,8 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
     engines = [index for index, node in enumerate(config.nodes) if isinstance(node, EngineNode)]
     if engines and config.engine is None:
         yield Problem(("engine",), f"missing, but nodes[{engines[0]}] is a {config.nodes[engines[0]].role} node")
-    if any(isinstance(node, ProxyNode) for node in config.nodes) and not config.by_role("decode"):
+    static = isinstance(config.discovery, StaticDiscovery)
+    if static and any(isinstance(node, ProxyNode) for node in config.nodes) and not config.by_role("decode"):
         yield Problem(("nodes",), "a proxy needs at least one decode node to send requests to")
     yield from _engine_problems(config)
     yield from _tier_problems(config.cache.tiers)
@@ -82,12 +85,37 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
             ("cache", "tiers"), "prefill and decode nodes share chunks through the pool; add {kind: mooncake}"
         )
     slowest = max(config.transfer.timeouts.get_ms, config.transfer.timeouts.put_ms)
-    if masters and config.master.lease_ttl_ms < slowest:
-        yield Problem(
-            ("nodes", masters[0], "lease_ttl_ms"),
-            f"a read that outlives its lease is lost, and transfer.timeouts allow one "
-            f"{slowest} ms; make this at least that",
-        )
+    for index, node in enumerate(config.nodes):
+        if isinstance(node, MasterNode) and node.lease_ttl_ms < slowest:
+            yield Problem(
+                ("nodes", index, "lease_ttl_ms"),
+                f"a read that outlives its lease is lost, and transfer.timeouts allow one "
+                f"{slowest} ms; make this at least that",
+            )
+
+
+def _master_problems(config: ClusterConfig, masters: list[int]) -> Iterator[Problem]:
+    found = f"{len(masters)} nodes have the role master"
+    discovery = config.discovery
+    if config.masters.ha:
+        if not isinstance(discovery, EtcdDiscovery):
+            yield Problem(("master", "ha"), "masters are elected in etcd: it needs `discovery: {kind: etcd, ...}`")
+        elif discovery.user is not None or discovery.tls is not None:
+            yield Problem(
+                ("master", "ha"),
+                "Mooncake's election knows neither users nor TLS; give it an etcd without, or one master",
+            )
+        for index, node in enumerate(config.nodes):
+            if isinstance(node, MasterNode) and node.client_ttl_s < _ELECTION_S:
+                yield Problem(
+                    ("nodes", index, "client_ttl_s"),
+                    f"segments, and the keys in them, must outlive an election, which takes up to 18 s; "
+                    f"make this at least {_ELECTION_S}",
+                )
+    elif len(masters) > 1:
+        yield Problem(("nodes", masters[1]), f"{found}; there must be exactly one, unless `master: {{ha: true}}`")
+    elif not masters and isinstance(discovery, StaticDiscovery):
+        yield Problem(("nodes",), f"{found}; there must be exactly one")
 
 
 def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
@@ -182,12 +210,10 @@ def _host_client_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 
 def _placement_problems(config: ClusterConfig) -> Iterator[Problem]:
+    if not isinstance(config.discovery, StaticDiscovery):
+        return  # segments of nodes that the file does not name are as good
     stores = [node for node in config.nodes if isinstance(node, StoreNode)]
-    sizes = (
-        config.transfer.segment_size if node.segment_size is None else node.segment_size
-        for node in config.caching_nodes()
-    )
-    segments = len(stores) + sum(size > 0 for size in sizes)
+    segments = sum(config.segment_size(node) > 0 for node in config.nodes)
     # of a store node with port 0 the name is not known yet
     names = [f"{node.host}:{node.port}" for node in stores]
     for index, tier in enumerate(config.cache.tiers):

@@ -179,12 +179,18 @@ def _structs(kind: Any) -> list[type[msgspec.Struct]]:
     return [struct for part in typing.get_args(kind) for struct in _structs(part)]
 
 
+def _hint(struct: type[msgspec.Struct], key: str) -> Any:
+    """The type of what stands under `key` of the file."""
+    fields = dict(zip(struct.__struct_encode_fields__, struct.__struct_fields__, strict=True))
+    return typing.get_type_hints(struct, include_extras=True).get(fields.get(key, ""))
+
+
 def _at(kind: Any, path: KeyPath, tree: Any) -> list[type[msgspec.Struct]]:
     """The Struct types that may stand at `path`, narrowed by the tags that the file gives."""
     kinds, here = _structs(kind), tree
     for part in (None, *path):
         if isinstance(part, str):
-            hints = [typing.get_type_hints(struct, include_extras=True).get(part) for struct in kinds]
+            hints = [_hint(struct, part) for struct in kinds]
             kinds = [struct for hint in hints if hint is not None for struct in _structs(hint)]
         if part is not None:
             here = _lookup(here, (part,))
@@ -210,7 +216,7 @@ def _options(kind: Any, path: KeyPath, tree: Any) -> list[str]:
     for struct in _at(kind, path[:-1], tree):
         if path[-1] == struct.__struct_config__.tag_field:
             return [str(s.__struct_config__.tag) for s in _at(kind, path[:-1], None) if s.__struct_config__.tag]
-        hint = typing.get_type_hints(struct).get(path[-1])
+        hint = _hint(struct, path[-1])
         if typing.get_origin(hint) is Literal:
             return [str(option) for option in typing.get_args(hint)]
     return []

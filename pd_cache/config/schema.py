@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import zlib
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -294,6 +295,58 @@ ROLES = ("master", "store", "cache-server", "prefill", "decode", "proxy")
 """In the order in which `up` starts them; it stops them in reverse."""
 
 
+# --- discovery -------------------------------------------------------------------------------------------------------
+
+Endpoint = Annotated[str, msgspec.Meta(pattern=r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
+
+
+class StaticDiscovery(_Section, frozen=True, kw_only=True, tag_field="kind", tag="static"):
+    """The nodes are those of the file."""
+
+
+class TlsConfig(_Section, frozen=True, kw_only=True):
+    """How to talk to etcd over TLS. Files in PEM format, on every machine."""
+
+    ca_file: Annotated[str, msgspec.Meta(min_length=1)]
+    """Who must have signed etcd's certificate."""
+    cert_file: str | None = None
+    """Our own certificate, where etcd asks for one."""
+    key_file: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("`cert_file` and `key_file` go together")
+
+
+class EtcdDiscovery(_Section, frozen=True, kw_only=True, tag_field="kind", tag="etcd"):
+    """Nodes register in etcd and find one another there; the file need not name them all."""
+
+    endpoints: Annotated[tuple[Endpoint, ...], msgspec.Meta(min_length=1, max_length=16)]
+    """`host:port` of etcd's members."""
+    ttl_s: Annotated[int, msgspec.Meta(ge=2, le=3600)] = 5
+    """A node that was not heard of for so long is gone. etcd's own least is 2."""
+    timeout_s: Seconds = 2.0
+    """The longest that one call to etcd may take; never more than a third of `ttl_s`."""
+    user: str | None = None
+    password_file: str | None = None
+    """A file that holds the user's password and nothing else."""
+    tls: TlsConfig | None = None
+
+    def __post_init__(self) -> None:
+        if (self.user is None) != (self.password_file is None):
+            raise ValueError("`user` and `password_file` go together")
+
+
+DiscoveryConfig = StaticDiscovery | EtcdDiscovery
+
+
+class MastersConfig(_Section, frozen=True, kw_only=True):
+    """The `master` section: what holds for all nodes of the role master."""
+
+    ha: bool = False
+    """Several masters: etcd elects one, which shares its log of operations with the others; clients follow it."""
+
+
 class ProxyConfig(_Section, frozen=True, kw_only=True):
     """The `proxy` section."""
 
@@ -304,6 +357,26 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
     connect_timeout_s: Seconds = 2.0
     max_requests: Positive = 1024
     """Requests in flight; one more is answered 503 with Retry-After."""
+    policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
+    """Which prefill node computes a prompt; see `launch/proxy/routing.py`."""
+    direct_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """A prompt of which fewer tokens are to be computed goes to the decode node directly; None: `cache.chunk_size`."""
+    node_cache_tokens: Positive = 1_000_000
+    """Tokens that a prefill node's own cache holds, where the node does not say."""
+    breaker_failures: Positive = 5
+    """A node that fails so many requests in a row is skipped for a while; one that cannot be connected to is at once."""
+    health_interval_s: Seconds = 2.0
+    health_timeout_s: Seconds = 2.0
+    api_keys_file: str | None = None
+    """Lines of `NAME KEY`; clients then need one of these keys. Read at the start."""
+    max_requests_per_key: Positive | None = None
+    """Requests in flight of one key; one more is answered 429 with Retry-After."""
+    drain_s: Seconds = 5.0
+    """How long requests in flight may go on when the proxy is told to stop."""
+
+    def __post_init__(self) -> None:
+        if self.max_requests_per_key is not None and self.api_keys_file is None:
+            raise ValueError("`max_requests_per_key` needs `api_keys_file`")
 
 
 class HandoffConfig(_Section, frozen=True, kw_only=True):
@@ -331,6 +404,8 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     connector: ConnectorConfig = ConnectorConfig()
     handoff: HandoffConfig = HandoffConfig()
     proxy: ProxyConfig = ProxyConfig()
+    discovery: DiscoveryConfig = StaticDiscovery()
+    masters: MastersConfig = msgspec.field(name="master", default=MastersConfig())
     supervisor: SupervisorConfig = SupervisorConfig()
     nodes: Annotated[tuple[Node, ...], msgspec.Meta(min_length=1)]
 
@@ -340,11 +415,34 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def master_address(self) -> str:
+        """What Mooncake's clients are given: `host:port`, or where the elected master is found."""
+        if self.masters.ha and isinstance(self.discovery, EtcdDiscovery):
+            return f"etcd://{';'.join(self.discovery.endpoints)}/{self.name}"
         return f"{self.master.host}:{self.master.port}"
 
+    @property
+    def lease_ttl_ms(self) -> int:
+        """For how long a key that somebody looked up is safe: the least that a master of this file promises."""
+        masters = [node for node in self.nodes if isinstance(node, MasterNode)]
+        return min(node.lease_ttl_ms for node in masters or [MasterNode(name="default")])
+
+    def segment_size(self, node: Node) -> int:
+        """Bytes of memory that a node gives to the pool."""
+        if not isinstance(node, StoreNode) and node not in self.caching_nodes():
+            return 0
+        own = getattr(node, "segment_size", None)
+        return int(self.transfer.segment_size if own is None else own)
+
     def server_url(self, node: CacheServerNode) -> str:
-        """Where a cache server listens. Needs the master's port to be chosen: that tells clusters of one name apart."""
-        return node.url or f"ipc://{runtime_folder()}/{self.name}-{self.master.port}-{node.name}.sock"
+        """Where a cache server listens. What tells clusters of one name apart is etcd, or the master's port, which must be
+        chosen."""
+        if node.url:
+            return node.url
+        if isinstance(self.discovery, EtcdDiscovery):  # a master may come back on another port
+            cluster = f"{zlib.crc32(','.join(sorted(self.discovery.endpoints)).encode()):08x}"
+        else:
+            cluster = str(self.master.port)
+        return f"ipc://{runtime_folder()}/{self.name}-{cluster}-{node.name}.sock"
 
     def stores_of(self, host: str) -> list[StoreNode]:
         """The store nodes of a host."""
@@ -391,17 +489,14 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, config: ClusterConfig, node: Node) -> NodeSettings:
         """The settings of one node of the file."""
-        own = getattr(node, "segment_size", None)
         transfer = config.transfer
         if transfer.client == "host" and not transfer.client_address and (stores := config.stores_of(node.host)):
             address = f"{node.host}:{stores[0].port}"
             transfer = msgspec.structs.replace(transfer, client_address=address)
-        if getattr(node, "cache_server", None) is not None:
-            own = 0  # that one has the cache, and gives the memory
         return cls(
             master=config.master_address,
             host=node.host,
             cache=config.cache,
             transfer=transfer,
-            segment_size=int(config.transfer.segment_size if own is None else own),
+            segment_size=config.segment_size(node),
         )

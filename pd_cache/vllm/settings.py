@@ -11,6 +11,7 @@ from pd_cache.config import (
     ClusterConfig,
     ConnectorConfig,
     DecodeNode,
+    MasterNode,
     NodeSettings,
     PrefillNode,
     VllmEngineConfig,
@@ -50,6 +51,11 @@ def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
         names = ", ".join(ExtraConfig.__struct_fields__)
         raise ConfigError(f"kv_connector_extra_config: {error} (allowed: {names})") from None
     config = load_config(given.config_file)
+    if not config.masters.ha and not any(isinstance(node, MasterNode) and node.port for node in config.nodes):
+        raise ConfigError(
+            f"kv_connector_extra_config.config_file: {given.config_file} does not tell the master's host and port; only "
+            "`pd-cache launch` and `up` find them by themselves"
+        )
     is_vllm = isinstance(config.engine, VllmEngineConfig)
     node = _node(config, given, kv_role)
     cache = config.cache

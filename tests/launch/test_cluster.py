@@ -78,6 +78,16 @@ def test_engines_that_share_memory_with_their_hosts_mooncake_client_answer_as_on
         assert again.cached == (192, 192)
 
 
+def test_a_proxy_looks_into_a_pool_of_shared_memory_by_itself(tmp_path: Path, prompt: Callable[..., Tokens]) -> None:
+    transfer = {"client": "host", "staging_size": "8MiB", "timeouts": {"close_ms": 2000}}
+    with started(tmp_path, transfer=transfer, proxy={}) as cluster:
+        tokens = prompt(200)
+        answers = [complete(url_of(cluster), tokens)]
+        # the namespace is learned with the first check of a node's health
+        wait_for(lambda: answers.append(complete(url_of(cluster), tokens)) or answers[-1].cached == (0, 192), 20)
+        assert {tuple(answer.tokens) for answer in answers} == {tuple(answers[0].tokens)}
+
+
 def test_a_prompt_is_prefilled_once_and_decoded_from_the_pool(cluster: Cluster, alone: Any, prompt: Any) -> None:
     tokens = prompt(5 * CHUNK + 7)
     answer = complete(url_of(cluster), tokens)
@@ -158,8 +168,10 @@ def test_status_tells_of_every_node(cluster: Cluster, prompt: Any, tmp_path: Pat
     for name in ("prefill-0", "decode-0", "proxy", *(["cache-0"] if "cache-0" in rows else [])):
         assert 0 < time.time() - rows[name]["up_since"] < 300
         assert rows[name]["in_flight"] == 0
+    assert rows["prefill-0"]["fingerprint"] == rows["decode-0"]["fingerprint"] is not None
     table = CliRunner().invoke(main, ["status", "-c", str(file)])
     assert table.exit_code == 0
+    assert "discovery: static" in table.stdout
     assert "decode-0" in table.stdout
 
 
@@ -237,6 +249,6 @@ def test_the_cache_server_dies_and_engines_compute_until_it_is_back(tmp_path: Pa
         kill(cluster, "cache-0")
         answer = complete(url_of(cluster), tokens)
         assert (answer.status, answer.tokens, answer.cached) == (200, alone(tokens), (0, 0))
-        status = {row.name: row.state for row in cluster_status(cluster.config)}
+        status = {row.name: row.state for row in cluster_status(cluster.config).nodes}
         assert status["cache-0"].startswith("no answer")
         assert status["decode-0"] == "up"

@@ -12,23 +12,34 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import psutil
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from launch.discovery import NodeRecord, View
+from launch.discovery.record import describe_namespace
 from launch.proxy import Proxy
 from launch.proxy import app as app_module
+from launch.proxy.direct import DirectRule, Pool
 from pd_cache.config import ProxyConfig
+from pd_cache.lookup import LookupClient
+from pd_cache.tokens import Namespace, salt_keys
 
 ROOT = Path(__file__).resolve().parents[2]
+NAMESPACE = Namespace(
+    model="tiny@1", kv_dtype="bfloat16", layout="heads8.block16.bytes256x2", layers=2, block_size=16, page_bytes=512,
+    chunk_size=256, shards=1, hash_mode="tokens",
+)  # fmt: skip
 PARAMS = {"do_remote_prefill": True, "stored": 512}
 EVENTS = [f'data: {{"choices": [{{"text": "{n}"}}]}}\n\n'.encode() for n in range(3)] + [b"data: [DONE]\n\n"]
 
@@ -73,7 +84,10 @@ class Node:
     def __init__(self, default: Behaviour) -> None:
         self.default = default
         self.script: list[Behaviour] = []
+        self.health: Behaviour = answers(200, {})
+        self.tokenize: Behaviour = answers(404)
         self.bodies: list[Any] = []
+        self.paths: list[str] = []
         self.headers: list[Any] = []
         self.peers: list[Any] = []
         self.hung_up = 0
@@ -92,7 +106,10 @@ class Node:
         await self.server.close()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path in ("/health", "/tokenize"):
+            return await getattr(self, request.path[1:])(request)
         self.headers.append(request.headers)
+        self.paths.append(request.path)
         self.peers.append(request.transport.get_extra_info("peername"))
         body = await request.read()
         self.bodies.append(json.loads(body) if body else None)
@@ -208,9 +225,25 @@ class Cluster:
         return self.proxy.metrics.registry.get_sample_value(f"pd_cache_proxy_{name}", labels) or 0.0
 
 
+def view(prefill: Iterable[str] = (), decode: Iterable[str] = ()) -> View:
+    """What discovery says of nodes at these URLs."""
+    return View(
+        tuple(
+            NodeRecord(name=f"{role}-{index}", role=role, address=url)
+            for role, urls in (("prefill", prefill), ("decode", decode))
+            for index, url in enumerate(urls)
+        )
+    )
+
+
 @asynccontextmanager
 async def cluster(
-    prefill: int | list[str] = 1, decode: int | list[str] = 1, *, drain_s: float = 0.2, **config: Any
+    prefill: int | list[str] = 1,
+    decode: int | list[str] = 1,
+    *,
+    drain_s: float = 0.2,
+    direct: DirectRule | None = None,
+    **config: Any,
 ) -> AsyncIterator[Cluster]:
     """So many nodes of each kind; a URL in their place is a node that is not ours."""
     async with AsyncExitStack() as stack:
@@ -224,7 +257,10 @@ async def cluster(
                     stack.push_async_callback(node.stop)
                     nodes[hop].append(node)
                 urls[hop].append(given or node.url)
-        proxy = Proxy(ProxyConfig(**config), urls["prefill"], urls["decode"], drain_s=drain_s)
+        # checks of health get in the way of scripts; their own tests ask for them
+        settings = ProxyConfig(**{"policy": "round_robin", "health_interval_s": 3600, "drain_s": drain_s, **config})
+        proxy = Proxy(settings, direct)
+        proxy.update(view(**urls))
         server = TestServer(proxy.app())
         await server.start_server()
         stack.push_async_callback(server.close)
@@ -801,6 +837,8 @@ async def test_health_names_the_nodes() -> None:
             "status": "ok",
             "prefill": {c.prefill[0].url: True},
             "decode": {c.decode[0].url: True},
+            "discovery_stale_s": 0.0,
+            "differences": {},
         }
 
 
@@ -818,15 +856,326 @@ async def test_metrics_are_served_from_a_registry_of_the_proxys_own() -> None:
             assert f"pd_cache_proxy_first_byte_seconds_count {requests}" in text
 
 
-@pytest.mark.parametrize("url", ["10.0.0.1:80", "ftp://x", "http://", "http://h:1?x=1", ""])
-def test_a_node_url_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="is not a node's base URL"):
-        Proxy(ProxyConfig(), [], [url])
+@scenario
+async def test_a_proxy_that_knows_no_nodes_refuses_until_it_does() -> None:
+    async with cluster(1, 1) as c:
+        c.proxy.update(View(()))
+        async with c.post() as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "1"
+        c.proxy.update(view([c.prefill[0].url], [c.decode[0].url]))
+        async with c.post() as response:
+            assert response.status == 200
 
 
-def test_a_proxy_without_decode_nodes_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one decode node"):
-        Proxy(ProxyConfig(), ["http://127.0.0.1:1"], [])
+# --- chat ------------------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_a_chat_takes_the_same_way() -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 9}
+    async with cluster() as c:
+        async with c.session.post(c.url + "/v1/chat/completions", json=body) as response:
+            assert response.status == 200
+        assert c.prefill[0].paths == c.decode[0].paths == ["/v1/chat/completions"]
+        assert c.prefill[0].bodies[0]["max_tokens"] == c.prefill[0].bodies[0]["max_completion_tokens"] == 1
+        assert c.decode[0].bodies == [{**body, "kv_transfer_params": PARAMS}]
+        async with c.session.post(c.url + "/v1/chat/completions", json={"prompt": "x"}) as response:
+            assert response.status == 400
+            assert (await error_of(response))["param"] == "messages"
+
+
+# --- policies --------------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_prompts_with_a_common_beginning_go_to_one_prefill_node() -> None:
+    async with cluster(3, 1, policy="prefix_aware") as c:
+        for _ in range(4):
+            for conversation in range(3):
+                async with c.post({"prompt": [conversation + 1000] * 3000}) as response:
+                    assert response.status == 200
+        for node in c.prefill:
+            assert len({body["prompt"][0] for body in node.bodies}) == 1
+            assert len(node.bodies) == 4
+
+
+@scenario
+async def test_a_node_that_is_busy_with_a_long_prompt_gets_no_second_one() -> None:
+    async with cluster(2, 1, policy="least_loaded") as c:
+        c.prefill[0].default = hangs
+        long = asyncio.ensure_future(c.post({"prompt": [1] * 1000}).__aenter__())
+        await until(lambda: len(c.prefill[0].bodies) == 1, "the long one is under way")
+        for _ in range(3):
+            async with c.post({"prompt": [1]}) as response:
+                assert response.status == 200
+        assert len(c.prefill[1].bodies) == 3
+        async with c.get("/metrics") as response:
+            assert f'node_load{{hop="prefill",node="{c.prefill[0].url}"}} 1000.0' in await response.text()
+        long.cancel()
+        await asyncio.wait({long})
+
+
+# --- conditional disaggregation --------------------------------------------------------------------------------------
+
+
+class Lookups(LookupClient):
+    """Answers `found`, after `gate` was opened."""
+
+    def __init__(self, found: int) -> None:
+        super().__init__()
+        self.found = found
+        self.gate = threading.Event()
+        self.gate.set()
+        self.asked: list[tuple[int, object]] = []
+        self.closed = False
+
+    def _lookup(self, token_ids: Any, block_hashes: Any, held: int, extra_keys: Any) -> int:
+        self.asked.append((len(token_ids), extra_keys))
+        self.gate.wait(5)
+        return self.found
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def rule(client: LookupClient | None, tokens: int = 256, **options: float) -> DirectRule:
+    def opens(pool: Pool) -> LookupClient:
+        if client is None:
+            raise OSError("no Mooncake here")
+        return client
+
+    direct = DirectRule(tokens, opens, **options)
+    direct.use(Pool(NAMESPACE, "127.0.0.1:1"))
+    direct.use = lambda pool: None  # type: ignore[method-assign]  # the nodes of these tests keep no cache
+    return direct
+
+
+@scenario
+async def test_a_short_prompt_goes_to_the_decode_node_directly_without_a_lookup() -> None:
+    client = Lookups(0)
+    async with cluster(direct=rule(client)) as c:
+        for prompt, there in (([1] * 255, 0), ("x" * 1000, 0), ([1] * 256, 1), ("x" * 1100, 2)):
+            async with c.post({"prompt": prompt}) as response:
+                assert response.status == 200
+            assert len(c.prefill[0].bodies) == there
+        assert "kv_transfer_params" not in c.decode[0].bodies[0]
+        assert c.metric("handoffs_total", result="short") == 2
+    assert [length for length, _ in client.asked] == [256], "one lookup, and none where no node tells a text's tokens"
+    assert client.closed
+
+
+@pytest.mark.parametrize(("found", "directly"), [(1024, True), (1000, True), (744, False), (0, False)])
+@scenario
+async def test_a_prompt_whose_prefix_is_in_the_pool_goes_to_the_decode_node_directly(
+    found: int, directly: bool
+) -> None:
+    client = Lookups(found)
+    async with cluster(direct=rule(client)) as c:
+        async with c.post({"prompt": [7] * 1000, "cache_salt": "tenant"}) as response:
+            assert response.status == 200
+        assert len(c.prefill[0].bodies) == (0 if directly else 1)
+        assert c.metric("handoffs_total", result="in_pool") == int(directly)
+    assert client.asked == [(1000, salt_keys("tenant"))]
+
+
+@scenario
+async def test_a_lookup_that_hangs_or_cannot_be_made_costs_its_deadline_and_nothing_more() -> None:
+    client = Lookups(1024)
+    client.gate.clear()
+    async with cluster(direct=rule(client, timeout_s=0.1)) as c:
+        async with c.post({"prompt": [7] * 1000}) as response:
+            assert response.status == 200
+        assert len(c.prefill[0].bodies) == 1
+        client.gate.set()
+    async with cluster(direct=rule(None)) as c:
+        async with c.post({"prompt": [7] * 1000}) as response:
+            assert response.status == 200
+        assert len(c.prefill[0].bodies) == 1
+
+
+@scenario
+async def test_the_tokens_of_a_text_are_asked_of_a_node() -> None:
+    client, asked = Lookups(1024), []
+
+    async def tokenizes(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.json())
+        return web.json_response({"count": 1000, "max_model_len": 8192, "tokens": [7] * 1000})
+
+    async with cluster(1, 2, direct=rule(client)) as c:
+        c.decode[0].tokenize = tokenizes
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 5000}]}
+        for path, body in (("completions", {"prompt": "x" * 5000}), ("chat/completions", chat)):
+            async with c.session.post(f"{c.url}/v1/{path}", json={**body, "max_tokens": 5}) as response:
+                assert response.status == 200
+        assert asked == [{"prompt": "x" * 5000}, chat]
+        assert c.prefill[0].bodies == []
+        assert [len(node.bodies) for node in c.decode] == [1, 1], "asking for tokens takes nobody's turn"
+
+
+@pytest.mark.parametrize(
+    "failure", [answers(404), answers(500), says(b"{}"), hangs], ids=["404", "500", "garbage", "hangs"]
+)
+@scenario
+async def test_a_node_that_does_not_tell_a_texts_tokens_is_not_asked_again_at_once(failure: Behaviour) -> None:
+    asked = []
+
+    async def fails(request: web.Request) -> web.StreamResponse:
+        asked.append(1)
+        return await failure(request)
+
+    async with cluster(direct=rule(Lookups(1024), timeout_s=0.1)) as c:
+        c.decode[0].tokenize = fails
+        for _ in range(2):
+            async with c.post({"prompt": "x" * 5000}) as response:
+                assert response.status == 200
+        assert len(c.prefill[0].bodies) == 2
+        assert len(asked) == 1
+
+
+@scenario
+async def test_a_salt_or_prompt_that_is_none_is_left_to_the_nodes() -> None:
+    async with cluster(direct=rule(Lookups(1024))) as c:
+        for body in ({"prompt": [7] * 1000, "cache_salt": 7}, {"prompt": [7] * 999 + ["x"]}):
+            async with c.post(body) as response:
+                assert response.status == 200
+        assert len(c.prefill[0].bodies) == 2
+
+
+@scenario
+async def test_with_direct_tokens_0_every_prompt_is_prefilled() -> None:
+    client = Lookups(1024)
+    async with cluster(direct=rule(client, 0)) as c:
+        async with c.post({"prompt": [7]}) as response:
+            assert response.status == 200
+        assert len(c.prefill[0].bodies) == 1
+    assert client.asked == []
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_with_keys_a_client_needs_one_and_nodes_do_not_get_it(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("alice sk-0123456789abcdef\n")
+    key = {"Authorization": "Bearer sk-0123456789abcdef"}
+    async with cluster(api_keys_file=str(tmp_path / "keys"), max_requests_per_key=1) as c:
+        for headers in ({}, {"Authorization": "Bearer sk-0123456789abcdeX"}):
+            async with c.post(headers=headers) as response:
+                assert response.status == 401
+                assert (await error_of(response))["code"] == "invalid_api_key"
+        async with c.get("/v1/models") as response:
+            assert response.status == 401
+        async with c.get("/health") as response:
+            assert response.status == 200
+        async with c.post(headers=key) as response:
+            assert response.status == 200
+        assert "Authorization" not in c.prefill[0].headers[0]
+        assert "Authorization" not in c.decode[0].headers[0]
+        c.decode[0].default = hangs
+        asking = asyncio.ensure_future(c.post(headers=key).__aenter__())
+        await until(lambda: len(c.decode[0].bodies) == 2, "one is under way")
+        async with c.post(headers=key) as response:
+            assert response.status == 429
+            assert response.headers["Retry-After"] == "1"
+            assert (await error_of(response))["code"] == "rate_limit_exceeded"
+        asking.cancel()
+        await asyncio.wait({asking})
+
+
+# --- health ----------------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again() -> None:
+    async with cluster(2, 1, health_interval_s=0.02) as c:
+        sick, well = c.prefill
+        sick.health = answers(503)
+        await until(lambda: not c.proxy._pools["prefill"].health(time.monotonic())[sick.url], "noticed")
+        for _ in range(3):
+            async with c.post() as response:
+                assert response.status == 200
+        assert (len(sick.bodies), len(well.bodies)) == (0, 3)
+        sick.health = answers(404)  # it knows no such path, but it answers
+        await until(lambda: c.proxy._pools["prefill"].health(time.monotonic())[sick.url], "noticed")
+
+
+@scenario
+async def test_a_check_that_hangs_counts_as_failed() -> None:
+    async with cluster(1, 1, health_interval_s=0.02, health_timeout_s=0.05) as c:
+        c.decode[0].health = hangs
+        await until(lambda: not c.proxy._pools["decode"].health(time.monotonic())[c.decode[0].url], "noticed")
+        async with c.post() as response:
+            assert response.status == 200, "with nobody else, the checks are not believed"
+
+
+@scenario
+async def test_a_node_that_answers_errors_is_left_alone_for_a_while() -> None:
+    async with cluster(2, 1, breaker_failures=3) as c:
+        c.prefill[0].default = answers(500)
+        for _ in range(10):
+            async with c.post() as response:
+                assert response.status == 200
+        assert len(c.prefill[0].bodies) == 3
+
+
+@scenario
+async def test_refusals_are_never_counted_against_a_node() -> None:
+    async with cluster(1, 1, breaker_failures=1) as c:
+        c.prefill[0].default = answers(400, {"error": {}})
+        for _ in range(3):
+            async with c.post() as response:
+                assert response.status == 400
+        assert len(c.prefill[0].bodies) == 3
+
+
+@scenario
+async def test_nodes_that_never_share_a_hit_are_told_apart_in_health() -> None:
+    other = msgspec.structs.replace(NAMESPACE, chunk_size=512)
+    async with cluster(1, 1, health_interval_s=0.02) as c:
+        c.prefill[0].health = answers(200, describe_namespace(NAMESPACE))
+        c.decode[0].health = answers(200, describe_namespace(other))
+        told: dict[str, str] = {}
+        deadline = time.monotonic() + 5
+        while not told and time.monotonic() < deadline:
+            async with c.get("/health") as response:
+                told = (await response.json())["differences"]
+        assert told == {"prefill-0": "chunk_size 256 here, 512 on decode-0: these two never share a hit"}
+
+
+@scenario
+async def test_a_stale_view_is_told_and_goes_on_serving() -> None:
+    async with cluster() as c:
+        nodes = view([c.prefill[0].url], [c.decode[0].url]).nodes
+        c.proxy.update(View(nodes, stale_since=time.monotonic() - 60))
+        async with c.post() as response:
+            assert response.status == 200
+        async with c.get("/health") as response:
+            assert response.status == 200
+            assert (await response.json())["discovery_stale_s"] >= 60
+
+
+@scenario
+async def test_a_node_that_leaves_ends_nothing_that_it_has_begun() -> None:
+    async with cluster(1, 2) as c:
+        go = asyncio.Event()
+
+        async def waits(request: web.Request) -> web.StreamResponse:
+            response = await begin(request, EVENTS[0])
+            await go.wait()
+            await response.write(EVENTS[1])
+            return response
+
+        c.decode[0].default = waits
+        async with c.post({"prompt": "x", "stream": True}) as response:
+            await response.content.readexactly(len(EVENTS[0]))
+            c.proxy.update(view([c.prefill[0].url], [c.decode[1].url]))
+            async with c.post() as other:
+                assert other.status == 200
+            go.set()
+            assert await response.read() == EVENTS[1]
+        async with c.get("/metrics") as page:
+            assert c.decode[0].url not in await page.text()
 
 
 # --- shutdown --------------------------------------------------------------------------------------------------------
@@ -877,8 +1226,10 @@ async def test_a_shutdown_tells_those_that_do_not_end() -> None:
 RUN = """
 import sys
 from launch.proxy import run_proxy
-from pd_cache.config import ProxyConfig
-run_proxy(ProxyConfig(), [], [sys.argv[1]], "127.0.0.1", int(sys.argv[2]), lambda url: print("ready", url, flush=True))
+from pd_cache.config import ClusterConfig, DecodeNode, ProxyNode
+url = sys.argv[1].removeprefix("http://").split(":")
+nodes = (DecodeNode(name="d", host=url[0], port=int(url[1])), ProxyNode(name="p"))
+run_proxy(ClusterConfig(nodes=nodes), "127.0.0.1", int(sys.argv[2]), lambda url: print("ready", url, flush=True))
 print("drained", flush=True)
 """
 

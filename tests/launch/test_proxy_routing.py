@@ -3,65 +3,249 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launch.proxy.admission import Admission, read_keys
 from launch.proxy.answers import ApiError
+from launch.proxy.breaker import Breaker, Fault
 from launch.proxy.completion import Completion, Handoff, read_handoff
-from launch.proxy.routing import Attempts, NodePool
+from launch.proxy.prefixes import PrefixIndex, Prompt, count_tokens, read_prompt
+from launch.proxy.routing import Attempts, Hop, NodePool, Policy, Target
+from pd_cache.errors import ConfigError
 
-# --- routing ---------------------------------------------------------------------------------------------------------
-
-
-def test_nodes_are_taken_in_turn() -> None:
-    pool = NodePool(["a", "b", "c"])
-    assert [pool.pick(0) for _ in range(7)] == ["a", "b", "c", "a", "b", "c", "a"]
+TIMES = st.integers(0, 24).map(lambda eighths: eighths / 8)
+"""Seconds between events, such that their sums are exact."""
 
 
-def test_the_same_node_twice_counts_once() -> None:
-    assert len(NodePool(["a", "b", "a"])) == 2
+# --- breakers --------------------------------------------------------------------------------------------------------
 
 
-def test_an_unreachable_node_is_skipped_for_a_second_then_tried_again() -> None:
-    pool = NodePool(["a", "b"])
-    pool.unreachable("a", 10.0)
-    assert [pool.pick(10.9) for _ in range(3)] == ["b", "b", "b"]
-    assert {pool.pick(11.0), pool.pick(11.0)} == {"a", "b"}
+def test_an_unreachable_node_is_skipped_for_a_second_then_tried_once_a_second() -> None:
+    breaker = Breaker(5)
+    breaker.failed(Fault.UNREACHABLE, 10.0)
+    assert not breaker.allows(10.9)
+    assert breaker.allows(11.0)
+    breaker.sent(11.0)
+    assert not breaker.allows(11.5), "one request is enough to see"
+    assert breaker.allows(12.0)
 
 
 def test_the_skip_doubles_up_to_ten_seconds_and_an_answer_ends_it() -> None:
-    pool, now, skips = NodePool(["a"]), 0.0, []
+    breaker, now, skips = Breaker(5), 0.0, []
     for _ in range(6):
-        pool.unreachable("a", now)
-        skips.append(pool.retry_after(now))
+        breaker.sent(now)
+        breaker.failed(Fault.UNREACHABLE, now)
+        skips.append(breaker.wait(now))
         now += skips[-1]
-        assert pool.pick(now) == "a"
+        assert breaker.allows(now)
     assert skips == [1, 2, 4, 8, 10, 10]
-    pool.reached("a")
-    pool.unreachable("a", now)
-    assert pool.retry_after(now) == 1
+    breaker.succeeded()
+    breaker.failed(Fault.UNREACHABLE, now)
+    assert breaker.wait(now) == 1
 
 
 def test_requests_that_fail_together_count_as_one_failure() -> None:
-    pool = NodePool(["a"])
+    breaker = Breaker(5)
     for now in (5.0, 5.1, 5.9):
-        pool.unreachable("a", now)
-    assert pool.health(5.99) == {"a": False}
-    assert pool.health(6.0) == {"a": True}
+        breaker.failed(Fault.UNREACHABLE, now)
+    assert breaker.wait(5.9) == pytest.approx(0.1)
+
+
+def test_a_node_that_fails_requests_is_skipped_after_several_in_a_row() -> None:
+    breaker = Breaker(3)
+    for _ in range(2):
+        breaker.failed(Fault.FAILED, 0)
+    breaker.succeeded()
+    for _ in range(2):
+        breaker.failed(Fault.FAILED, 0)
+    assert breaker.allows(0)
+    breaker.failed(Fault.FAILED, 0)
+    assert not breaker.allows(0.9)
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from(["unreachable", "failed", "sent", "ok"]), TIMES)))
+def test_no_skip_is_longer_than_ten_seconds_and_an_answer_always_ends_it(
+    limit: int, events: list[tuple[str, float]]
+) -> None:
+    breaker, now, in_a_row = Breaker(limit), 0.0, 0
+    for event, passed in events:
+        now += passed
+        if event == "ok":
+            breaker.succeeded()
+            in_a_row = 0
+            assert breaker.allows(now)
+        elif event == "sent":
+            breaker.sent(now)
+        else:
+            breaker.failed(Fault(event), now)
+            in_a_row += 1
+            assert event == "failed" or not breaker.allows(now)
+            assert in_a_row < limit or not breaker.allows(now)
+        assert breaker.wait(now) <= 10
+    assert breaker.allows(now + 10)
+
+
+# --- prompts and prefixes --------------------------------------------------------------------------------------------
+
+
+def ids(*counts: int, first: int = 10_000) -> bytes:
+    """The JSON of a prompt: so many token ids from each of several ranges."""
+    return json.dumps(
+        [first + 1000 * part + n % 1000 for part, count in enumerate(counts) for n in range(count)]
+    ).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [(b"[1, 2, 3]", 3), (b"[ 1]", 1), (b'"abcdefgh"', 2), (b'""', 1), (b'["a", "b"]', 2), (b'[{"role": "user"}]', 4), (b"[]", 1)],
+)  # fmt: skip
+def test_token_ids_are_counted_and_text_is_guessed(text: bytes, tokens: int) -> None:
+    assert count_tokens(text) == tokens
+
+
+@given(st.binary(max_size=9000), st.binary(max_size=9000), st.binary(max_size=9000))
+def test_prompts_share_as_many_blocks_as_they_share_bytes(common: bytes, one: bytes, other: bytes) -> None:
+    first, second = read_prompt(common + one), read_prompt(common + other)
+    shared = sum(1 for a, b in zip(first.blocks, second.blocks, strict=False) if a == b)
+    assert shared >= len(common) // 2048
+    for index in range(min(len(first.blocks), len(second.blocks))):
+        end = 2048 * (index + 1)
+        assert (first.blocks[index] == second.blocks[index]) == ((common + one)[:end] == (common + other)[:end])
+
+
+def test_prompts_of_different_isolation_share_nothing() -> None:
+    text = ids(2000)
+    assert not set(read_prompt(text, b"a").blocks) & set(read_prompt(text, b"b").blocks)
+
+
+def test_an_index_knows_what_was_computed_and_forgets_ends_before_beginnings() -> None:
+    index = PrefixIndex(1000)
+    index.add(Prompt(1000, ["a", "b", "c", "d"], 250))
+    assert index.match(Prompt(1200, ["a", "b", "c", "x"], 250)) == 750
+    assert index.match(Prompt(1200, ["x", "b"], 250)) == 0
+    index.add(Prompt(500, ["y", "z"], 250))
+    assert index.match(Prompt(1000, ["a", "b", "c", "d"], 250)) == 500
+    assert index.match(Prompt(500, ["y", "z"], 250)) == 500
+    assert index.match(Prompt(400, ["y", "z"], 250)) == 400, "never more than the prompt"
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 30), max_size=20), st.floats(0, 500))), st.integers(1, 3000))
+def test_an_index_is_bounded_and_never_wrong_about_its_own_last_prompt(
+    prompts: list[tuple[list[int], float]], capacity: int
+) -> None:
+    index = PrefixIndex(capacity)
+    for blocks, size in prompts:
+        prompt = Prompt(10**6, list(dict.fromkeys(blocks)), size)
+        index.add(prompt)
+        assert len(index) * 64 <= capacity
+        fits = capacity // max(64, round(size))
+        assert index.match(prompt) == int(min(len(prompt.blocks), fits) * size)
+
+
+# --- policies --------------------------------------------------------------------------------------------------------
+
+
+def pool_of(*urls: str, hop: Hop = "prefill", policy: Policy = "round_robin", **options: int) -> NodePool:
+    pool = NodePool(hop, policy, **options)
+    pool.update(Target(url) for url in urls)
+    return pool
+
+
+def test_nodes_are_taken_in_turn() -> None:
+    pool = pool_of("a", "b", "c")
+    assert [pool.pick(0) for _ in range(7)] == ["a", "b", "c", "a", "b", "c", "a"]
+
+
+def test_a_node_that_joins_is_taken_and_one_that_left_is_not() -> None:
+    pool = pool_of("a", "b")
+    pool.update([Target("b"), Target("c")])
+    assert sorted(str(pool.pick(0)) for _ in range(4)) == ["b", "b", "c", "c"]
+
+
+def test_what_is_known_of_a_node_is_kept_until_it_is_started_anew() -> None:
+    pool = pool_of("a")
+    pool.failed("a", "unreachable", 0)
+    pool.update([Target("a"), Target("b")])
+    assert pool.health(0.5) == {"a": False, "b": True}
+    pool.update([Target("a", instance="2"), Target("b")])
+    assert pool.health(0.5) == {"a": True, "b": True}
+
+
+def test_the_least_loaded_prefill_node_has_the_fewest_tokens_to_compute() -> None:
+    pool = pool_of("a", "b", policy="least_loaded")
+    with pool.working("a", Prompt(1000)), pool.working("b", Prompt(300)), pool.working("b", Prompt(300)):
+        assert pool.loads() == {"a": 1000, "b": 600}
+        assert pool.pick(0) == "b"
+    assert pool.loads() == {"a": 0, "b": 0}
+
+
+def test_the_decode_node_with_room_is_taken() -> None:
+    pool = NodePool("decode", "prefix_aware")
+    pool.update([Target("small", max_running=2), Target("large", max_running=8)])
+    with pool.working("small"), pool.working("large"), pool.working("large"):
+        assert pool.pick(0, Prompt(5)) == "large"
+
+
+def test_a_prompt_goes_where_its_beginning_was_computed() -> None:
+    pool = pool_of("a", "b", "c", policy="prefix_aware")
+    first = read_prompt(ids(2000))
+    node = pool.pick(0, first)
+    assert node is not None
+    with pool.working(node, first):
+        pass
+    again = read_prompt(ids(2000, 500))
+    assert [pool.pick(0, again) for _ in range(3)] == [node] * 3
+    assert len({pool.pick(0, read_prompt(ids(2000, first=50_000))) for _ in range(3)}) == 3
+
+
+def test_a_queue_that_is_longer_than_what_the_cache_saves_sends_it_elsewhere() -> None:
+    pool = pool_of("a", "b", policy="prefix_aware")
+    known = read_prompt(ids(2000))
+    with pool.working("a", known):
+        pass
+    with pool.working("a", Prompt(1000)):
+        assert pool.pick(0, known) == "a"
+    with pool.working("a", Prompt(3000)):
+        assert pool.pick(0, known) == "b"
+
+
+def test_where_no_check_succeeds_the_checks_are_not_believed() -> None:
+    pool = pool_of("a", "b")
+    pool.checked("a", alive=False)
+    assert [pool.pick(0) for _ in range(2)] == ["b", "b"]
+    pool.checked("b", alive=False)
+    assert {pool.pick(0), pool.pick(0)} == {"a", "b"}
+
+
+def test_a_check_brings_back_a_node_that_was_unreachable_but_not_one_that_fails_requests() -> None:
+    pool = pool_of("a", "b", breaker_failures=1)
+    pool.failed("a", "unreachable", 0)
+    pool.failed("b", "error", 0)
+    pool.checked("a", alive=True)
+    pool.checked("b", alive=True)
+    assert pool.health(0) == {"a": True, "b": False}
+
+
+def test_a_full_queue_says_nothing_against_a_node() -> None:
+    pool = pool_of("a", breaker_failures=1)
+    pool.failed("a", "busy", 0)
+    assert pool.health(0) == {"a": True}
 
 
 @pytest.mark.parametrize(("now", "seconds"), [(0.0, 1), (0.5, 1), (1.0, 1), (99.0, 1)])
 def test_retry_after_is_at_least_a_second(now: float, seconds: int) -> None:
-    pool = NodePool(["a"])
-    pool.unreachable("a", 0.0)
+    pool = pool_of("a")
+    pool.failed("a", "unreachable", 0.0)
     assert pool.retry_after(now) == seconds
-    assert NodePool([]).retry_after(now) == 1
+    assert pool_of().retry_after(now) == 1
 
 
 def test_one_request_tries_each_node_once() -> None:
-    attempts = Attempts(NodePool(["a", "b", "c"]))
+    attempts = Attempts(pool_of("a", "b", "c"))
     order = []
     while (node := attempts.next(0.0)) is not None:
         order.append(node)
@@ -70,31 +254,95 @@ def test_one_request_tries_each_node_once() -> None:
 
 
 def test_a_request_that_brings_nodes_down_visits_three_at_most() -> None:
-    attempts = Attempts(NodePool([str(n) for n in range(9)]))
+    attempts = Attempts(pool_of(*(str(n) for n in range(9))))
     for expected in ("0", "1", "2"):
         assert attempts.next(0.0) == expected
         attempts.failed(expected, "disconnected", 0.0)
     assert attempts.next(0.0) is None
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["pick", "down", "up"]), st.floats(0, 3))))
-def test_no_node_is_lost_and_no_skip_is_longer_than_ten_seconds(events: list[tuple[str, str, float]]) -> None:
-    pool, now = NodePool(list("abcd")), 0.0
+@given(
+    st.sampled_from(["round_robin", "least_loaded", "prefix_aware"]),
+    st.sampled_from(["prefill", "decode"]),
+    st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["pick", "down", "up", "leave", "join"]), TIMES)),
+)  # fmt: skip
+def test_a_node_is_picked_exactly_if_one_is_well_and_all_work_is_given_back(
+    policy: Policy, hop: Hop, events: list[tuple[str, str, float]]
+) -> None:
+    pool, now, there = pool_of(*"abcd", hop=hop, policy=policy), 0.0, set("abcd")
     for node, event, passed in events:
         now += passed
         if event == "down":
-            pool.unreachable(node, now)
-            assert not pool.health(now)[node]
+            pool.failed(node, "unreachable", now)
         elif event == "up":
-            pool.reached(node)
-            assert pool.health(now)[node]
+            pool.succeeded(node)
+        elif event in ("leave", "join"):
+            there = there - {node} if event == "leave" else there | {node}
+            pool.update(Target(url) for url in sorted(there))
         else:
-            healthy = {name for name, up in pool.health(now).items() if up}
-            picked = [pool.pick(now) for _ in range(len(healthy) or 1)]
-            assert set(picked) == (healthy or {None})  # a full turn, and each of them once
-            assert pool.pick(now, healthy) is None
+            well = {url for url, up in pool.health(now).items() if up}
+            picked = pool.pick(now, Prompt(100, ["x", node]))
+            assert (picked in well) if well else picked is None
+            if picked is not None:
+                with pool.working(picked, Prompt(100, ["x", node])):
+                    pool.update(Target(url) for url in sorted(there))
+        assert set(pool.loads()) == there
+        assert set(pool.loads().values()) <= {0.0}
         assert 1 <= pool.retry_after(now) <= 10
-    assert all(pool.health(now + 10).values())
+
+
+# --- admission -------------------------------------------------------------------------------------------------------
+
+KEY = "sk-0123456789abcdef"
+
+
+def keys_file(folder: Path, text: str) -> str:
+    (folder / "keys").write_text(text)
+    return str(folder / "keys")
+
+
+def test_a_key_names_its_client(tmp_path: Path) -> None:
+    keys = read_keys(keys_file(tmp_path, f"# clients\n\nalice {KEY}\nbob   {KEY}x  # the other\n"))
+    admission = Admission(keys, 10, None)
+    assert admission.identify(f"Bearer {KEY}") == "alice"
+    assert admission.identify(f"bearer {KEY}x") == "bob"
+    for wrong in (None, "", KEY, f"Basic {KEY}", f"Bearer {KEY}y", "Bearer", "Bearer \udce4"):
+        with pytest.raises(ApiError) as refused:
+            admission.identify(wrong)
+        assert refused.value.status == 401
+        assert KEY not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "holds 0 keys"),
+        ("alice\n", ":1: a line is `NAME KEY`"),
+        ("alice short\n", ":1: a line is `NAME KEY`"),
+        (f"al/ice {KEY}\n", ":1: a line is `NAME KEY`"),
+        (f"alice {KEY}\nalice {KEY}x\n", ":2: the name alice"),
+        (f"alice {KEY}\nbob {KEY}\n", ":2: the name bob or its key stands there twice"),
+    ],
+)
+def test_a_file_of_keys_that_cannot_be_used_is_told_by_line_and_without_keys(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told) as error:
+        read_keys(keys_file(tmp_path, text))
+    assert KEY not in str(error.value)
+
+
+def test_one_client_cannot_take_every_place() -> None:
+    admission = Admission(None, 3, 2)
+    with admission.admitted("a"), admission.admitted("a"):
+        with pytest.raises(ApiError) as refused, admission.admitted("a"):
+            pass
+        assert (refused.value.status, refused.value.retry_after) == (429, 1)
+        with admission.admitted("b"):
+            with pytest.raises(ApiError) as refused, admission.admitted("c"):
+                pass
+            assert (refused.value.status, refused.value.retry_after) == (503, 1)
+    assert admission.running() == 0
 
 
 # --- bodies ----------------------------------------------------------------------------------------------------------

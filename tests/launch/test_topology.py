@@ -15,6 +15,7 @@ from pd_cache.config import (
     CacheConfig,
     ClusterConfig,
     DecodeNode,
+    EtcdDiscovery,
     LocalTier,
     MasterNode,
     ModelConfig,
@@ -134,6 +135,8 @@ def test_an_engine_that_shares_memory_has_to_know_the_port_of_its_hosts_store_no
     assert problem is not None
     assert problem.path == ("nodes", 1, "port")
     assert topology.unresolved_port(config, store) is None
+    registered = msgspec.structs.replace(config, discovery=EtcdDiscovery(endpoints=("127.0.0.1:2379",)))
+    assert topology.unresolved_port(registered, engine) == problem, "it is asked for before anything is registered"
     told = msgspec.structs.replace(config, transfer=TransferSettings(client="host", client_address="127.0.0.1:7"))
     assert topology.unresolved_port(told, engine) is None
 

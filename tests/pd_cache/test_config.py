@@ -10,7 +10,16 @@ import msgspec
 import pytest
 import yaml
 
-from pd_cache.config import ClusterConfig, NodeSettings, PrefillNode, StoreNode, dump_config, load_config
+from pd_cache.config import (
+    CacheServerNode,
+    ClusterConfig,
+    MooncakeTier,
+    NodeSettings,
+    PrefillNode,
+    StoreNode,
+    dump_config,
+    load_config,
+)
 from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize
 
@@ -53,6 +62,19 @@ def test_a_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
     assert load(tmp_path, dump_config(config)) == config
 
 
+def test_with_etcd_a_file_may_hold_only_a_part_of_the_cluster(tmp_path: Path) -> None:
+    etcd = "discovery: {kind: etcd, endpoints: ['10.0.0.1:2379', '10.0.0.2:2379']}\n"
+    assert load(tmp_path, etcd + "nodes: [{name: proxy, role: proxy}]").by_role("master") == []
+    masters = (
+        "nodes: [{name: m, role: master, client_ttl_s: 20}, {name: n, role: master, client_ttl_s: 20, host: 127.0.0.2}]"
+    )
+    elected = load(tmp_path, "master: {ha: true}\n" + etcd + masters)
+    assert elected.master_address == "etcd://10.0.0.1:2379;10.0.0.2:2379/pd-cache"
+    assert load(tmp_path, dump_config(elected)) == elected
+    with pytest.raises(ConfigError, match=r"nodes\[0\]\.client_ttl_s.*must outlive an election"):
+        load(tmp_path, "master: {ha: true}\n" + etcd + "nodes: [{name: m, role: master}]")
+
+
 def test_an_engine_that_names_a_cache_server_gives_no_memory_and_has_no_client_of_the_pool(tmp_path: Path) -> None:
     text = GOOD.replace("role: decode}", "role: decode, cache_server: c}\n  - {name: c, role: cache-server}")
     config = load(tmp_path, text)
@@ -61,6 +83,19 @@ def test_an_engine_that_names_a_cache_server_gives_no_memory_and_has_no_client_o
         0,
         1 << 30,
     ]
+
+
+def test_with_etcd_the_address_of_a_cache_server_needs_no_master(tmp_path: Path) -> None:
+    here = "discovery: {kind: etcd, endpoints: ['10.0.0.1:2379']}\nnodes: [{name: c, role: cache-server}]"
+    elsewhere = here.replace("10.0.0.1", "10.0.0.2")
+    urls = []
+    for text in (here, elsewhere):
+        config = load(tmp_path, text)
+        node = config.node("c")
+        assert isinstance(node, CacheServerNode)
+        urls.append(config.server_url(node))
+    assert len(set(urls)) == 2, "clusters of one name"
+    assert all(url.startswith("ipc:///") and url.endswith("-c.sock") for url in urls)
 
 
 def test_with_a_client_a_host_the_cache_server_needs_one_too(tmp_path: Path) -> None:
@@ -78,9 +113,10 @@ def test_the_files_that_ship_are_good(file: Path) -> None:
 def keys_of(kind: object) -> Iterator[str]:
     """Every key that the schema knows."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        hints = typing.get_type_hints(kind, include_extras=True)
+        for name, field in zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True):
             yield name
-            yield from keys_of(hint)
+            yield from keys_of(hints[field])
     for part in typing.get_args(kind):
         yield from keys_of(part)
 
@@ -148,6 +184,40 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         ("name: d0", "name: 'd 0'", "nodes[2].name: 'd 0': expected `str` matching regex"),
         ("role: master, port: 0, metrics_port: 0", "role: store, segment_size: 16MiB", "0 nodes have the role master"),
         ("role: prefill, segment_size: 512MiB", "role: master", "c.yaml:9: nodes[1]: 2 nodes have the role master"),
+        ("name: test", "master: {ha: 1}", "c.yaml:1: master.ha: 1: expected `bool`, got `int`"),
+        ("name: test", "master: {hah: true}", "c.yaml:1: master.hah: True: unknown key; did you mean ha?"),
+        ("name: test", "master: {ha: true}", "c.yaml:1: master.ha: True: masters are elected in etcd"),
+        ("name: test", "discovery: {kind: etcd}", "c.yaml:1: discovery: the key endpoints is missing"),
+        (
+            "name: test",
+            "discovery: {kind: etcd, endpoints: []}",
+            "discovery.endpoints: expected `array` of length >= 1",
+        ),
+        (
+            "name: test",
+            "discovery: {kind: etcd, endpoints: ['http://a:1']}",
+            "endpoints[0]: 'http://a:1': expected `str`",
+        ),
+        (
+            "name: test",
+            "discovery: {kind: etcd, endpoints: ['a:1'], user: u}",
+            "`user` and `password_file` go together",
+        ),
+        (
+            "name: test",
+            "discovery: {kind: etcd, endpoints: ['a:1'], ttl_s: 1}",
+            "discovery.ttl_s: 1: expected `int` >= 2",
+        ),
+        (
+            "name: test",
+            "discovery: {kind: etcd, endpoints: ['a:1'], tls: {ca_file: a, key_file: b}}",
+            "`cert_file` and `key_file` go together",
+        ),
+        (
+            "name: test",
+            "master: {ha: true}\ndiscovery: {kind: etcd, endpoints: ['a:1'], user: u, password_file: p}",
+            "master.ha: True: Mooncake's election knows neither users nor TLS",
+        ),
         ("port: 8000", "port: 80000", "nodes[3].port: 80000: expected `int` <= 65535"),
         ("role: decode", "role: prefill", "a proxy needs at least one decode node"),
         ("segment_size: 1GiB", "metadata: nonsense", "metadata: 'nonsense' is neither P2PHANDSHAKE nor an address"),
@@ -313,3 +383,11 @@ def test_a_host_client_needs_exactly_one_store_node_beside_it(tmp_path: Path) ->
     second = "  - {name: s1, role: store, segment_size: 1GiB, port: 50053}\n"
     with pytest.raises(ConfigError, match=r"nodes\[2\].host: 2 store nodes have this host"):
         load(tmp_path, HOST + second)
+
+
+def test_segments_that_the_file_does_not_name_may_have_registered(tmp_path: Path) -> None:
+    tiers = "cache: {tiers: [{kind: mooncake, replicas: 2, preferred_segment: '10.0.0.9:50052'}]}\n"
+    with pytest.raises(ConfigError, match="only 1 nodes give memory"):
+        load(tmp_path, tiers + HOST)
+    config = load(tmp_path, "discovery: {kind: etcd, endpoints: ['127.0.0.1:2379']}\n" + tiers + HOST)
+    assert isinstance(config.cache.tiers[0], MooncakeTier)

@@ -60,6 +60,7 @@ def cluster_file(folder: Path, **changes: Any) -> Path:
         "cache": {"chunk_size": CHUNK},
         "engine": ENGINE,
         "handoff": {"wait_ms": 500},
+        "proxy": {"direct_tokens": 0},  # every prompt takes the whole way, unless a test says otherwise
         "supervisor": {"ready_timeout_s": 90, "stop_grace_s": 10},
         "nodes": [
             {"name": "master", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 2},

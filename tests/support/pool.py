@@ -20,6 +20,7 @@ import yaml
 
 from launch.process import spawn_child
 from pd_cache.config import CacheConfig, NodeSettings
+from tests.support.hosts import Host
 from transfer.settings import TransferSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,10 +35,11 @@ def free_port() -> int:
 class Node:
     """One role in a process of its own; ready when the constructor returns, or with `wait` false when `wait_ready` does."""
 
-    def __init__(self, role: str, name: str, file: Path, *, wait: bool = True) -> None:
+    def __init__(self, role: str, name: str, file: Path, *, wait: bool = True, host: Host | None = None) -> None:
         self.role, self.name = role, name
+        command = (sys.executable, "-m", "launch", "launch", role, "-c", str(file), "--node", name)
         self.process = spawn_child(
-            [sys.executable, "-m", "launch", "launch", role, "-c", str(file), "--node", name],
+            command if host is None else host.inside(*command),
             death_signal=signal.SIGTERM,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

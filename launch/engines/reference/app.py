@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -32,6 +32,8 @@ def serve(
     *,
     registry: CollectorRegistry | None = None,
     grace_s: float = 4.0,
+    on_stop: Callable[[], None] | None = None,
+    about: Callable[[], Mapping[str, Any]] | None = None,
 ) -> None:
     """Serve the reference engine on `host:port` (0 takes a free port) until told to stop (`stop_signals`); then return.
 
@@ -39,6 +41,7 @@ def serve(
     this engine's weights and pages, and answers the cache to use or None. The cache stays the caller's to close; by then
     no call of this engine runs in it but ones that outlived every deadline. `ready` gets `host:port` when requests are
     answered. On a signal, requests at work have `grace_s` to finish. `registry` holds further metrics for `/metrics`.
+    `on_stop` is called on a signal, before anything ends; it may take a moment. `about` answers further fields for `/health`.
     UnsupportedModelError for a model that cannot be served, OSError if the address cannot be bound.
     """
     with suppress(_StopError), _signals_as_exceptions():
@@ -48,7 +51,7 @@ def serve(
                 "serving %s with the reference engine, for trying out, testing and measuring, not for production",
                 config.model.name,
             )
-            asyncio.run(_run_until_signal(engine, host, port, ready, registry, grace_s))
+            asyncio.run(_run_until_signal(engine, host, port, ready, registry, grace_s, on_stop, about))
         finally:
             engine.close()
 
@@ -62,10 +65,12 @@ async def run_engine(
     *,
     registry: CollectorRegistry | None = None,
     grace_s: float = 4.0,
+    on_stop: Callable[[], None] | None = None,
+    about: Callable[[], Mapping[str, Any]] | None = None,
 ) -> None:
     """Serve `engine` on `host:port` until `stop` is set, then close it: requests at work have `grace_s` to finish."""
     runner = web.AppRunner(
-        make_app(engine, registry), handler_cancellation=True, shutdown_timeout=_CLEANUP_S, access_log=None
+        make_app(engine, registry, about), handler_cancellation=True, shutdown_timeout=_CLEANUP_S, access_log=None
     )
     site: web.TCPSite | None = None
     try:
@@ -74,6 +79,8 @@ async def run_engine(
         await site.start()
         ready(f"{host}:{_bound_port(runner)}")
         await stop.wait()
+        if on_stop is not None:
+            await asyncio.to_thread(on_stop)
     finally:
         if site is not None:
             await site.stop()
@@ -89,12 +96,14 @@ async def _run_until_signal(
     ready: Callable[[str], None],
     registry: CollectorRegistry | None,
     grace_s: float,
+    on_stop: Callable[[], None] | None,
+    about: Callable[[], Mapping[str, Any]] | None,
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in stop_signals():
         loop.add_signal_handler(number, stop.set)
-    await run_engine(engine, host, port, ready, stop, registry=registry, grace_s=grace_s)
+    await run_engine(engine, host, port, ready, stop, registry=registry, grace_s=grace_s, on_stop=on_stop, about=about)
 
 
 def _bound_port(runner: web.AppRunner) -> int:

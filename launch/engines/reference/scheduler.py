@@ -31,6 +31,7 @@ from launch.engines.reference.request import FinishReason, GenerationStats, Toke
 from launch.engines.reference.sampling import Sampler
 from launch.engines.reference.workers import Workers
 from pd_cache.config import HandoffConfig, ReferenceEngineConfig
+from pd_cache.tokens import salt_keys
 
 _logger = logging.getLogger(__name__)
 
@@ -199,7 +200,7 @@ class Scheduler:
             return None
         salt = active.generation.request.cache_salt
         slots = self._model.kv.slots(active.blocks, whole)
-        return Prefix(active.prompt[:whole], slots, () if salt is None else ("salt", salt))
+        return Prefix(active.prompt[:whole], slots, salt_keys(salt))
 
     def _start_load(self, active: _Active) -> None:
         prefix = None if active.skip_cache else self._prefix(active)

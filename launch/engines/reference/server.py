@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -28,21 +30,27 @@ from launch.engines.reference.request import GenerationRequest
 _logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _BODY_TIMEOUT_S = 30.0
 _WRITE_TIMEOUT_S = 30.0
 _FAILURE_STATUS = {"timeout": 504, "aborted": 503, "closed": 503, "failed": 500}
 
 
-def make_app(engine: ReferenceEngine, registry: CollectorRegistry | None = None) -> web.Application:
+def make_app(
+    engine: ReferenceEngine,
+    registry: CollectorRegistry | None = None,
+    about: Callable[[], Mapping[str, Any]] | None = None,
+) -> web.Application:
     """The application; it takes the engine as it is and does not close it.
 
-    `registry` holds further metrics, the cache's, for `/metrics`. Serve it with `handler_cancellation=True`, so that a
+    `registry` holds further metrics, the cache's, for `/metrics`; `about` answers further fields for `/health`. Serve it with `handler_cancellation=True`, so that a
     client that goes away ends its request.
     """
     config = engine.config
     app = web.Application(client_max_size=(1 << 20) + 64 * config.max_model_len, middlewares=[_errors])
-    server = _Server(engine, registry)
+    server = _Server(engine, registry, about or dict)
     app.router.add_post("/v1/completions", server.completions)
+    app.router.add_post("/tokenize", server.tokenize)
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/health", server.health)
     app.router.add_get("/metrics", server.metrics)
@@ -50,8 +58,11 @@ def make_app(engine: ReferenceEngine, registry: CollectorRegistry | None = None)
 
 
 class _Server:
-    def __init__(self, engine: ReferenceEngine, registry: CollectorRegistry | None) -> None:
+    def __init__(
+        self, engine: ReferenceEngine, registry: CollectorRegistry | None, about: Callable[[], Mapping[str, Any]]
+    ) -> None:
         self._engine = engine
+        self._about = about
         self._registry = registry
         self._model = engine.config.model.name
         self._reading = 0
@@ -59,7 +70,7 @@ class _Server:
 
     async def health(self, _: web.Request) -> web.Response:
         if self._engine.healthy:
-            return web.json_response({"status": "ok"})
+            return web.json_response({"status": "ok", **self._about()})
         return web.json_response({"status": "unavailable"}, status=503)
 
     async def models(self, _: web.Request) -> web.Response:
@@ -77,8 +88,24 @@ class _Server:
             text += generate_latest(self._registry)
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
+    async def tokenize(self, http: web.Request) -> web.Response:
+        """The token ids of a prompt, as vLLM's servers tell them."""
+        _, tokens = await self._read(http)
+        return web.json_response(
+            {"count": len(tokens), "max_model_len": self._engine.config.max_model_len, "tokens": list(tokens)}
+        )
+
     async def completions(self, http: web.Request) -> web.StreamResponse:
         arrival = time.monotonic()
+        outcome = "refused, or its client went away"
+        try:
+            response = await self._complete(http, arrival)
+            outcome = str(response.status)
+        finally:
+            _logger.info("request %s: %s in %.3f s", _request_id(http), outcome, time.monotonic() - arrival)
+        return response
+
+    async def _complete(self, http: web.Request, arrival: float) -> web.StreamResponse:
         try:
             request, generation = await self._submit(http, arrival)
         except (BadRequest, ValueError):
@@ -93,16 +120,19 @@ class _Server:
         finally:
             generation.cancel()
 
-    async def _submit(self, http: web.Request, arrival: float) -> tuple[CompletionRequest, Generation]:
+    async def _read(self, http: web.Request) -> tuple[CompletionRequest, tuple[int, ...]]:
         if self._reading >= self._most_reading:
             raise QueueFullError("too many requests are being read already")
         self._reading += 1
         try:
             body = await asyncio.wait_for(http.read(), _BODY_TIMEOUT_S)
             request = parse_completion(body, self._model)
-            tokens = await self._tokens(request.prompt)
+            return request, await self._tokens(request.prompt)
         finally:
             self._reading -= 1
+
+    async def _submit(self, http: web.Request, arrival: float) -> tuple[CompletionRequest, Generation]:
+        request, tokens = await self._read(http)
         asked = GenerationRequest(
             prompt=tokens,
             max_tokens=request.max_tokens,
@@ -166,6 +196,12 @@ class _Server:
         return response
 
 
+def _request_id(request: web.Request) -> str:
+    """What the proxy calls it, for the log."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if _REQUEST_ID.fullmatch(given) else "-"
+
+
 async def _send(response: web.StreamResponse, data: str) -> None:
     await asyncio.wait_for(response.write(f"data: {data}\n\n".encode()), _WRITE_TIMEOUT_S)
 
@@ -186,7 +222,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception as error:  # the edge: a client gets an error in OpenAI's shape, whatever went wrong
         status, body = _describe(error)
         if status == 500:
-            _logger.exception("a request failed")
+            _logger.exception("request %s failed", _request_id(request))
         headers = {"Retry-After": str(_RETRY_AFTER_S)} if status == 503 else None
         return web.json_response(body, status=status, headers=headers)
 

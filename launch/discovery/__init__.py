@@ -1,0 +1,29 @@
+"""How nodes find one another: `static`, from the file, or `etcd`.
+
+1. A node registers under a lease when it can be used, keeps the lease alive, and leaves when it is told to stop.
+2. Others follow a view of who is there. It is always at hand: nothing in serving waits for etcd.
+3. While etcd is away the last view stays, marked stale; what vanished because of that is repaired afterwards (`membership`).
+4. Two nodes that will never share a hit are told apart in words (`record.differences`).
+
+Only processes of the launcher use this; no engine imports it. `record` and `membership` are pure, `etcd` speaks to etcd,
+`stubs` imports its package, `directory` is the one interface to both kinds.
+"""
+
+from launch.discovery.directory import Directory, Member, describe_node, file_records, find_master, open_directory
+from launch.discovery.membership import View
+from launch.discovery.record import Capacity, Namespaced, NodeRecord, decode_record, differences
+
+__all__ = [
+    "Capacity",
+    "Directory",
+    "Member",
+    "Namespaced",
+    "NodeRecord",
+    "View",
+    "decode_record",
+    "describe_node",
+    "differences",
+    "file_records",
+    "find_master",
+    "open_directory",
+]

@@ -1,0 +1,190 @@
+"""One interface to both kinds of discovery: the file itself, and etcd."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+import pd_cache
+from launch.discovery.membership import View
+from launch.discovery.record import Capacity, NodeRecord, describe_namespace
+from pd_cache.config import (
+    CacheServerNode,
+    ClusterConfig,
+    EngineNode,
+    EtcdDiscovery,
+    MasterNode,
+    Node,
+    ReferenceEngineConfig,
+)
+from pd_cache.errors import ConfigError
+from pd_cache.tokens import Namespace
+
+OnChange = Callable[[View], None]
+
+
+class Directory:
+    """The nodes of the file, for ever."""
+
+    def __init__(self, config: ClusterConfig, on_change: OnChange | None = None) -> None:
+        """`on_change` gets each new view, the first one included; it must return quickly."""
+        self._view = View(tuple(sorted(file_records(config), key=lambda record: record.name)))
+        if on_change is not None:
+            on_change(self._view)
+
+    def view(self) -> View:
+        """What is known at present; answers at once."""
+        return self._view
+
+    def wait_synced(self, timeout: float) -> bool:
+        """Wait until the view is no longer only the file's word, where there is a better source. False after `timeout` s."""
+        return True
+
+    def close(self) -> None:
+        """Stop following."""
+
+    def __enter__(self) -> Directory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class EtcdDirectory(Directory):
+    """The nodes that are registered in etcd; those of the file until it was read for the first time."""
+
+    def __init__(self, config: ClusterConfig, settings: EtcdDiscovery, on_change: OnChange | None = None) -> None:
+        """ConfigError for a password or certificate that cannot be read."""
+        from launch.discovery.etcd import EtcdWatch
+
+        seeds = [record for record in file_records(config) if not record.address.endswith(":0")]
+        if on_change is not None:
+            on_change(View(tuple(seeds)))
+        self._watch = EtcdWatch(settings, config.name, seeds=seeds, on_change=on_change)
+
+    def view(self) -> View:
+        return self._watch.view()
+
+    def wait_synced(self, timeout: float) -> bool:
+        return self._watch.wait_synced(timeout)
+
+    def close(self) -> None:
+        self._watch.close()
+
+
+def open_directory(config: ClusterConfig, on_change: OnChange | None = None) -> Directory:
+    """What the file's `discovery` section asks for."""
+    if isinstance(config.discovery, EtcdDiscovery):
+        return EtcdDirectory(config, config.discovery, on_change)
+    return Directory(config, on_change)
+
+
+class Member:
+    """This process's own place in the cluster: taken when it is ready, given up when it ends."""
+
+    def __init__(self, config: ClusterConfig, node: Node) -> None:
+        """Nothing is announced yet. ConfigError for a password or certificate that cannot be read."""
+        self._config = config
+        self._node = node
+        self._registration: Any = None
+        self._announced = False
+        self.namespace: Namespace | None = None
+        """To be set before `announce`, by a node that keeps a cache and knows its namespace."""
+        if isinstance(config.discovery, EtcdDiscovery):
+            from launch.discovery.etcd import EtcdRegistration
+
+            self._registration = EtcdRegistration(config.discovery, config.name)
+
+    def about(self) -> dict[str, Any]:
+        """The namespace, for a node's `/health`: where the file is all there is, this is how others learn it."""
+        return describe_namespace(self.namespace) if self.namespace is not None else {}
+
+    def announce(self, address: str) -> None:
+        """Tell the others that this node can be used, at `address`. Returns at once, whatever etcd does."""
+        record = describe_node(self._config, self._node, address, self.namespace)
+        if self._registration is not None and not self._announced:
+            self._announced = True
+            self._registration.announce(record)
+
+    def leave(self) -> None:
+        """Tell the others that it is going. Waits no longer than a call to etcd may take. May be called twice."""
+        if self._registration is not None:
+            self._registration.close()
+
+    def __enter__(self) -> Member:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+
+def describe_node(config: ClusterConfig, node: Node, address: str, namespace: Namespace | None = None) -> NodeRecord:
+    """The record of a node of the file that answers at `address`."""
+    capacity, model = Capacity(), None
+    if isinstance(node, EngineNode) and config.engine is not None:
+        if isinstance(config.engine, ReferenceEngineConfig):
+            model = config.engine.model.name
+            tokens = config.engine.num_blocks * config.engine.block_size
+            capacity = Capacity(kv_tokens=tokens, max_running=config.engine.max_running)
+        else:
+            model = config.engine.name or config.engine.model
+    capacity = msgspec.structs.replace(capacity, segment_bytes=config.segment_size(node))
+    return NodeRecord(
+        name=node.name,
+        role=node.role,
+        address=address,
+        instance=uuid.uuid4().hex,
+        metrics=f"http://{node.host}:{node.metrics_port}" if isinstance(node, MasterNode | CacheServerNode) else None,
+        lease_ttl_ms=node.lease_ttl_ms if isinstance(node, MasterNode) else 0,
+        model=model,
+        capacity=capacity,
+        version=pd_cache.__version__,
+        **(describe_namespace(namespace) if namespace is not None else {}),
+    )
+
+
+def file_records(config: ClusterConfig) -> list[NodeRecord]:
+    """What the file itself tells of its nodes."""
+    records = []
+    for node in config.nodes:
+        scheme = "http://" if node.role in ("prefill", "decode", "proxy") else ""
+        address = f"{scheme}{node.host}:{getattr(node, 'port', 0)}"
+        if isinstance(node, CacheServerNode) and _url_known(config, node):
+            address = config.server_url(node)
+        records.append(msgspec.structs.replace(describe_node(config, node, address), instance=""))
+    return records
+
+
+def _url_known(config: ClusterConfig, node: CacheServerNode) -> bool:
+    return bool(node.url or isinstance(config.discovery, EtcdDiscovery) or config.master.port)
+
+
+def find_master(config: ClusterConfig, timeout_s: float) -> ClusterConfig:
+    """The same cluster with the master's address in it: the file's own, or the one that registered.
+
+    ConfigError if no master is found within `timeout_s`.
+    """
+    discovery = config.discovery
+    written = any(isinstance(node, MasterNode) and node.port for node in config.nodes)
+    if config.masters.ha or written or not isinstance(discovery, EtcdDiscovery):
+        return config
+    deadline = time.monotonic() + timeout_s
+    with EtcdDirectory(config, discovery) as directory:
+        while True:
+            for record in directory.view().by_role("master"):
+                host, _, port = record.address.rpartition(":")
+                others = tuple(node for node in config.nodes if node.role != "master")
+                master = MasterNode(name=record.name, host=host, port=int(port))
+                if record.lease_ttl_ms:
+                    master = msgspec.structs.replace(master, lease_ttl_ms=record.lease_ttl_ms)
+                return msgspec.structs.replace(config, nodes=(*others, master))
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"no master of the cluster {config.name} registered in etcd ({', '.join(discovery.endpoints)}) "
+                    f"within {timeout_s:g} s; is one running, and is `name` the same in its file?"
+                )
+            time.sleep(0.05)

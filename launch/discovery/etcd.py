@@ -1,0 +1,386 @@
+"""Registration and watching in etcd, each on a thread of its own that outlives every outage.
+
+Of the package etcd3 its client and its stubs are used. Not its `Watcher`: that one reconnects for ever, also after
+`close()`, and tells nobody when a stream broke. Ours lists, watches from the revision of the list on, and begins again whatever
+happened, so that a lost stream, a compaction and an etcd that came back empty are one case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from launch.discovery.membership import Membership, View
+from launch.discovery.record import NodeRecord, RecordError, decode_record, differences
+from launch.discovery.stubs import load_etcd3
+from pd_cache.config import EtcdDiscovery
+from pd_cache.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
+_LONGEST_TICK_S = 1.0
+_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),  # etcd is in our own network
+    ("grpc.use_local_subchannel_pool", 1),  # a new client connects at once, whatever the last one met
+)
+
+
+class _Lost(Exception):
+    """etcd does not answer as it should."""
+
+
+class _Connector:
+    """Opens clients, at the next endpoint each time."""
+
+    def __init__(self, settings: EtcdDiscovery) -> None:
+        """ConfigError for a password or certificate that cannot be read."""
+        self._etcd3 = load_etcd3()
+        self._settings = settings
+        self._turn = random.randrange(len(settings.endpoints))
+        self._password = None
+        if settings.password_file is not None:
+            try:
+                self._password = Path(settings.password_file).read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"discovery.password_file: {settings.password_file}: {error}") from None
+        tls = settings.tls
+        self._files = {"ca_cert": tls.ca_file, "cert_cert": tls.cert_file, "cert_key": tls.key_file} if tls else {}
+        for file in filter(None, self._files.values()):
+            if not Path(file).is_file():
+                raise ConfigError(f"discovery.tls: {file} is no file on this machine")
+        # an interval of keep-alives must hold a call that fails
+        self.timeout_s = min(settings.timeout_s, settings.ttl_s / 3)
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[Any]:
+        """A client, logged in if there is a user. Inside, whatever goes wrong between us and etcd is `_Lost`."""
+        endpoint = self._settings.endpoints[self._turn % len(self._settings.endpoints)]
+        etcd3 = self._etcd3
+        client = None
+        try:
+            host, _, port = endpoint.rpartition(":")
+            client = etcd3.client(
+                host=host,
+                port=int(port),
+                timeout=self.timeout_s,
+                user=self._settings.user,
+                password=self._password,
+                grpc_options=_OPTIONS,
+                **self._files,
+            )
+            # the token goes with every call as metadata; grpc refuses the other way, as credentials, without TLS
+            client.call_credentials = None
+            yield client
+        except etcd3.Etcd3Exception as error:
+            raise _Lost(f"{endpoint}: {str(error) or type(error).__name__}") from error
+        except grpc.RpcError as error:
+            raise _Lost(f"{endpoint}: {error.code().name}: {error.details()}") from error
+        except (OSError, ValueError) as error:  # a certificate that is gone; a channel that was closed under a call
+            raise _Lost(f"{endpoint}: {error}") from error
+        except _Lost as error:
+            raise _Lost(f"{endpoint}: {error}") from error
+        finally:
+            self._turn += 1
+            if client is not None:
+                client.close()
+
+
+class _Pause:
+    """Waits between attempts: 0.1, 0.2 … 1 s, each a little shorter or longer."""
+
+    def __init__(self, closed: threading.Event) -> None:
+        self._closed = closed
+        self._next = _FIRST_PAUSE_S
+
+    def reset(self) -> None:
+        self._next = _FIRST_PAUSE_S
+
+    def wait(self) -> None:
+        self._closed.wait(self._next * random.uniform(0.75, 1.25))
+        self._next = min(2 * self._next, _LONGEST_PAUSE_S)
+
+
+def prefix_of(cluster: str) -> str:
+    """Where a cluster's nodes are in etcd; the name of each follows."""
+    return f"/pd-cache/{cluster}/nodes/"
+
+
+class EtcdRegistration:
+    """Keeps one node's record in etcd under a lease, until closed. Thread-safe."""
+
+    def __init__(self, settings: EtcdDiscovery, cluster: str) -> None:
+        """Nothing is sent yet. ConfigError as of the settings' files."""
+        self._connector = _Connector(settings)
+        self._ttl_s = settings.ttl_s
+        self._prefix = prefix_of(cluster)
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lease: int | None = None
+        self._away = False
+        self._double = ""
+        """Instance of the last node that was found under our name."""
+        self.registered = threading.Event()
+        """Set while the record is in etcd, as far as we know."""
+
+    def announce(self, record: NodeRecord) -> None:
+        """Register, now and again whenever the lease was lost. Returns at once; call it once."""
+        assert self._thread is None, "announced already"
+        self._thread = threading.Thread(target=self._run, args=(record,), name="discovery-register", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Deregister. Waits for etcd no longer than two or three calls may take; the lease ends by itself otherwise."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, record: NodeRecord) -> None:
+        pause = _Pause(self._closed)
+        while not self._closed.is_set():
+            try:
+                with self._connector.client() as client:
+                    while not self._closed.is_set():
+                        self._keep(client, record)
+                        if self._away:
+                            log.info("registered in etcd again")
+                        self._away = False
+                        self.registered.set()
+                        pause.reset()
+                        self._closed.wait(self._ttl_s / 3)
+                    self._leave(client)
+            except _Lost as error:
+                self.registered.clear()
+                level = logging.DEBUG if self._away else logging.WARNING
+                log.log(level, "cannot register in etcd: %s; serving goes on", error)
+                self._away = True
+                pause.wait()
+            except Exception:  # the edge: a registration that ends is a node that nobody finds
+                log.exception("registering in etcd failed; it is tried again")
+                pause.wait()
+
+    def _keep(self, client: Any, record: NodeRecord) -> None:
+        """Keep the lease alive, or get a new one, and see to it that the record is there."""
+        if self._lease is not None and not any(answer.TTL > 0 for answer in client.refresh_lease(self._lease)):
+            log.warning("the lease in etcd was lost; registering again")
+            self._lease = None
+        if self._lease is None:
+            self._lease = int(client.lease(self._ttl_s).id)
+            self._put(client, record)
+            self._compare(client, record)
+            return
+        found, _ = client.get(self._prefix + record.name)
+        if found is None:
+            self._put(client, record)
+        elif found != record.encode():
+            self._tell_double(found, record)
+
+    def _put(self, client: Any, record: NodeRecord) -> None:
+        client.put(self._prefix + record.name, record.encode(), lease=self._lease)
+
+    def _tell_double(self, found: bytes, record: NodeRecord) -> None:
+        with contextlib.suppress(RecordError):
+            other = decode_record(found)
+            if other.instance != self._double:
+                self._double = other.instance
+                log.warning(
+                    "another process registered as %s, at %s (this one is at %s): a name belongs to one node",
+                    record.name, other.address, record.address,
+                )  # fmt: skip
+
+    def _compare(self, client: Any, record: NodeRecord) -> None:
+        others = [other for _, other in _records(client.get_prefix_response(self._prefix).kvs, self._prefix)]
+        for name, difference in differences(others).items():
+            log.warning("%s: %s", "this node" if name == record.name else name, difference)
+
+    def _leave(self, client: Any) -> None:
+        self.registered.clear()
+        try:
+            if self._lease is not None:
+                client.revoke_lease(self._lease)  # and with it our record, but not another's under the same name
+        except (load_etcd3().Etcd3Exception, grpc.RpcError) as error:
+            log.warning("could not deregister (%s); the lease ends by itself within %d s", error, self._ttl_s)
+
+
+class EtcdWatch:
+    """Follows the records of a cluster. `view` answers at once, from what is known. Thread-safe."""
+
+    def __init__(
+        self,
+        settings: EtcdDiscovery,
+        cluster: str,
+        *,
+        seeds: Iterable[NodeRecord] = (),
+        on_change: Callable[[View], None] | None = None,
+    ) -> None:
+        """Begin to follow. `seeds`: nodes to believe in until etcd was read for the first time.
+
+        `on_change` is called with each new view, one after the other, on threads of ours: it must return quickly.
+        """
+        self._connector = _Connector(settings)
+        self._prefix = prefix_of(cluster)
+        self._tick_s = min(_LONGEST_TICK_S, settings.ttl_s / 4)
+        self._on_change = on_change
+        # a node that is alive registers again within two pauses and a call; its lease allows it this long anyway
+        self._membership = Membership(settings.ttl_s + _LONGEST_PAUSE_S, seeds)
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._synced = threading.Event()
+        self._client: Any = None
+        self._stream: Any = None
+        self._bad: dict[str, bytes] = {}
+        self._threads = [
+            threading.Thread(target=self._follow, name="discovery-watch", daemon=True),
+            threading.Thread(target=self._tick, name="discovery-probe", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def view(self) -> View:
+        """What is known."""
+        with self._lock:
+            return self._membership.view()
+
+    def wait_synced(self, timeout: float) -> bool:
+        """Wait until etcd was read once; False after `timeout` seconds."""
+        return self._synced.wait(timeout)
+
+    def close(self) -> None:
+        """End the threads; calls under way are broken off."""
+        self._closed.set()
+        self._break_off()
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> EtcdWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- following -----------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        pause = _Pause(self._closed)
+        while not self._closed.is_set():
+            try:
+                with self._connector.client() as client:
+                    self._client = client
+                    self._read(client, pause)
+            except _Lost as error:
+                self._lost(str(error))
+            except Exception:  # the edge: a watch that ends is a view that is never fresh again
+                log.exception("following etcd failed; it is tried again")
+                self._lost("see above")
+            finally:
+                self._client = self._stream = None
+            pause.wait()
+
+    def _read(self, client: Any, pause: _Pause) -> None:
+        answer = client.get_prefix_response(self._prefix)
+        self._sync(answer.kvs)
+        pause.reset()
+        self._stream = stream = _watch_stream(client, self._prefix, answer.header.revision + 1)
+        try:
+            if self._closed.is_set():
+                return
+            for response in stream:
+                if response.canceled or response.compact_revision:
+                    return  # what lies between is gone: list again
+                if response.events:  # the first response says only that the watch was made
+                    self._apply(response.events)
+        finally:
+            stream.cancel()
+
+    def _tick(self) -> None:
+        """Look after etcd and the doubted: a stream of changes says nothing when its other end is gone."""
+        while not self._closed.wait(self._tick_s):
+            client = self._client
+            if client is not None and self._stream is not None:
+                try:
+                    client.get(self._prefix)
+                except Exception as error:  # noqa: BLE001 - whatever it is, we do not hear from etcd
+                    if client is self._client and not self._closed.is_set():
+                        self._lost(f"{type(error).__name__}: {error}")
+                        self._break_off()
+            with self._lock:
+                if self._membership.expire(time.monotonic()):
+                    self._publish()
+
+    def _break_off(self) -> None:
+        stream, client = self._stream, self._client
+        if stream is not None:
+            stream.cancel()
+        if client is not None:
+            client.close()
+
+    # --- what was learned ----------------------------------------------------------------------------------------
+
+    def _sync(self, kvs: Iterable[Any]) -> None:
+        records = [record for _, record in _records(kvs, self._prefix, self._bad)]
+        with self._lock:
+            view = self._membership.view()
+            self._membership.sync(records, time.monotonic())
+            if view.stale_since is not None:
+                log.info("etcd answers again after %.1f s", time.monotonic() - view.stale_since)
+            self._publish()
+        self._synced.set()
+
+    def _apply(self, events: Iterable[Any]) -> None:
+        with self._lock:
+            for event in events:
+                if event.type == event.DELETE:
+                    name = event.kv.key.decode(errors="replace").removeprefix(self._prefix)
+                    self._membership.delete(name, time.monotonic())
+                else:
+                    for name, record in _records([event.kv], self._prefix, self._bad):
+                        if not self._membership.put(record):
+                            log.warning("%s: left out: there are too many nodes", name)
+            self._publish()
+
+    def _lost(self, why: str) -> None:
+        with self._lock:
+            if not self._closed.is_set() and self._membership.outage(time.monotonic()):
+                count = len(self._membership.view().nodes)
+                log.warning("etcd does not answer (%s); the last known view, of %d nodes, stays", why, count)
+                self._publish()
+
+    def _publish(self) -> None:
+        """Under the lock, so that views arrive in their order."""
+        if self._on_change is not None:
+            self._on_change(self._membership.view())
+
+
+def _watch_stream(client: Any, prefix: str, revision: int) -> Any:
+    from etcd3 import etcdrpc, utils
+
+    key = utils.to_bytes(prefix)
+    create = etcdrpc.WatchCreateRequest(key=key, range_end=utils.increment_last_byte(key), start_revision=revision)
+    requests = iter([etcdrpc.WatchRequest(create_request=create)])
+    return etcdrpc.WatchStub(client.channel).Watch(requests, metadata=client.metadata)
+
+
+def _records(kvs: Iterable[Any], prefix: str, told: dict[str, bytes] | None = None) -> Iterator[tuple[str, NodeRecord]]:
+    """Name and record of each pair that is one; of the others the log tells, once while they are the same."""
+    for kv in kvs:
+        name = kv.key.decode(errors="replace").removeprefix(prefix)
+        try:
+            record = decode_record(kv.value)
+            if record.name != name:
+                raise RecordError(f"it says that its node is {record.name}")
+        except RecordError as error:
+            if told is not None and told.get(name) != kv.value[:64]:
+                if len(told) > 1000:
+                    told.clear()
+                told[name] = kv.value[:64]
+                log.warning("etcd: %s%s is ignored: %s", prefix, name, error)
+            continue
+        yield name, record

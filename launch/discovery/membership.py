@@ -1,0 +1,97 @@
+"""Who is in the cluster, as far as is known. Pure: the time comes from the caller.
+
+1. The source of the truth may be away. Then the last known view stays, and is marked stale.
+2. What vanished *because* the source was away is not gone: leases ran out that nobody could keep alive, or the source came back
+   empty. Nodes that are missing right after an outage are kept as *doubted* for `grace_s`, in which they register again.
+3. Otherwise a node that vanishes is gone at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from launch.discovery.record import NodeRecord
+
+MAX_NODES = 4096
+
+
+@dataclass(frozen=True)
+class View:
+    """The cluster at one moment."""
+
+    nodes: tuple[NodeRecord, ...]
+    """Sorted by name."""
+    stale_since: float | None = None
+    """`time.monotonic()` when the source of the view was last heard of; None while it answers."""
+    doubted: frozenset[str] = frozenset()
+    """Names of nodes that are missing since an outage."""
+
+    def by_role(self, *roles: str) -> list[NodeRecord]:
+        """The nodes of these roles."""
+        return [node for node in self.nodes if node.role in roles]
+
+
+class Membership:
+    """Builds views out of full lists, single changes and outages."""
+
+    def __init__(self, grace_s: float, seeds: Iterable[NodeRecord] = ()) -> None:
+        """`seeds` are believed until the first full list."""
+        self._grace_s = grace_s
+        self._nodes = {record.name: record for record in seeds}
+        self._doubted: set[str] = set()
+        self._stale_since: float | None = None
+        self._settled_at = float("-inf")
+
+    def outage(self, now: float) -> bool:
+        """Note that the source does not answer. True if that is news."""
+        if self._stale_since is not None:
+            return False
+        self._stale_since = now
+        return True
+
+    def sync(self, records: Iterable[NodeRecord], now: float) -> None:
+        """Note a full list, which ends an outage."""
+        listed = {record.name: record for record in list(records)[:MAX_NODES]}
+        if self._stale_since is not None:
+            self._settled_at = now + self._grace_s
+            self._stale_since = None
+        missing = self._nodes.keys() - listed.keys()
+        if now < self._settled_at:
+            self._doubted = missing
+            listed |= {name: self._nodes[name] for name in missing}
+        else:
+            self._doubted = set()
+        self._nodes = listed
+
+    def put(self, record: NodeRecord) -> bool:
+        """Note that a node is there. False if there are more than anybody runs: it is left out."""
+        if record.name not in self._nodes and len(self._nodes) >= MAX_NODES:
+            return False
+        self._nodes[record.name] = record
+        self._doubted.discard(record.name)
+        return True
+
+    def delete(self, name: str, now: float) -> None:
+        """Note that a node vanished."""
+        if name not in self._nodes:
+            return
+        if self._stale_since is not None or now < self._settled_at:
+            self._doubted.add(name)
+        else:
+            del self._nodes[name]
+            self._doubted.discard(name)
+
+    def expire(self, now: float) -> bool:
+        """Drop doubted nodes whose grace is over; never while the source is away. True if any was dropped."""
+        if not self._doubted or self._stale_since is not None or now < self._settled_at:
+            return False
+        for name in self._doubted:
+            del self._nodes[name]
+        self._doubted.clear()
+        return True
+
+    def view(self) -> View:
+        """The present state."""
+        nodes = tuple(sorted(self._nodes.values(), key=lambda record: record.name))
+        return View(nodes, self._stale_since, frozenset(self._doubted))

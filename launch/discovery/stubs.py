@@ -1,0 +1,75 @@
+"""Imports etcd3 next to a protobuf of today.
+
+etcd3 0.12.0 carries stubs that protobuf has refused to run since its version 4. Two ways around that were open:
+
+- `PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python` makes protobuf accept them, if it is set before *anything* in the process
+  imports protobuf, which then is the slow one for everything in the process; it would have to be kept from every child, or
+  vLLM inherits it.
+- The stubs hold their own descriptors in serialized form, which every protobuf reads. Message classes made from those are
+  what a new `protoc` would generate.
+
+We do the latter: nothing is set, inherited or in anybody's way, the order of imports does not matter, and the descriptors
+live in a pool of their own, where they cannot clash with another `rpc.proto`. The stubs' files are read, never run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+_FILES = ("kv_pb2", "auth_pb2", "rpc_pb2")
+"""Each imports those before it."""
+
+
+_SERIALIZED = re.compile(r"""serialized_pb=_b\('((?:[^'\\]|\\.)*)'\)""")
+_lock = threading.Lock()
+
+
+def load_etcd3() -> Any:
+    """The module `etcd3`. ImportError if it, or what it needs, is not installed. Thread-safe."""
+    with _lock:
+        if "etcd3" not in sys.modules:
+            sys.modules.update(_message_modules())
+        return importlib.import_module("etcd3")
+
+
+def _message_modules() -> dict[str, types.ModuleType]:
+    from google.protobuf import descriptor_pool
+
+    spec = importlib.util.find_spec("etcd3")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("the package etcd3 is not installed")
+    folder = Path(spec.submodule_search_locations[0]) / "etcdrpc"
+    pool = descriptor_pool.DescriptorPool()
+    return {f"etcd3.etcdrpc.{name}": _module(name, folder / f"{name}.py", pool) for name in _FILES}
+
+
+def _module(name: str, file: Path, pool: Any) -> types.ModuleType:
+    from google.protobuf import descriptor_pb2, message_factory
+    from google.protobuf.internal import enum_type_wrapper
+
+    content = descriptor_pb2.FileDescriptorProto.FromString(_serialized(file))
+    pool.Add(content)
+    descriptor = pool.FindFileByName(content.name)
+    module = types.ModuleType(f"etcd3.etcdrpc.{name}", "Made from the descriptors of etcd3's own stubs.")
+    for message in descriptor.message_types_by_name.values():
+        setattr(module, message.name, message_factory.GetMessageClass(message))
+    for enum in descriptor.enum_types_by_name.values():
+        setattr(module, enum.name, enum_type_wrapper.EnumTypeWrapper(enum))
+        for value in enum.values:
+            setattr(module, value.name, value.number)
+    return module
+
+
+def _serialized(file: Path) -> bytes:
+    """The argument `serialized_pb=_b('...')` of a stub."""
+    found = _SERIALIZED.search(file.read_text(encoding="utf-8"))
+    if found is None:
+        raise ImportError(f"{file} is not a stub as etcd3 0.12 has them: it holds no serialized descriptor")
+    return found[1].encode("latin1").decode("unicode_escape").encode("latin1")

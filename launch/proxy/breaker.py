@@ -1,0 +1,62 @@
+"""When to leave a node alone. Pure: the time comes from the caller."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+_FIRST_SKIP_S, _LAST_SKIP_S = 1.0, 10.0
+
+
+class Fault(Enum):
+    """How bad a failed request looks for its node."""
+
+    UNREACHABLE = "unreachable"
+    """There was no connection to be had: it is skipped at once."""
+    FAILED = "failed"
+    """It failed this request, which may be the request's fault: it is skipped after several in a row."""
+
+
+class Breaker:
+    """Skips a node for 1, 2, 4 … 10 s; then one request a second is let through, until one is answered."""
+
+    def __init__(self, failures: int) -> None:
+        """`failures` in a row open it."""
+        self._limit = failures
+        self._failures = 0
+        self._opened = 0
+        self._skip_until = 0.0
+        self._on_trial = False
+        self.unreachable = False
+        """Whether it is open because there was no connection."""
+
+    def allows(self, now: float) -> bool:
+        """Whether a request may be sent at `now`."""
+        return now >= self._skip_until
+
+    def wait(self, now: float) -> float:
+        """Seconds until it allows one."""
+        return max(0.0, self._skip_until - now)
+
+    def sent(self, now: float) -> None:
+        """Note that a request is sent: while the node is on trial, the next one follows a second later."""
+        if self._opened:
+            self._on_trial = True
+            self._skip_until = now + _FIRST_SKIP_S
+
+    def succeeded(self) -> None:
+        """Note that it answered as it should."""
+        self._failures = self._opened = 0
+        self._skip_until = 0.0
+        self._on_trial = self.unreachable = False
+
+    def failed(self, fault: Fault, now: float) -> None:
+        """Note a failure."""
+        self._failures += 1
+        if fault is not Fault.UNREACHABLE and self._failures < self._limit:
+            return
+        if now < self._skip_until and not self._on_trial:
+            return  # requests that fail together count once
+        self._on_trial = False
+        self.unreachable = fault is Fault.UNREACHABLE
+        self._opened += 1
+        self._skip_until = now + min(_LAST_SKIP_S, _FIRST_SKIP_S * 2.0 ** min(self._opened - 1, 8))

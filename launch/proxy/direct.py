@@ -1,0 +1,126 @@
+"""Conditional disaggregation: which prompts need no prefill node.
+
+A decode node can compute a prompt itself. That is the quicker way where little is to be computed: the prompt is short, or its
+prefix lies in the pool. One lookup tells the latter; a text's tokens are asked of a node (`/tokenize`, as vLLM has it).
+Whatever goes wrong with either, the prompt takes the usual way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, NamedTuple
+
+from launch.proxy.completion import Completion
+from launch.proxy.prefixes import Prompt
+from pd_cache.lookup import LookupClient
+from pd_cache.tokens import Namespace, salt_keys
+
+log = logging.getLogger(__name__)
+
+Why = Literal["short", "in_pool"]
+
+_THREADS = 4
+_MAX_WAITING = 32
+"""Lookups under way; more prompts at a time than these take the usual way unasked."""
+
+
+class Pool(NamedTuple):
+    """Where to look, and under which names."""
+
+    namespace: Namespace
+    master: str
+
+
+OpenLookup = Callable[[Pool], LookupClient]
+"""Must return quickly; may raise anything."""
+
+
+class DirectRule:
+    """Prompts of which fewer than `tokens` tokens are to be computed go to the decode node directly."""
+
+    def __init__(self, tokens: int, open_lookup: OpenLookup | None = None, *, timeout_s: float = 0.6) -> None:
+        """0 tokens: none do. `timeout_s` bounds all of the asking."""
+        self._tokens = tokens
+        self._open = open_lookup
+        self._timeout_s = timeout_s
+        self._pool: Pool | None = None
+        self._client: LookupClient | None = None
+        self._waiting = 0
+        self._closed = False
+        self._executor: ThreadPoolExecutor | None = None
+
+    def use(self, pool: Pool | None) -> None:
+        """From now on look there; None: nowhere."""
+        if self._open is None or self._tokens == 0 or pool == self._pool or self._closed:
+            return
+        self._retire(self._client)
+        self._pool, self._client = pool, None
+        if pool is not None:
+            try:
+                self._client = self._open(pool)
+            except Exception as error:  # noqa: BLE001 - without lookups prompts take the usual way
+                log.warning("no lookups, so only short prompts go to decode nodes directly: %s", error)
+
+    async def why(
+        self,
+        completion: Completion,
+        prompt: Prompt,
+        request_id: str,
+        tokenize: Callable[[], Awaitable[list[int] | None]],
+    ) -> Why | None:
+        """Why a prompt needs no prefill node; None if it does. `tokenize` is asked where the prompt is text."""
+        if prompt.tokens < self._tokens:
+            return "short"
+        client = self._client
+        if client is None or self._tokens == 0 or self._waiting >= _MAX_WAITING:
+            return None
+        self._waiting += 1
+        try:
+            return await asyncio.wait_for(self._look(client, completion, request_id, tokenize), self._timeout_s)
+        except (ValueError, asyncio.TimeoutError):
+            return None
+        finally:
+            self._waiting -= 1
+
+    async def _look(
+        self,
+        client: LookupClient,
+        completion: Completion,
+        request_id: str,
+        tokenize: Callable[[], Awaitable[list[int] | None]],
+    ) -> Why | None:
+        tokens = completion.token_ids()
+        if tokens is None:
+            tokens = await tokenize()
+        if tokens is None:
+            return None
+        if len(tokens) < self._tokens:
+            return "short"
+        found = await self._find(client, tokens, completion.cache_salt(), request_id)
+        return "in_pool" if len(tokens) - found < self._tokens else None
+
+    async def _find(self, client: LookupClient, tokens: list[int], salt: str | None, request_id: str) -> int:
+        configs = {"extra_keys": salt_keys(salt)}
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads(), client.lookup, tokens, request_id, configs)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="proxy-lookup")
+        return self._executor
+
+    def _retire(self, client: LookupClient | None) -> None:
+        if client is not None:
+            self._threads().submit(client.close)  # takes up to a second
+
+    def close(self) -> None:
+        """Close the client, for good. Waits for lookups under way, which have deadlines of their own."""
+        self._closed = True
+        self._retire(self._client)
+        self._client = self._pool = None
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=False)
+            self._executor = None

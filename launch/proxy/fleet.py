@@ -1,0 +1,98 @@
+"""The nodes that the proxy knows: what discovery and the nodes themselves say, turned into pools to route over."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from launch.discovery import Namespaced, NodeRecord, View, differences
+from launch.proxy.direct import DirectRule, Pool
+from launch.proxy.routing import Hop, NodePool, Target
+from pd_cache.config import ProxyConfig
+from pd_cache.tokens import Namespace
+
+log = logging.getLogger(__name__)
+
+_HOPS: tuple[Hop, ...] = ("prefill", "decode")
+
+
+class Fleet:
+    """Follows views, and tells the log what changed."""
+
+    def __init__(
+        self, config: ProxyConfig, direct: DirectRule, master: Callable[[View], str | None] | None = None
+    ) -> None:
+        """`master`: where a view's pool has its master."""
+        self.pools: dict[Hop, NodePool] = {
+            hop: NodePool(
+                hop, config.policy, breaker_failures=config.breaker_failures, cache_tokens=config.node_cache_tokens
+            )
+            for hop in _HOPS
+        }
+        self._direct = direct
+        self._master = master or (lambda view: None)
+        self._view = View(())
+        self._told: dict[str, Namespaced] = {}
+        self._differences: dict[str, str] = {}
+
+    def update(self, view: View) -> None:
+        """From now on the view's nodes are used."""
+        before, now = _addresses(self._view), _addresses(view)
+        for name, address in sorted(now.items() - before.items()):
+            log.info("node %s is there, at %s", name, address)
+        for name in sorted(before.keys() - now.keys()):
+            log.info("node %s is gone", name)
+        self._view = view
+        for hop, pool in self.pools.items():
+            pool.update(_target(record) for record in view.by_role(hop))
+        urls = {url for pool in self.pools.values() for url in pool.urls()}
+        self._told = {url: told for url, told in self._told.items() if url in urls}
+        self._compare()
+
+    def told_namespace(self, url: str, told: Namespaced) -> None:
+        """Note what a node says of its cache, for where its record does not."""
+        if self._told.get(url) != told:
+            self._told[url] = told
+            self._compare()
+
+    def stale_s(self, now: float) -> float:
+        """For how long discovery has not answered, in seconds."""
+        return 0.0 if self._view.stale_since is None else now - self._view.stale_since
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """For `/health`."""
+        return {"discovery_stale_s": round(self.stale_s(now), 1), "differences": self._differences}
+
+    def _compare(self) -> None:
+        records = [self._completed(record) for record in self._view.by_role(*_HOPS)]
+        found = differences(records)
+        for name, difference in found.items():
+            if self._differences.get(name) != difference:
+                log.warning("%s: %s", name, difference)
+        self._differences = found
+        namespace, master = _usual(records), self._master(self._view)
+        self._direct.use(Pool(namespace, master) if namespace is not None and master is not None else None)
+
+    def _completed(self, record: NodeRecord) -> NodeRecord:
+        told = self._told.get(record.address.rstrip("/"))
+        if record.fingerprint is not None or told is None:
+            return record
+        return msgspec.structs.replace(record, fingerprint=told.fingerprint, namespace=told.namespace)
+
+
+def _usual(records: list[NodeRecord]) -> Namespace | None:
+    """The namespace of most decode nodes: they are who would find what a lookup found."""
+    known = [space for record in records if record.role == "decode" and (space := record.cache_namespace) is not None]
+    return Counter(known).most_common(1)[0][0] if known else None
+
+
+def _target(record: NodeRecord) -> Target:
+    return Target(record.address.rstrip("/"), record.instance, record.capacity.kv_tokens, record.capacity.max_running)
+
+
+def _addresses(view: View) -> dict[str, str]:
+    return {record.name: record.address for record in view.nodes}

@@ -1,0 +1,249 @@
+"""A cluster whose nodes find one another in etcd: they join, leave, die and differ; etcd itself goes and comes."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import signal
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from launch.cli import main
+from launch.up import Cluster
+from tests.support.cluster import CHUNK, Answer, cluster_file, complete, started
+from tests.support.etcd import Etcd
+from tests.support.pool import Node
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian's etcd-server)")
+TTL_S = 2
+
+
+@pytest.fixture(scope="module")
+def own_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    etcd = Etcd(tmp_path_factory.mktemp("etcd"))
+    try:
+        yield etcd.start()
+    finally:
+        etcd.stop()
+
+
+def discovery(etcd: Etcd) -> dict[str, Any]:
+    return {"kind": "etcd", "endpoints": [etcd.endpoint], "ttl_s": TTL_S}
+
+
+@pytest.fixture(scope="module")
+def cluster(own_etcd: Etcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The proxy looks into the pool before it asks a prefill node."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with started(folder, discovery=discovery(own_etcd), proxy={}) as running:
+        wait_for(lambda: len(health(running)["decode"]) == len(health(running)["prefill"]) == 1, 5, "the proxy's view")
+        yield running
+
+
+@contextmanager
+def joined(etcd: Etcd, folder: Path, name: str, **changes: Any) -> Iterator[Node]:
+    """One more prefill node, of a file that knows nobody else."""
+    options = {"discovery": discovery(etcd), "nodes": [{"name": name, "role": "prefill", "port": 0}], **changes}
+    node = Node("prefill", name, cluster_file(folder, **options))
+    try:
+        yield node
+    finally:
+        node.stop()
+
+
+def health(cluster: Cluster) -> dict[str, Any]:
+    try:
+        with urllib.request.urlopen(f"{cluster.urls['proxy']}/health", timeout=5) as answer:
+            return dict(json.load(answer))
+    except urllib.error.HTTPError as error:
+        with error:
+            return dict(json.load(error))
+
+
+def status(etcd: Etcd, folder: Path) -> Any:
+    """What `pd-cache status` says on another machine."""
+    folder = folder / "elsewhere"
+    folder.mkdir(exist_ok=True)
+    file = cluster_file(folder, discovery=discovery(etcd), nodes=[{"name": "here", "role": "proxy"}])
+    return CliRunner().invoke(main, ["status", "-c", str(file), "--json"])
+
+
+def metric(cluster: Cluster, line: str) -> float:
+    with urllib.request.urlopen(f"{cluster.urls['proxy']}/metrics", timeout=5) as page:
+        lines = page.read().decode().splitlines()
+    return next((float(found.split()[-1]) for found in lines if found.startswith(line)), 0.0)
+
+
+def ask(cluster: Cluster, length: int = 3 * CHUNK + 5, seed: int | None = None) -> Answer:
+    rng = random.Random(seed)
+    return complete(cluster.urls["proxy"], [rng.randrange(512) for _ in range(length)])
+
+
+def test_a_node_joins_within_a_second_and_leaves_when_it_is_told_to(
+    cluster: Cluster, own_etcd: Etcd, tmp_path: Path
+) -> None:
+    with joined(own_etcd, tmp_path, "prefill-1") as node:  # it found the master in etcd
+        wait_for(lambda: health(cluster)["prefill"].get(node.address), 1, "the node is routed to")
+        handed_over = metric(cluster, 'pd_cache_proxy_handoffs_total{result="handed_over"}')
+        for _ in range(4):
+            assert ask(cluster).status == 200
+        assert metric(cluster, 'pd_cache_proxy_handoffs_total{result="handed_over"}') == handed_over + 4
+        with urllib.request.urlopen(f"{node.address}/metrics", timeout=5) as page:
+            assert 'pd_cache_tokens_total{op="store",outcome="stored"}' in page.read().decode()
+        assert re.search(r"request [0-9a-f]{32}: 200 in", "".join(node.errors)), "the proxy's id is in the node's log"
+        node.send(signal.SIGTERM)
+        wait_for(lambda: node.address not in health(cluster)["prefill"], 2, "it left before it ended")
+
+
+def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dropped_within_its_ttl_and_a_second(
+    cluster: Cluster, own_etcd: Etcd, tmp_path: Path
+) -> None:
+    with joined(own_etcd, tmp_path, "prefill-2", cache={"chunk_size": 2 * CHUNK}) as node:
+        wait_for(lambda: node.address in health(cluster)["prefill"], 1, "the node is routed to")
+        expected = f"chunk_size {2 * CHUNK} here, {CHUNK} on decode-0: these two never share a hit"
+        wait_for(lambda: health(cluster)["differences"] == {"prefill-2": expected}, 5, "the difference is told")
+        wait_for(lambda: expected in "".join(node.errors), 5, "the node itself tells")
+        told = status(own_etcd, tmp_path)
+        assert told.exit_code == 1
+        assert {one["name"]: one["difference"] for one in json.loads(told.stdout)["nodes"] if one["difference"]} == {
+            "prefill-2": expected
+        }
+        node.kill()
+        for _ in range(4):
+            assert ask(cluster).status == 200
+        wait_for(lambda: node.address not in health(cluster)["prefill"], TTL_S + 1, "the dead node is dropped")
+        assert health(cluster)["differences"] == {}
+
+
+VLLM = """#!{python}
+import http.server, signal, sys, threading, time
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+
+def stop(*_):
+    time.sleep(2)  # what it has begun
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, stop)
+port = next(flag for flag in sys.argv if flag.startswith("--port=")).partition("=")[2]
+http.server.HTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+"""
+
+
+def test_a_vllm_node_registers_without_a_namespace_and_leaves_before_vllm_ends(
+    cluster: Cluster, own_etcd: Etcd, tmp_path: Path
+) -> None:
+    executable = tmp_path / "vllm"
+    executable.write_text(VLLM.format(python=sys.executable))
+    executable.chmod(0o755)
+    engine = {"kind": "vllm", "model": "some/model", "name": "tiny", "executable": str(executable)}
+    with joined(own_etcd, tmp_path, "prefill-3", engine=engine) as node:
+        wait_for(lambda: health(cluster)["prefill"].get(node.address), 1, "the node is routed to")
+        told = status(own_etcd, tmp_path)
+        assert told.exit_code == 0, told.output
+        found = next(one for one in json.loads(told.stdout)["nodes"] if one["name"] == "prefill-3")
+        assert (found["model"], found["state"], found["fingerprint"]) == ("tiny", "up", None)
+        assert health(cluster)["differences"] == {}
+        node.send(signal.SIGTERM)
+        wait_for(lambda: node.address not in health(cluster)["prefill"], 1.5, "it left before it ended")
+        assert node.process.poll() is None
+
+
+def test_status_shows_who_is_there_from_a_file_that_names_nobody_of_them(
+    cluster: Cluster, own_etcd: Etcd, tmp_path: Path
+) -> None:
+    told = status(own_etcd, tmp_path)
+    assert told.exit_code == 0, told.output
+    nodes = {one["name"]: one for one in json.loads(told.stdout)["nodes"]}
+    assert sorted(nodes) == ["decode-0", "master", "prefill-0", "proxy", "store-0"]
+    assert [nodes[name]["state"] for name in ("decode-0", "master", "proxy")] == ["up", "up", "up"]
+    assert nodes["decode-0"]["fingerprint"] == nodes["prefill-0"]["fingerprint"]
+    assert nodes["decode-0"]["address"] == cluster.urls["decode-0"]
+    assert nodes["store-0"]["capacity"]["segment_bytes"] == 64 << 20
+
+
+def test_a_prompt_that_the_pool_holds_needs_no_prefill_node(cluster: Cluster) -> None:
+    def in_pool() -> float:
+        return metric(cluster, 'pd_cache_proxy_handoffs_total{result="in_pool"}')
+
+    first = ask(cluster, seed=1)
+    before = in_pool()
+    again: list[Answer] = []
+    # the proxy's own client may have to find the pool first
+    wait_for(lambda: again.append(ask(cluster, seed=1)) or in_pool() > before, 20, "a prompt served directly")
+    assert again[-1].tokens == first.tokens
+    assert again[-1].cached == (0, 3 * CHUNK), "the decode node took it from the pool by itself"
+    assert ask(cluster, length=CHUNK - 1).status == 200
+    assert metric(cluster, 'pd_cache_proxy_handoffs_total{result="short"}') == 1
+    text = "The pool holds this text, too. " * 20
+    before = in_pool()
+    answers = [complete(cluster.urls["proxy"], text) for _ in range(2)]
+    assert in_pool() == before + 1, "the second time; a node told its tokens"
+    assert answers[0].tokens == answers[1].tokens
+
+
+def test_etcd_hangs_for_longer_than_every_lease_and_serving_does_not_notice(cluster: Cluster, own_etcd: Etcd) -> None:
+    before = health(cluster)
+    own_etcd.send(signal.SIGSTOP)
+    try:
+        wait_for(lambda: health(cluster)["discovery_stale_s"] > TTL_S, 15, "the view is stale, and every lease over")
+        assert ask(cluster).status == 200
+    finally:
+        own_etcd.send(signal.SIGCONT)
+    seen = [health(cluster)]
+    wait_for(lambda: seen.append(health(cluster)) or seen[-1]["discovery_stale_s"] == 0, 5, "fresh again")
+    wait_for(lambda: len(_registered(own_etcd)) == 5, 5, "all registered again")
+    seen.append(health(cluster))
+    for key in ("prefill", "decode"):
+        assert all(one[key] == before[key] for one in seen), "nobody was dropped meanwhile"
+    assert ask(cluster).status == 200
+
+
+def test_nodes_are_gone_from_etcd_when_the_cluster_has_ended(make_etcd: Callable[..., Etcd], tmp_path: Path) -> None:
+    etcd = make_etcd().start()
+    nodes = [
+        {"name": "master", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 2},
+        {"name": "store-0", "role": "store", "segment_size": "64MiB"},
+    ]
+    with started(tmp_path, discovery=discovery(etcd), nodes=nodes):
+        wait_for(lambda: _registered(etcd) == ["master", "store-0"], 5, "both registered")
+    assert _registered(etcd) == []
+
+
+def test_without_a_master_in_the_file_or_in_etcd_a_node_says_so(make_etcd: Callable[..., Etcd], tmp_path: Path) -> None:
+    etcd = make_etcd().start()
+    file = cluster_file(
+        tmp_path,
+        discovery=discovery(etcd),
+        nodes=[{"name": "s", "role": "store", "segment_size": "64MiB"}],
+        supervisor={"ready_timeout_s": 1},
+    )
+    with pytest.raises(AssertionError, match=r"no master of the cluster test registered in etcd .* within 1 s"):
+        Node("store", "s", file)
+
+
+def _registered(etcd: Etcd) -> list[str]:
+    from contextlib import closing
+
+    from launch.discovery.etcd import prefix_of
+
+    with closing(etcd.client()) as client:
+        return sorted(
+            kv.key.decode().removeprefix(prefix_of("test")) for kv in client.get_prefix_response(prefix_of("test")).kvs
+        )

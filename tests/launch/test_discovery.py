@@ -1,0 +1,266 @@
+"""Discovery's pure parts: records, what differs between namespaces, and views through outages."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.discovery import NodeRecord, View, decode_record, differences
+from launch.discovery.directory import describe_node
+from launch.discovery.membership import MAX_NODES, Membership
+from launch.discovery.record import RecordError, describe_namespace
+from pd_cache.config import (
+    CacheServerNode,
+    ClusterConfig,
+    MasterNode,
+    ModelConfig,
+    PrefillNode,
+    RandomModel,
+    ReferenceEngineConfig,
+    VllmEngineConfig,
+)
+from pd_cache.tokens import Namespace
+from transfer.settings import ByteSize
+
+NAMESPACE = Namespace(
+    model="tiny@1", kv_dtype="bfloat16", layout="heads8.block16.bytes256x2", layers=2, block_size=16, page_bytes=512,
+    chunk_size=256, shards=1, hash_mode="tokens",
+)  # fmt: skip
+
+
+def node(name: str, namespace: Namespace | None = None, instance: str = "") -> NodeRecord:
+    told = describe_namespace(namespace) if namespace else {}
+    return NodeRecord(name=name, role="prefill", address="http://10.0.0.2:8100", instance=instance, **told)
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_is_read_back_as_it_was_written() -> None:
+    record = node("prefill-0", NAMESPACE)
+    assert decode_record(record.encode()) == record
+    assert record.cache_namespace == NAMESPACE
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "kv_tokens"),
+    [
+        (ReferenceEngineConfig(model=ModelConfig(name="tiny", random=RandomModel()), num_blocks=1024), "tiny", 16384),
+        (VllmEngineConfig(model="/models/llama"), "/models/llama", 0),
+        (VllmEngineConfig(model="/models/llama", name="demo"), "demo", 0),
+    ],
+    ids=["reference", "vllm", "vllm with a name"],
+)
+def test_a_record_tells_what_clients_write_into_model(
+    engine: ReferenceEngineConfig | VllmEngineConfig, model: str, kv_tokens: int
+) -> None:
+    config = ClusterConfig(nodes=(MasterNode(name="m"), PrefillNode(name="p")), engine=engine)
+    record = describe_node(config, config.nodes[1], "http://127.0.0.1:1")
+    assert (record.model, record.capacity.kv_tokens, record.fingerprint) == (model, kv_tokens, None)
+
+
+@pytest.mark.parametrize("address", ["ipc:///tmp/pd-cache-0/test-50051-c.sock", "tcp://10.0.0.1:7000"])
+def test_a_cache_servers_record_tells_its_socket_its_metrics_and_its_memory_and_its_engines_give_none(
+    address: str,
+) -> None:
+    nodes = (
+        MasterNode(name="m", lease_ttl_ms=6000),
+        CacheServerNode(name="c", metrics_port=9100, segment_size=ByteSize(1 << 30)),
+        PrefillNode(name="p", cache_server="c"),
+    )
+    config = ClusterConfig(nodes=nodes)
+    server = decode_record(describe_node(config, nodes[1], address).encode())
+    assert (server.address, server.metrics) == (address, "http://127.0.0.1:9100")
+    assert server.capacity.segment_bytes == 1 << 30
+    assert describe_node(config, nodes[2], "http://127.0.0.1:1").capacity.segment_bytes == 0
+    master = decode_record(describe_node(config, nodes[0], "127.0.0.1:50051").encode())
+    assert (master.metrics, master.lease_ttl_ms) == ("http://127.0.0.1:9003", 6000)
+
+
+def test_what_a_newer_version_adds_is_ignored() -> None:
+    raw = msgspec.json.encode({**msgspec.to_builtins(node("a", NAMESPACE)), "later": 1})
+    assert decode_record(raw).name == "a"
+    newer = {**msgspec.to_builtins(NAMESPACE), "codec": "int4"}
+    assert msgspec.structs.replace(node("a"), namespace=newer, fingerprint="0" * 16).cache_namespace is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (b"", "no record"),
+        (b"[]", "no record"),
+        (b"\xff", "no record"),
+        (b'{"name": "a", "role": "prefill"}', "address"),
+        (b'{"name": "../a", "role": "prefill", "address": "http://h:1"}', "name"),
+        (b'{"name": "a", "role": "prefill", "address": "http://h:1/path"}', "address"),
+        (b'{"name": "a", "role": "prefill", "address": "file:///etc/passwd"}', "address"),
+        (b"[" * 40_000, "no record"),
+        (b" " * 70_000, "at most 65536"),
+    ],
+)
+def test_what_is_no_record_is_refused_in_words(raw: bytes, told: str) -> None:
+    with pytest.raises(RecordError, match=told):
+        decode_record(raw)
+
+
+# --- namespaces that differ ------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_differs_is_told_in_what() -> None:
+    other = msgspec.structs.replace(NAMESPACE, chunk_size=512)
+    assert differences([node("prefill-0", NAMESPACE), node("prefill-1", NAMESPACE), node("decode-0", other)]) == {
+        "decode-0": "chunk_size 512 here, 256 on prefill-0: these two never share a hit"
+    }
+
+
+def test_every_field_that_differs_is_named() -> None:
+    other = msgspec.structs.replace(NAMESPACE, kv_dtype="float16", hash_seed="x")
+    assert differences([node("a", NAMESPACE), node("b", other)]) == {
+        "b": "hash_seed x here, empty on a, kv_dtype float16 here, bfloat16 on a: these two never share a hit"
+    }
+
+
+def test_nodes_without_a_cache_differ_from_nobody() -> None:
+    assert differences([node("proxy"), node("a", NAMESPACE), node("b", NAMESPACE)]) == {}
+
+
+@given(st.lists(st.sampled_from([128, 256, 512]), max_size=8))
+def test_those_who_differ_are_never_more_than_those_who_agree_and_all_are_told(sizes: list[int]) -> None:
+    nodes = [node(f"n{index}", msgspec.structs.replace(NAMESPACE, chunk_size=size)) for index, size in enumerate(sizes)]
+    told = differences(nodes)
+    agreeing = {size for index, size in enumerate(sizes) if f"n{index}" not in told}
+    assert len(agreeing) == min(1, len(sizes))
+    assert sizes.count(next(iter(agreeing), 0)) == max(map(sizes.count, sizes), default=0)
+
+
+# --- views -----------------------------------------------------------------------------------------------------------
+
+
+def names(view: View) -> list[str]:
+    return [record.name for record in view.nodes]
+
+
+def test_nodes_come_and_go() -> None:
+    members = Membership(grace_s=5)
+    members.sync([node("b"), node("a")], 0)
+    assert names(members.view()) == ["a", "b"]
+    members.put(node("c"))
+    members.delete("a", 1)
+    assert names(members.view()) == ["b", "c"]
+    members.sync([node("c")], 2)
+    assert names(members.view()) == ["c"]
+
+
+def test_an_outage_changes_nothing_but_the_mark() -> None:
+    members = Membership(grace_s=5)
+    members.sync([node("a")], 0)
+    assert members.outage(10)
+    assert not members.outage(11), "known already"
+    assert not members.expire(1000)
+    assert members.view() == View((node("a"),), stale_since=10)
+
+
+def test_who_is_missing_after_an_outage_has_the_grace_to_come_back() -> None:
+    members = Membership(grace_s=5)
+    members.sync([node("a", instance="1"), node("b", instance="1")], 0)
+    members.outage(10)
+    members.sync([], 20)  # an etcd that came back empty
+    assert members.view() == View((node("a", instance="1"), node("b", instance="1")), doubted=frozenset("ab"))
+    members.put(node("a", instance="1"))
+    assert not members.expire(24.9)
+    assert members.expire(25)
+    assert members.view() == View((node("a", instance="1"),))
+
+
+def test_leases_that_run_out_during_or_right_after_an_outage_are_doubted_too() -> None:
+    members = Membership(grace_s=5)
+    members.sync([node("a"), node("b")], 0)
+    members.outage(10)
+    members.delete("a", 11)
+    members.sync([node("b")], 12)
+    members.delete("b", 13)
+    assert members.view().doubted == {"a", "b"}
+    members.put(node("b"))
+    members.expire(17)
+    assert names(members.view()) == ["b"]
+    members.delete("b", 18)
+    assert names(members.view()) == []
+
+
+def test_a_doubted_node_that_vanishes_when_the_grace_is_over_is_gone_once() -> None:
+    members = Membership(grace_s=5)
+    members.sync([node("a")], 0)
+    members.outage(1)
+    members.sync([], 2)
+    members.delete("a", 7)
+    assert members.view() == View(())
+    assert not members.expire(8)
+
+
+def test_a_second_outage_stops_the_clock() -> None:
+    members = Membership(grace_s=5)
+    members.sync([node("a")], 0)
+    members.outage(1)
+    members.sync([], 2)
+    members.outage(3)
+    assert not members.expire(100)
+    members.sync([], 100)
+    assert not members.expire(104)
+    assert members.expire(105)
+
+
+def test_the_nodes_of_the_file_are_believed_until_the_first_list() -> None:
+    members = Membership(5, [node("a"), node("b")])
+    assert names(members.view()) == ["a", "b"]
+    members.sync([node("b")], 0)
+    assert names(members.view()) == ["b"]
+
+
+def test_there_is_a_bound_on_nodes() -> None:
+    members = Membership(5)
+    members.sync([node(f"n{index}") for index in range(MAX_NODES)], 0)
+    assert not members.put(node("one-more"))
+    assert members.put(node("n0", instance="again"))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 4),
+            st.one_of(
+                st.tuples(st.just("outage"), st.none()),
+                st.tuples(st.just("sync"), st.sets(st.sampled_from("abc"))),
+                st.tuples(st.sampled_from(["put", "delete"]), st.sampled_from("abc")),
+                st.tuples(st.just("expire"), st.none()),
+            ),
+        )
+    )
+)
+def test_the_view_is_the_truth_once_the_source_has_answered_for_long_enough(events: list[tuple[float, tuple[str, object]]]) -> None:  # fmt: skip
+    members, truth, now = Membership(grace_s=5), set(), 0.0
+    for passed, (what, value) in events:
+        now += passed
+        before = set(names(members.view()))
+        if what == "outage":
+            members.outage(now)
+        elif what == "sync":
+            truth = set(value)  # type: ignore[call-overload]
+            members.sync([node(name) for name in truth], now)
+        elif what == "put":
+            truth.add(str(value))
+            members.put(node(str(value)))
+        elif what == "delete":
+            truth.discard(str(value))
+            members.delete(str(value), now)
+        else:
+            members.expire(now)
+        view = members.view()
+        assert view.doubted <= set(names(view))
+        if view.stale_since is not None:
+            assert before <= set(names(view)), "nobody is dropped while the source is away"
+        assert truth <= set(names(view))
+    members.sync([node(name) for name in truth], now)
+    members.expire(now + 5)
+    assert (set(names(members.view())), members.view().doubted) == (truth, frozenset())

@@ -1,0 +1,290 @@
+"""Registration and watching against a real etcd that is stopped, killed, wiped and compacted."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from launch.discovery import NodeRecord, View
+from launch.discovery.etcd import EtcdRegistration, EtcdWatch, prefix_of
+from launch.process import spawn_child
+from pd_cache.config import EtcdDiscovery, TlsConfig
+from pd_cache.errors import ConfigError
+from tests.support.etcd import PASSWORD, Etcd, make_certificates
+from tests.support.pool import ROOT
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian's etcd-server)")
+CLUSTER = "test"
+
+
+@pytest.fixture(autouse=True)
+def no_file_left_open() -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(closing(_warm_up()))
+    before = psutil.Process().num_fds()
+    yield
+    wait_for(lambda: psutil.Process().num_fds() <= before, 5, "files closed")
+
+
+def _warm_up() -> Any:
+    """grpc opens some files for the process when it is first used."""
+    from launch.discovery.stubs import load_etcd3
+
+    return load_etcd3().client(port=1)
+
+
+def record(name: str, instance: str = "1") -> NodeRecord:
+    return NodeRecord(name=name, role="prefill", address="http://10.0.0.2:8100", instance=instance)
+
+
+@contextmanager
+def registered(settings: EtcdDiscovery, name: str, instance: str = "1") -> Iterator[EtcdRegistration]:
+    with closing(EtcdRegistration(settings, CLUSTER)) as registration:
+        registration.announce(record(name, instance))
+        wait_for(registration.registered.is_set, 10, f"{name} registered")
+        yield registration
+
+
+def names(view: View) -> list[str]:
+    return [node.name for node in view.nodes]
+
+
+def sees(watch: EtcdWatch, *expected: str) -> Callable[[], bool]:
+    return lambda: names(watch.view()) == list(expected)
+
+
+def test_a_node_is_seen_within_a_second_and_gone_at_once_when_it_leaves(etcd: Etcd) -> None:
+    with EtcdWatch(etcd.settings(), CLUSTER) as watch:
+        assert watch.wait_synced(5)
+        with registered(etcd.settings(), "prefill-0"):
+            wait_for(sees(watch, "prefill-0"), 1, "the node is seen")
+            assert watch.view().nodes[0] == record("prefill-0")
+        wait_for(sees(watch), 1, "the node is gone")
+
+
+def test_clusters_of_other_names_do_not_meet(etcd: Etcd) -> None:
+    with EtcdWatch(etcd.settings(), CLUSTER + "-2") as other, registered(etcd.settings(), "a"):
+        assert other.wait_synced(5)
+        assert names(other.view()) == []
+
+
+DIES = """
+import sys, time, msgspec
+from launch.discovery import NodeRecord
+from launch.discovery.etcd import EtcdRegistration
+from pd_cache.config import EtcdDiscovery
+registration = EtcdRegistration(EtcdDiscovery(endpoints=(sys.argv[1],), ttl_s=2), "test")
+registration.announce(NodeRecord(name="dies", role="prefill", address="http://10.0.0.2:8100"))
+time.sleep(60)
+"""
+
+
+def test_a_node_that_dies_is_dropped_within_its_ttl_and_a_second(etcd: Etcd) -> None:
+    with EtcdWatch(etcd.settings(), CLUSTER) as watch:
+        process = spawn_child([sys.executable, "-c", DIES, etcd.endpoint], cwd=ROOT, stderr=subprocess.DEVNULL)
+        try:
+            wait_for(sees(watch, "dies"), 20, "the node is seen")
+        finally:
+            process.kill()
+            process.wait()
+        wait_for(sees(watch), 2 + 1, "the dead node is dropped")
+
+
+def test_a_lease_is_kept_alive_for_longer_than_it_lasts(etcd: Etcd) -> None:
+    seen: list[list[str]] = []
+    with registered(etcd.settings(), "a"), EtcdWatch(etcd.settings(), CLUSTER, on_change=lambda view: seen.append(names(view))) as watch:  # fmt: skip
+        assert watch.wait_synced(5)
+        end = time.monotonic() + 3.5
+        wait_for(lambda: time.monotonic() > end or not sees(watch, "a")(), 5, "time to pass")
+        assert seen == [["a"]], "it was there all the time"
+
+
+def test_a_node_registers_again_when_its_lease_or_its_record_is_taken_away(etcd: Etcd) -> None:
+    with registered(etcd.settings(), "a") as registration, EtcdWatch(etcd.settings(), CLUSTER) as watch:
+        wait_for(sees(watch, "a"), 5, "seen")
+        with closing(etcd.client()) as client:
+            client.revoke_lease(registration._lease)
+            wait_for(sees(watch), 2, "gone")
+            wait_for(sees(watch, "a"), 3, "registered again")
+            client.delete(prefix_of(CLUSTER) + "a")
+            wait_for(sees(watch), 2, "gone")
+            wait_for(sees(watch, "a"), 3, "registered again")
+
+
+def test_a_name_that_is_used_twice_is_told_and_not_fought_over(etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
+    with registered(etcd.settings(), "a", "first"), EtcdWatch(etcd.settings(), CLUSTER) as watch:
+        with registered(etcd.settings(), "a", "second"):
+            wait_for(lambda: "another process registered as a" in caplog.text, 5, "the first one tells")
+            assert [node.instance for node in watch.view().nodes] == ["second"]
+        wait_for(lambda: [node.instance for node in watch.view().nodes] == ["first"], 5, "the first one is back")
+
+
+# --- outages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["killed", "killed and wiped", "stopped for longer than the lease"])
+def test_an_outage_changes_nothing_but_the_mark_and_is_repaired(how: str, make_etcd: Callable[..., Etcd]) -> None:
+    etcd = make_etcd().start()
+    views: list[View] = []
+    with (
+        registered(etcd.settings(), "a"),
+        registered(etcd.settings(), "b") as leaves,
+        EtcdWatch(etcd.settings(), CLUSTER, on_change=views.append) as watch,
+    ):
+        wait_for(sees(watch, "a", "b"), 5, "both seen")
+        views.clear()
+        if how.startswith("killed"):
+            etcd.stop()
+        else:
+            etcd.send(signal.SIGSTOP)
+        wait_for(lambda: watch.view().stale_since is not None, 5, "marked stale")
+        assert sees(watch, "a", "b")()
+        leaves.close()  # while nobody can be told
+        if how == "killed and wiped":
+            etcd.wipe()
+        if how.startswith("killed"):
+            etcd.start()
+        else:
+            end = time.monotonic() + 2.5
+            wait_for(lambda: time.monotonic() > end, 5, "the leases to run out")
+            etcd.send(signal.SIGCONT)
+        wait_for(lambda: watch.view().stale_since is None, 5, "fresh again")
+        wait_for(lambda: sees(watch, "a")() and not watch.view().doubted, 8, "the view is repaired")
+        assert all("a" in names(view) for view in views), "a node that was alive was never dropped"
+
+
+def test_a_watch_goes_on_after_a_compaction(make_etcd: Callable[..., Etcd]) -> None:
+    etcd = make_etcd().start()
+    with closing(etcd.client()) as client, EtcdWatch(etcd.settings(), CLUSTER) as watch:
+        with registered(etcd.settings(), "a"):
+            wait_for(sees(watch, "a"), 5, "seen")
+        etcd.stop()
+        wait_for(lambda: watch.view().stale_since is not None, 5, "stale")
+        etcd.start()
+        for value in "123":
+            client.put("/elsewhere", value)
+        client.compact(client.get("/elsewhere")[1].mod_revision)
+        wait_for(lambda: watch.view().stale_since is None, 5, "fresh again")
+        with registered(etcd.settings(), "b"):
+            wait_for(lambda: "b" in names(watch.view()), 2, "news arrive")
+
+
+def test_with_etcd_away_at_the_start_the_nodes_of_the_file_count(make_etcd: Callable[..., Etcd]) -> None:
+    etcd = make_etcd()
+    with EtcdWatch(etcd.settings(), CLUSTER, seeds=[record("a")]) as watch, closing(EtcdRegistration(etcd.settings(), CLUSTER)) as late:  # fmt: skip
+        late.announce(record("b"))
+        wait_for(lambda: watch.view().stale_since is not None, 5, "stale")
+        assert names(watch.view()) == ["a"]
+        etcd.start()
+        wait_for(lambda: "b" in names(watch.view()), 5, "who registers is seen")
+        wait_for(sees(watch, "b"), 8, "who does not is dropped after the grace")
+
+
+def test_another_endpoint_is_tried(etcd: Etcd) -> None:
+    settings = etcd.settings(endpoints=("127.0.0.1:1", etcd.endpoint))
+    with EtcdWatch(settings, CLUSTER) as watch, registered(settings, "a"):
+        wait_for(sees(watch, "a"), 5, "seen")
+
+
+def test_closing_with_etcd_away_takes_no_longer_than_a_call(make_etcd: Callable[..., Etcd]) -> None:
+    etcd = make_etcd().start()
+    with EtcdWatch(etcd.settings(), CLUSTER), registered(etcd.settings(), "a"):
+        etcd.send(signal.SIGSTOP)
+        started = time.monotonic()
+    assert time.monotonic() - started < 10, "a bound, not a measurement"
+
+
+# --- what others write -----------------------------------------------------------------------------------------------
+
+
+def test_garbage_in_etcd_is_ignored_and_told_once(etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
+    with closing(etcd.client()) as client, EtcdWatch(etcd.settings(), CLUSTER) as watch:
+        assert watch.wait_synced(5)
+        for _ in range(2):
+            client.put(prefix_of(CLUSTER) + "x", b"\xff\x00")
+        client.put(prefix_of(CLUSTER) + "y", record("z").encode())
+        with registered(etcd.settings(), "a"):
+            wait_for(sees(watch, "a"), 5, "the good one is seen")
+        client.delete(prefix_of(CLUSTER) + "x")
+        client.delete(prefix_of(CLUSTER) + "y")
+    told = [message for message in caplog.messages if "is ignored" in message]
+    assert len(told) == 2
+    assert "it says that its node is z" in told[1]
+
+
+# --- users and TLS ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.mark.parametrize(("users", "tls"), [(True, "plain"), (False, "tls"), (True, "tls"), (True, "mutual tls")])
+def test_every_way_to_reach_etcd(
+    users: bool, tls: str, make_etcd: Callable[..., Etcd], certificates: dict[str, tuple[str, str]]
+) -> None:
+    own = certificates["client"] if tls == "mutual tls" else (None, None)
+    config = None if tls == "plain" else TlsConfig(ca_file=certificates["ca"][0], cert_file=own[0], key_file=own[1])
+    etcd = make_etcd(tls=config, server=certificates["server"]).start()
+    if users:
+        etcd.enable_users(CLUSTER)
+    with EtcdWatch(etcd.settings(), CLUSTER) as watch:
+        with registered(etcd.settings(), "a"):
+            wait_for(sees(watch, "a"), 5, "seen")
+        wait_for(sees(watch), 2, "gone")
+
+
+def test_a_login_that_etcd_has_forgotten_is_renewed(make_etcd: Callable[..., Etcd]) -> None:
+    etcd = make_etcd().start()
+    etcd.enable_users(CLUSTER)
+    with EtcdWatch(etcd.settings(), CLUSTER) as watch, registered(etcd.settings(), "a"):
+        wait_for(sees(watch, "a"), 5, "seen")
+        etcd.stop()
+        wait_for(lambda: watch.view().stale_since is not None, 5, "stale")
+        etcd.start()
+        wait_for(lambda: watch.view().stale_since is None, 5, "fresh again")
+        with registered(etcd.settings(), "b"):
+            wait_for(sees(watch, "a", "b"), 5, "news arrive")
+
+
+def test_a_wrong_password_is_told_and_nothing_ends(
+    make_etcd: Callable[..., Etcd], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    etcd = make_etcd().start()
+    etcd.enable_users(CLUSTER)
+    (tmp_path / "password").write_text("wrong")
+    with EtcdWatch(etcd.settings(), CLUSTER, seeds=[record("a")]) as watch:
+        wait_for(lambda: "authentication failed" in caplog.text, 5, "it is told")
+        assert names(watch.view()) == ["a"]
+    assert PASSWORD not in caplog.text
+
+
+def test_a_server_that_another_authority_signed_is_not_believed(
+    make_etcd: Callable[..., Etcd], certificates: dict[str, tuple[str, str]], tmp_path: Path
+) -> None:
+    config = TlsConfig(ca_file=certificates["ca"][0])
+    etcd = make_etcd(tls=config, server=certificates["server"]).start()
+    stranger = TlsConfig(ca_file=make_certificates(tmp_path)["ca"][0])
+    with EtcdWatch(etcd.settings(tls=stranger), CLUSTER) as watch:
+        wait_for(lambda: watch.view().stale_since is not None, 5, "it counts as away")
+        assert not watch.wait_synced(0)
+
+
+def test_a_password_file_that_cannot_be_read_is_told_at_once(tmp_path: Path) -> None:
+    settings = EtcdDiscovery(endpoints=("127.0.0.1:1",), user="a", password_file=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"discovery\.password_file: .*none"):
+        EtcdWatch(settings, CLUSTER)

@@ -1,0 +1,78 @@
+"""Two masters of which etcd elects one: nodes follow the leader when it dies, and the keys are still there."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch.up import Cluster
+from tests.support.cluster import CHUNK, Answer, complete, kill, started
+from tests.support.etcd import Etcd
+from tests.support.waiting import wait_for
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian's etcd-server)"),
+]
+
+
+def role(cluster: Cluster, name: str) -> str:
+    node = cluster.config.node(name)
+    port = getattr(node, "metrics_port", 0)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
+            health = json.load(answer)
+    except OSError:
+        return "gone"
+    return "leader" if health.get("service_ready") else str(health.get("role"))
+
+
+@pytest.mark.parametrize("client", ["embedded", "host"])
+def test_clients_follow_the_leader_and_no_key_is_lost_with_it(
+    client: str, make_etcd: Callable[..., Etcd], tmp_path: Path
+) -> None:
+    etcd = make_etcd().start()
+    masters = [
+        {"name": f"master-{n}", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 20} for n in range(2)
+    ]
+    nodes = [
+        *masters,
+        {"name": "store-0", "role": "store", "segment_size": "64MiB"},
+        {"name": "decode-0", "role": "decode", "port": 0},
+        {"name": "prefill-0", "role": "prefill", "port": 0},
+        {"name": "proxy", "role": "proxy", "port": 0},
+    ]
+    discovery = {"kind": "etcd", "endpoints": [etcd.endpoint], "ttl_s": 2}
+    rng = random.Random(1)
+    prompt = [rng.randrange(512) for _ in range(5 * CHUNK + 3)]
+    transfer = {
+        "client": client,
+        "staging_size": "8MiB",
+        "breaker": {"failures": 2, "probe_interval_ms": 200},
+        "timeouts": {"exist_ms": 300, "get_ms": 1000, "put_ms": 1000, "close_ms": 2000},
+    }
+    sections = {"transfer": transfer, "master": {"ha": True}, "discovery": discovery, "nodes": nodes}
+    with started(tmp_path, name="elected", **sections) as cluster:
+
+        def ask() -> Answer:
+            answer = complete(cluster.urls["proxy"], prompt)
+            assert answer.status == 200
+            return answer
+
+        roles = {name: role(cluster, name) for name in ("master-0", "master-1")}
+        assert sorted(roles.values()) == ["leader", "standby"]
+        leader, standby = sorted(roles, key=lambda name: roles[name])
+        first = ask()
+        wait_for(lambda: ask().cached[0] == 5 * CHUNK, 10, "a hit on the prefill node, too")
+        # what the leader wrote to its log reaches the standby within its polling interval of a second
+        seen = [ask() for _ in range(30)]
+        kill(cluster, leader)
+        wait_for(lambda: seen.append(ask()) or role(cluster, standby) == "leader", 40, "the standby leads")
+        wait_for(lambda: seen.append(ask()) or seen[-1].cached == (5 * CHUNK, 5 * CHUNK), 30, "the same keys are found")
+        assert {tuple(answer.tokens) for answer in seen} == {tuple(first.tokens)}

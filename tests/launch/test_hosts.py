@@ -1,0 +1,307 @@
+"""A cluster across hosts, each a network namespace with a 1 Gbit/s link, and what becomes of it when links and hosts fail.
+
+One cluster serves all scenarios, one after the other: that each begins with a cluster that works is the recovery of the one before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from launch.engines.reference import GenerationRequest, ReferenceEngine
+from pd_cache.config import ReferenceEngineConfig
+from tests.support.cluster import CHUNK, ENGINE, Answer, cluster_file, complete
+from tests.support.etcd import Etcd
+from tests.support.hosts import Host, Network, why_not
+from tests.support.pool import Node
+from tests.support.waiting import wait_for
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian's etcd-server)"),
+]
+DEADLINE_S = 20
+"""Of a request; the proxy answers by then, whatever happens."""
+PROMPT = 12 * CHUNK + 9
+Tokens = list[int]
+
+
+class Hosts:
+    """etcd, master, two prefill and two decode nodes and the proxy, each on a host of its own; one more host is empty.
+
+    All of the pool's memory is that of prefill-1, so that what the others store and load crosses links.
+    """
+
+    def __init__(self, network: Network, folder: Path) -> None:
+        names = ("etcd", "master", "prefill-0", "prefill-1", "decode-0", "decode-1", "proxy", "prefill-2")
+        self.hosts: dict[str, Host] = {name: network.host(name) for name in names}
+        self.etcd = Etcd(folder, host=self.hosts["etcd"]).start()
+        self.nodes: dict[str, Node] = {}
+        roles = ("prefill", "decode")
+        nodes: list[dict[str, Any]] = [
+            {"name": "master", "role": "master", "port": 50051, "metrics_port": 9003, "client_ttl_s": 2},
+            *(
+                {"name": name, "role": role, "port": 8100, "segment_size": "64MiB" if name == "prefill-1" else 0}
+                for name in names
+                if (role := name.split("-")[0]) in roles
+            ),
+            {"name": "proxy", "role": "proxy", "port": 8000},
+        ]
+        self.file = cluster_file(
+            folder,
+            discovery={"kind": "etcd", "endpoints": [self.etcd.endpoint], "ttl_s": 2},
+            proxy={
+                "policy": "round_robin",
+                "direct_tokens": 0,
+                "request_timeout_s": DEADLINE_S,
+                "prefill_timeout_s": 5,
+                "connect_timeout_s": 1,
+                "health_interval_s": 0.5,
+                "health_timeout_s": 1,
+            },
+            nodes=[{**node, "host": self.hosts[str(node["name"])].address} for node in nodes],
+        )
+
+    def start(self, name: str) -> None:
+        self.nodes[name] = Node(name.split("-")[0], name, self.file, host=self.hosts[name])
+
+    @property
+    def url(self) -> str:
+        return self.nodes["proxy"].address
+
+    def health(self) -> dict[str, Any]:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return dict(json.load(answer))
+        except urllib.error.HTTPError as error:
+            with error:
+                return dict(json.load(error))
+
+    def well(self, *names: str) -> bool:
+        """Whether the proxy knows exactly these prefill and decode nodes, and would send requests to each."""
+        told = self.health()
+        return {**told["prefill"], **told["decode"]} == {
+            f"http://{self.hosts[name].address}:8100": True for name in names
+        }
+
+    def stored(self, name: str) -> float:
+        """Tokens that a node has put into the pool so far."""
+        with urllib.request.urlopen(f"{self.nodes[name].address}/metrics", timeout=5) as page:
+            lines = page.read().decode().splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith('pd_cache_tokens_total{op="store",outcome="stored"}'))  # fmt: skip
+
+    def stop(self) -> None:
+        # the master last, also where it was started again: the others say goodbye to it
+        for name in sorted(self.nodes, key=lambda name: (name == "master", name)):
+            self.nodes.pop(name).stop()
+        self.etcd.stop()
+
+
+EVERYBODY = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> None:
+    """Scenarios start nodes again that go on; `hosts` looks after what is left at the end."""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    if reason := why_not():
+        pytest.skip(reason)
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    with closing(Network()) as network:
+        cluster = Hosts(network, tmp_path_factory.mktemp("hosts"))
+        try:
+            cluster.start("master")
+            for name in (*EVERYBODY, "proxy"):
+                cluster.start(name)
+            yield cluster
+        finally:
+            cluster.stop()
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in children]
+    assert not left
+    names = subprocess.run(("ip", "netns", "list"), capture_output=True, check=True, timeout=20).stdout.decode()
+    assert network.prefix not in names
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Callable[[Tokens], Tokens]]:
+    """What an engine without any cache answers to a prompt."""
+    config = msgspec.convert(ENGINE, ReferenceEngineConfig)
+    with closing(ReferenceEngine.open(config)) as engine:
+
+        def answer(prompt: Tokens) -> Tokens:
+            request = GenerationRequest(prompt=tuple(prompt), max_tokens=8, ignore_eos=True)
+            return [event.token for event in engine.submit(request)]
+
+        yield answer
+
+
+@pytest.fixture(autouse=True)
+def works_before_and_after(hosts: Hosts, alone: Any) -> Iterator[None]:
+    """Recovery without a restart: everybody is routed to again, and prompts go through the pool."""
+    _wait_until_whole(hosts, alone)
+    yield
+    _wait_until_whole(hosts, alone)
+
+
+def _wait_until_whole(hosts: Hosts, alone: Any) -> None:
+    wait_for(lambda: hosts.well(*EVERYBODY), 20, "all nodes well")
+    rng = random.Random()
+    met: set[str] = set()
+
+    def all_met() -> bool:
+        """Each prefill node stores and each decode node finds: seen on whole hits of prompts that went over all of them."""
+        prompt = [rng.randrange(512) for _ in range(PROMPT)]
+        before = {name: hosts.stored(name) for name in EVERYBODY[:2]}
+        answer = _ask(hosts, prompt)
+        assert answer.status == 200
+        assert answer.tokens == alone(prompt)
+        met.update(name for name in before if hosts.stored(name) > before[name] and answer.cached[1] == 12 * CHUNK)
+        return met == set(before)
+
+    wait_for(all_met, 40, "both prefill nodes hand over through the pool")
+
+
+def _ask(hosts: Hosts, prompt: Tokens) -> Answer:
+    """Ask the proxy; it must answer within its deadline, and a second for the way."""
+    return complete(hosts.url, prompt, timeout=DEADLINE_S + 1)
+
+
+_seeds = itertools.count(1)
+
+
+def prompts(count: int) -> list[Tokens]:
+    """Prompts that nobody has seen before."""
+    rng = random.Random(next(_seeds))
+    return [[rng.randrange(512) for _ in range(PROMPT)] for _ in range(count)]
+
+
+@contextmanager
+def asking(hosts: Hosts, alone: Any, todo: list[Tokens], threads: int = 4) -> Iterator[list[Answer]]:
+    """Ask all of `todo` while the block runs; at its end every answer must be there, and right."""
+    answers: list[Answer] = []
+
+    def ask(prompt: Tokens) -> tuple[Tokens, Answer]:
+        answer = _ask(hosts, prompt)
+        answers.append(answer)
+        return prompt, answer
+
+    with ThreadPoolExecutor(threads) as pool:
+        asked = [pool.submit(ask, prompt) for prompt in todo]
+        yield answers
+        for one in asked:
+            prompt, answer = one.result(timeout=len(todo) * DEADLINE_S)
+            assert answer.status == 200, answer.body
+            assert answer.tokens == alone(prompt)
+
+
+def test_a_request_crosses_the_hosts(hosts: Hosts, alone: Any) -> None:
+    (prompt,) = prompts(1)
+    before = {name: hosts.hosts[name].received() for name in EVERYBODY[2:]}
+    answer = _ask(hosts, prompt)
+    assert answer.tokens == alone(prompt)
+    assert answer.cached == (0, 12 * CHUNK)
+    payload = 12 * CHUNK * 512  # bytes of KV a token of this model
+    assert max(hosts.hosts[name].received() - before[name] for name in before) > payload
+
+
+def test_a_prefill_hosts_link_is_cut_in_the_middle_of_a_store(hosts: Hosts, alone: Any) -> None:
+    victim, memory = hosts.hosts["prefill-0"], hosts.hosts["prefill-1"]
+    victim.limit("8mbit")
+    try:
+        before = memory.received()  # besides what the victim stores there, prompts of 4 KB
+        with asking(hosts, alone, prompts(8)):
+            wait_for(lambda: memory.received() - before > 80_000, 15, "a store under way")
+            victim.cut()
+    finally:
+        victim.mend()
+        victim.limit("1gbit")
+
+
+@pytest.mark.parametrize("end", ["reader", "owner of the memory"])
+def test_a_prefill_hosts_link_is_cut_in_the_middle_of_a_load(hosts: Hosts, alone: Any, end: str) -> None:
+    todo = prompts(6)
+    with asking(hosts, alone, todo):
+        pass  # now the pool has them
+    victim = hosts.hosts["prefill-0" if end == "reader" else "prefill-1"]
+    loaded = victim.received if end == "reader" else victim.sent
+    victim.limit("8mbit")
+    try:
+        before = loaded()
+        with asking(hosts, alone, todo * 2):
+            wait_for(lambda: loaded() - before > 80_000, 15, "a load under way")
+            victim.cut()
+    finally:
+        victim.mend()
+        victim.limit("1gbit")
+
+
+def test_etcd_is_cut_off_for_longer_than_every_lease_and_comes_back(hosts: Hosts, alone: Any) -> None:
+    etcd = hosts.hosts["etcd"]
+    etcd.cut()
+    try:
+        wait_for(lambda: hosts.health()["discovery_stale_s"] > 3, 20, "the view is stale")
+        with asking(hosts, alone, prompts(4)):
+            pass
+        assert hosts.well(*EVERYBODY), "nobody was dropped"
+    finally:
+        etcd.mend()
+    wait_for(lambda: hosts.health()["discovery_stale_s"] == 0, 15, "fresh again")
+
+
+def test_the_masters_host_is_gone_and_comes_back(hosts: Hosts, alone: Any) -> None:
+    master = hosts.hosts["master"]
+    with asking(hosts, alone, prompts(12)) as answers:
+        wait_for(lambda: answers, 20, "an answer")
+        master.cut()
+        hosts.nodes.pop("master").kill()
+    try:
+        with asking(hosts, alone, prompts(4)):
+            pass
+    finally:
+        master.mend()
+        hosts.start("master")
+
+
+def test_a_node_joins_and_leaves_under_load(hosts: Hosts, alone: Any) -> None:
+    done = threading.Event()
+    asked: list[tuple[Tokens, Answer]] = []
+
+    def ask() -> None:
+        while not done.is_set():
+            (prompt,) = prompts(1)
+            asked.append((prompt, _ask(hosts, prompt)))
+
+    with ThreadPoolExecutor(2) as threads:
+        asking_on = [threads.submit(ask) for _ in range(2)]
+        try:
+            hosts.start("prefill-2")
+            wait_for(lambda: hosts.well(*EVERYBODY, "prefill-2"), 3, "the new node is known")
+            wait_for(lambda: hosts.stored("prefill-2") > 0, 15, "the new node works")
+            hosts.nodes.pop("prefill-2").stop()
+            wait_for(lambda: hosts.well(*EVERYBODY), 3, "the proxy knows that it left")
+        finally:
+            done.set()
+        for one in asking_on:
+            one.result(timeout=DEADLINE_S + 1)
+    assert len(asked) > 10
+    for prompt, answer in asked:
+        assert answer.status == 200
+        assert answer.tokens == alone(prompt)
