@@ -78,7 +78,11 @@ def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path
         "kv_connector_module_path": "pd_cache.vllm.connector",
         "kv_role": "kv_both" if isinstance(node, PrefillNode) else "kv_consumer",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"config_file": str(file), "node": node.name},
+        "kv_connector_extra_config": {
+            "config_file": str(file),
+            "node": node.name,
+            "mode": "server" if node.cache_server else "in-process",
+        },
     }
     return [
         _executable(engine),

@@ -178,9 +178,12 @@ def _cache_server_problems(config: ClusterConfig) -> Iterator[Problem]:
             yield Problem(
                 ("nodes", index, "cache_server"), f"is on {server.host}, this node on {node.host}: they share memory"
             )
-        if isinstance(config.engine, VllmEngineConfig):
+        engine = config.engine
+        if isinstance(engine, VllmEngineConfig) and config.shards != tensor_parallel(engine, node):
             yield Problem(
-                ("nodes", index, "cache_server"), "is for the reference engine; vLLM's connector has a cache of its own"
+                ("nodes", index, "cache_server"),
+                f"moves one shard of a chunk for a rank, and cache.shards is {config.shards} for "
+                f"{tensor_parallel(engine, node)} ranks; give the node a cache of its own",
             )
         if node.segment_size:
             yield Problem(

@@ -31,11 +31,12 @@ class LookupClient(ABC):
         """End of the longest contiguous prefix found, in tokens.
 
         Either `token_ids` or, in hash mode, the engine's `block_hashes`. Whole chunks among the first `held` tokens are
-        at hand already: they are not asked for, and count as found. `lookup_id` names the request in log lines.
+        at hand already: they are not asked for, and count as found. `lookup_id` names the request in log lines, and
+        where a lookup protects what it found, until it is loaded or until `end`.
         """
         try:
             extra_keys = _extra_keys(request_configs)
-            return self._lookup(token_ids, block_hashes, held, extra_keys)
+            return self._lookup(token_ids, block_hashes, held, extra_keys, lookup_id)
         except Exception as error:  # noqa: BLE001 - a lookup never fails its request: the interface says 0
             self.metrics.trouble(
                 "lookup", f"error_{type(error).__name__}", detail=f"{lookup_id or 'a lookup'}: {error}"
@@ -49,7 +50,11 @@ class LookupClient(ABC):
         block_hashes: Sequence[bytes] | None,
         held: int,
         extra_keys: Sequence[ExtraKey],
+        lookup_id: str | None,
     ) -> int: ...
+
+    def end(self, lookup_id: str) -> None:  # noqa: B027 - only some keep anything
+        """The request of this id is over: what its lookup found need be kept no longer."""
 
     def supports_producer_reuse(self) -> bool:
         """Prefill nodes may look up and reuse, too."""

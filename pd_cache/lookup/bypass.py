@@ -42,7 +42,12 @@ class BypassLookupClient(LookupClient):
         self._engine: LooksUp | None = engine
 
     def _lookup(
-        self, token_ids: Tokens | None, block_hashes: Sequence[bytes] | None, held: int, extra_keys: Sequence[ExtraKey]
+        self,
+        token_ids: Tokens | None,
+        block_hashes: Sequence[bytes] | None,
+        held: int,
+        extra_keys: Sequence[ExtraKey],
+        lookup_id: str | None,
     ) -> int:
         if self._engine is None:
             return 0

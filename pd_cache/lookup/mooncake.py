@@ -29,7 +29,12 @@ class MooncakeLookupClient(LookupClient):
         )
 
     def _lookup(
-        self, token_ids: Tokens | None, block_hashes: Sequence[bytes] | None, held: int, extra_keys: Sequence[ExtraKey]
+        self,
+        token_ids: Tokens | None,
+        block_hashes: Sequence[bytes] | None,
+        held: int,
+        extra_keys: Sequence[ExtraKey],
+        lookup_id: str | None,
     ) -> int:
         return self._prefix.find(token_ids, block_hashes, held, extra_keys)
 

@@ -109,6 +109,7 @@ class RpcLookupServer:
             chunk_size=namespace.chunk_size,
             hash_mode=namespace.hash_mode,
             hash_seed=namespace.hash_seed,
+            may_choose=False,
             lifeline="",
         )
 
@@ -168,7 +169,12 @@ class RpcLookupClient(LookupClient):
                 time.sleep(0.01)
 
     def _lookup(
-        self, token_ids: Tokens | None, block_hashes: Sequence[bytes] | None, held: int, extra_keys: Sequence[ExtraKey]
+        self,
+        token_ids: Tokens | None,
+        block_hashes: Sequence[bytes] | None,
+        held: int,
+        extra_keys: Sequence[ExtraKey],
+        lookup_id: str | None,
     ) -> int:
         database = self._database
         names = database.name_chunks(token_ids, block_hashes, extra_keys)

@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
@@ -28,9 +28,8 @@ from prometheus_client import generate_latest
 
 import pd_cache
 from pd_cache.backends import StorageBackend, open_backend
-from pd_cache.config import CacheServerNode, NodeSettings
+from pd_cache.config import CacheConfig, CacheServerNode, NodeSettings
 from pd_cache.engine import ChunkMover, ChunkRun
-from pd_cache.engine import Stored as Outcome
 from pd_cache.errors import LayoutError, PdCacheError
 from pd_cache.layout import KVLayout
 from pd_cache.lookup.prefix import PrefixLookup
@@ -96,15 +95,18 @@ class _Group(NamedTuple):
     model: str
     world_size: int
     block_size: int
+    hash_mode: Literal["tokens", "blocks"]
+    hash_seed: str
 
 
 class _Model:
     """What is known of a group once one of its workers has registered."""
 
-    def __init__(self, group: _Group, metadata: CacheMetadata, settings: NodeSettings) -> None:
+    def __init__(self, group: _Group, metadata: CacheMetadata, cache: CacheConfig) -> None:
         self.group = group
         self.metadata = metadata
-        self.database = ChunkedTokenDatabase(metadata.namespace(settings.cache))
+        named = msgspec.structs.replace(cache, hash_mode=group.hash_mode, hash_seed=group.hash_seed)
+        self.database = ChunkedTokenDatabase(metadata.namespace(named))
         self.workers: set[str] = set()
         self.mover: ChunkMover
         self.prefix: PrefixLookup
@@ -121,9 +123,9 @@ class _Worker(NamedTuple):
 class _Client:
     """A connection that has said hello."""
 
-    def __init__(self, hello: Hello) -> None:
+    def __init__(self, hello: Hello, group: _Group) -> None:
         self.hello = hello
-        self.group = _Group(hello.model, hello.world_size, hello.block_size)
+        self.group = group
         self.worker: _Worker | None = None
         self.gone = False
         self.registering = threading.Lock()
@@ -314,6 +316,7 @@ class CacheServer:
 
     def _hello(self, identity: bytes, hello: Hello) -> Answer:
         cache = self.settings.cache
+        group = self._group(hello)
         if hello.kind != "observer":
             if cache.chunk_size % hello.block_size:
                 raise _RefusalError(
@@ -321,7 +324,6 @@ class CacheServer:
                     f"this server's chunks have {cache.chunk_size} tokens, which is no multiple of the engine's block size "
                     f"{hello.block_size}",
                 )
-            group = _Group(hello.model, hello.world_size, hello.block_size)
             model = self._models.get(group)
             known = "" if model is None else model.database.namespace.fingerprint()
             if hello.namespace and known and hello.namespace != known:
@@ -332,17 +334,28 @@ class CacheServer:
                 raise _RefusalError("busy", f"{_MAX_CLIENTS} clients are the most at a time")
             before = self._clients.get(identity)
             if before is None or before.hello != hello:
-                self._clients[identity] = _Client(hello)
+                self._clients[identity] = _Client(hello, group)
         if before is not None and before.hello != hello:
             self._forget(before)
         return Welcome(
             server=self._server,
             software=pd_cache.__version__,
             chunk_size=cache.chunk_size,
-            hash_mode=cache.named_by,
-            hash_seed=cache.hash_seed,
+            hash_mode=group.hash_mode,
+            hash_seed=group.hash_seed,
+            may_choose=cache.hash_mode == "auto",
             lifeline=str(self._lifeline.path),
         )
+
+    def _group(self, hello: Hello) -> _Group:
+        """Whom this engine shares chunks with: it may name them in its own way where the file leaves that open."""
+        cache = self.settings.cache
+        mode = hello.hash_mode or cache.named_by
+        if cache.hash_mode not in ("auto", mode):
+            raise _RefusalError(
+                "mismatch", f"this server names chunks by {cache.hash_mode} (cache.hash_mode), the engine by {mode}"
+            )
+        return _Group(hello.model, hello.world_size, hello.block_size, mode, hello.hash_seed or cache.hash_seed)
 
     def _handle_lookup(self, incoming: Incoming, client: _Client, request: Lookup) -> Answer | None:
         names = split_names(request.names)
@@ -426,7 +439,7 @@ class CacheServer:
     def _store(self, client: _Client, request: Move) -> Answer:
         worker = self._worker(client)
         outcomes = worker.model.mover.store(self._run(worker, request))
-        return Stored(outcomes.count(Outcome.NEW), outcomes.count(Outcome.BEFORE), outcomes.count(Outcome.NOT))
+        return Stored(bytes(outcomes))
 
     def _retrieve(self, client: _Client, request: Move) -> Answer:
         worker = self._worker(client)
@@ -442,9 +455,15 @@ class CacheServer:
         needed = len(names) * database.blocks_per_chunk
         if len(blocks) != needed:
             raise _RefusalError("invalid", f"{len(names)} chunks lie in {needed} blocks, got {len(blocks)}")
-        if names and max(blocks) >= layout.blocks:
-            raise _RefusalError("invalid", f"blocks must lie in [0, {layout.blocks}), got {max(blocks)}")
-        if len(set(blocks)) != needed:
+        left_out = 0
+        if isinstance(request, Retrieve):
+            left_out = next((index for index, block in enumerate(blocks) if block >= 0), needed)
+        moved = blocks[left_out:]
+        if moved and not (min(moved) >= 0 and max(moved) < layout.blocks):
+            raise _RefusalError(
+                "invalid", f"blocks must lie in [0, {layout.blocks}), got values from {min(moved)} to {max(moved)}"
+            )
+        if len(set(moved)) != len(moved):
             raise _RefusalError("invalid", "a block is named twice: two places of a prompt cannot share one")
         copier = FencedCopier(worker.tensors, request.slot, request.ticket, request.event)
         rows = torch.tensor(blocks, dtype=torch.int64).view(len(names), database.blocks_per_chunk)
@@ -509,7 +528,7 @@ class CacheServer:
                     "their chunks are not interchangeable",
                 )
             if model is None or model.metadata != metadata:
-                model = _Model(client.group, metadata, self.settings)
+                model = _Model(client.group, metadata, self.settings.cache)
                 backend = self._backend(layout.chunk_bytes(self.settings.cache.chunk_size))
                 model.mover = ChunkMover(backend, model.database, self.metrics)
                 model.prefix = PrefixLookup(model.database, backend.batched_contains, self.metrics)

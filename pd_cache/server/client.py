@@ -118,15 +118,28 @@ class CacheClient:
         rank: int = 0,
         block_size: int = 0,
         chunk_size: int | None = None,
+        hash_mode: Literal["", "tokens", "blocks"] = "",
+        hash_seed: str = "",
         connect_timeout_s: float = 10.0,
     ) -> None:
         """Connect, and wait for the server to say what its chunks are, for up to `connect_timeout_s`.
 
-        With `chunk_size` given nothing is waited for: a server that is not there yet is one that comes back. RefusedError
+        With `chunk_size` given nothing is waited for: a server that is not there yet is one that comes back. `hash_mode` and
+        `hash_seed` say how this engine names chunks, where the server's file leaves that open. RefusedError
         if the server does not take this engine, NoAnswerError if it does not answer, ValueError for a bad address.
         """
         self.client = uuid.uuid4().hex
-        self.hello = Hello(self.client, kind, pd_cache.__version__, model, world_size, rank, block_size)
+        self.hello = Hello(
+            self.client,
+            kind,
+            pd_cache.__version__,
+            model,
+            world_size,
+            rank,
+            block_size,
+            hash_mode=hash_mode,
+            hash_seed=hash_seed,
+        )
         self.fence = Fence()
         self.lost = 0
         """How often the server was lost."""
@@ -152,7 +165,7 @@ class CacheClient:
         self._keeper.start()
         if chunk_size is None:
             try:
-                self._await_ready(connect_timeout_s)
+                self.wait_ready(connect_timeout_s)
             except BaseException:
                 self.close()
                 raise
@@ -260,7 +273,7 @@ class CacheClient:
         os.eventfd_write(self._wakeup, 1)
         if here:
             with contextlib.suppress(NoAnswerError):
-                self._await_ready(_REGISTER_S if timeout is None else timeout)
+                self.wait_ready(_REGISTER_S if timeout is None else timeout)
 
     def close(self) -> None:
         """Take the tensors back and disconnect. Idempotent."""
@@ -281,7 +294,8 @@ class CacheClient:
         os.close(self._wakeup)
         self.fence.close()
 
-    def _await_ready(self, timeout: float) -> None:
+    def wait_ready(self, timeout: float) -> None:
+        """Wait for the server; NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._problem is not None, timeout)
             if self._problem is not None:

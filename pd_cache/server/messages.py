@@ -35,7 +35,8 @@ Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Token = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
-Block = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+Block = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
+"""Of an engine's paged cache; -1 for one that is left out."""
 Names = Annotated[bytes, msgspec.Meta(max_length=1 + NAME_WIDTHS[-1] * MAX_CHUNKS)]
 """Chunk names one after the other, all of the width that the first byte tells; empty for none."""
 
@@ -62,6 +63,10 @@ class Hello(Message, frozen=True, tag="hello"):
     """Tokens a block of the engine's paged cache."""
     namespace: str = ""
     """Fingerprint of the chunks' namespace, where the client knows it."""
+    hash_mode: Literal["", "tokens", "blocks"] = ""
+    """What this engine names chunks by; empty for what the server's file says."""
+    hash_seed: str = ""
+    """What its names depend on besides tokens; empty for what the server's file says."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
@@ -131,7 +136,10 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
 
 class Move(Message, frozen=True):
-    """Chunks of one request, and the blocks that they lie in or shall lie in: the blocks of the first chunk first."""
+    """Chunks of one request, and the blocks that they lie in or shall lie in: the blocks of the first chunk first.
+
+    A retrieve may leave out blocks at the start, which the engine holds already.
+    """
 
     session: str
     names: Names
@@ -179,6 +187,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     chunk_size: Positive
     hash_mode: Literal["tokens", "blocks"]
     hash_seed: str
+    may_choose: bool
+    """Whether the file leaves it to each engine what chunks are named by."""
     lifeline: str
     """Path of the socket for file descriptors; empty where there is none."""
 
@@ -192,11 +202,20 @@ class Found(Message, frozen=True, tag="found"):
 
 
 class Stored(Message, frozen=True, tag="stored"):
-    """Chunks by what became of them."""
+    """What became of each chunk."""
 
-    stored: Count
-    present: Count
-    failed: Count
+    outcomes: Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNKS)]
+    """One byte a chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.engine.Stored`."""
+
+    @property
+    def stored(self) -> int:
+        """Chunks that are there now and were not."""
+        return self.outcomes.count(2)
+
+    @property
+    def failed(self) -> int:
+        """Chunks that could not be stored."""
+        return self.outcomes.count(0)
 
 
 class Loaded(Message, frozen=True, tag="loaded"):

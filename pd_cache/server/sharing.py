@@ -88,6 +88,15 @@ def close_all(descriptors: Sequence[int]) -> None:
             os.close(descriptor)
 
 
+def record_event(tensor: torch.Tensor) -> Any:
+    """A CUDA event after what the calling thread has given the tensor's device to do, for `event_handle`; None on a CPU."""
+    if tensor.device.type != "cuda":
+        return None
+    event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event
+
+
 def event_handle(event: Any) -> bytes:
     """What lets another process wait for a CUDA event made with `interprocess=True`; empty for None."""
     return b"" if event is None else bytes(event.ipc_handle())

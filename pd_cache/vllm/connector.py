@@ -41,8 +41,10 @@ from pd_cache.config import NodeSettings
 from pd_cache.engine import CacheEngine, CacheEngineBuilder
 from pd_cache.errors import ConfigError
 from pd_cache.layout import KVLayout
-from pd_cache.lookup import BypassLookupClient, MooncakeLookupClient
+from pd_cache.lookup import BypassLookupClient, MooncakeLookupClient, RpcLookupClient
 from pd_cache.metrics import CacheMetrics
+from pd_cache.server.lookup import ServerLookupClient
+from pd_cache.vllm.chunks import open_chunks
 from pd_cache.vllm.compat import check_version
 from pd_cache.vllm.messages import Handshake, StepMetadata
 from pd_cache.vllm.model import UnsupportedModelError, check_supported, model_identity, place_of
@@ -50,7 +52,6 @@ from pd_cache.vllm.scheduler import Lookup, SchedulerSide
 from pd_cache.vllm.settings import Settings, read_settings
 from pd_cache.vllm.stats import CacheStats, CacheStatsSource, PromCacheMetrics
 from pd_cache.vllm.worker import WorkerSide
-from transfer.settings import MIN_SEGMENT
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -79,6 +80,11 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 "vLLM compute the prompt instead",
                 transfer.kv_load_failure_policy,
             )
+        stores = transfer.is_kv_producer
+        if transfer.kv_role == "kv_producer":
+            # ours loads, too, and vLLM 0.32 keeps blocks that a load may still write to only for roles that consume:
+            # with asynchronous scheduling they would go to another request (docs/vllm.md)
+            transfer.kv_role = "kv_both"
         settings = read_settings(transfer.kv_connector_extra_config, transfer.kv_role)
         self._settings = with_hash_seed(settings, vllm_config)
         self._metrics = CacheMetrics()
@@ -99,7 +105,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             events = vllm_config.kv_events_config
             self._scheduler = SchedulerSide(
                 self._settings,
-                stores=transfer.is_kv_producer,
+                stores=stores,
                 block_size=block_size,
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
                 events=events is not None and events.enable_kv_cache_events,
@@ -141,23 +147,16 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             shards=self._settings.shards,
         )
         instance = f"vllm-{self._kv_transfer_config.engine_id}-{rank}"
-        try:
-            engine = CacheEngineBuilder.get_or_create(
-                instance, _of_rank(self._settings.node, rank, ranks), place.metadata, layout, metrics=self._metrics
-            )
-        except ValueError as error:  # what the file cannot know: how large a chunk of this model is
-            staging = self._settings.node.transfer.staging_size
-            raise ConfigError(f"transfer.staging_size: {staging}: {error}") from None
+        chunks = open_chunks(self._settings, place.metadata, layout, tensors, instance, rank, ranks, self._metrics)
         self._worker = WorkerSide(
-            engine,
-            tensors,
-            block_size=self._block_size,
+            chunks,
             stores=place.stores,
             load_timeout_s=self._settings.connector.load_timeout_ms / 1000,
             asynchronous=self._settings.connector.load == "async",
         )
-        self._handshake = Handshake(place.metadata, os.getpid(), instance)
-        logger.info("pd-cache: namespace %s: %s", engine.namespace.fingerprint(), engine.namespace.manifest().decode())
+        self._handshake = Handshake(place.metadata, os.getpid(), instance, chunks.lookup_url)
+        namespace = place.metadata.namespace(self._settings.node.cache)
+        logger.info("pd-cache: namespace %s: %s", namespace.fingerprint(), namespace.manifest().decode())
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What the scheduler has to know of the KV tensors."""
@@ -223,8 +222,20 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.open(first.metadata, self._open_lookup(first))
 
     def _open_lookup(self, worker: Handshake) -> Lookup:
-        """Ask the worker's engine where it lives in this process, else the pool's master."""
+        """Ask whoever knows most: the cache server, the worker's engine, or else the pool's master."""
         seconds = self._settings.connector.lookup_timeout_ms / 1000
+        own, metadata = (
+            _with_exist_timeout(self._settings.node, self._settings.connector.lookup_timeout_ms),
+            worker.metadata,
+        )
+        if self._settings.server_url is not None:
+            logger.info("pd-cache: lookups ask the cache server at %s", self._settings.server_url)
+            server = ServerLookupClient(own, metadata, self._settings.server_url, seconds, metrics=self._metrics)
+            return Lookup(server, lambda: server.available)
+        if worker.lookup_url is not None:
+            logger.info("pd-cache: lookups ask the worker, which has tiers of its own")
+            remote = RpcLookupClient(own, metadata, worker.lookup_url, metrics=self._metrics)
+            return Lookup(remote, lambda: True)
         engine = CacheEngineBuilder.get(worker.instance) if worker.pid == os.getpid() else None
         logger.info(
             "pd-cache: lookups ask %s",
@@ -234,7 +245,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             bounded = _Bounded(engine, seconds)
             bypass = BypassLookupClient(self._settings.node, worker.metadata, bounded, metrics=self._metrics)
             return Lookup(bypass, lambda: engine.available)
-        own = _with_exist_timeout(self._settings.node, self._settings.connector.lookup_timeout_ms)
         client = MooncakeLookupClient(own, worker.metadata, own.master, metrics=self._metrics)
         return Lookup(client, lambda: client.store.available)
 
@@ -321,8 +331,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close(self._settings.node.transfer.timeouts.close_ms / 1000)
-            assert self._handshake is not None
-            CacheEngineBuilder.destroy(self._handshake.instance)
 
     # --- inside --------------------------------------------------------------------------------------------------
 
@@ -371,14 +379,6 @@ def with_hash_seed(settings: Settings, vllm_config: VllmConfig) -> Settings:
     described = f"{algorithm}:{hashlib.sha256(seed.encode()).hexdigest()[:16]}:{cache.hash_seed}"
     node = msgspec.structs.replace(settings.node, cache=msgspec.structs.replace(cache, hash_seed=described))
     return msgspec.structs.replace(settings, node=node)
-
-
-def _of_rank(node: NodeSettings, rank: int, ranks: int) -> NodeSettings:
-    """Each rank's process gives its part of the node's memory; all of it comes from the first where parts are too small."""
-    part = node.segment_size // ranks
-    if part < MIN_SEGMENT:
-        part = node.segment_size if rank == 0 else 0
-    return msgspec.structs.replace(node, segment_size=part)
 
 
 def _with_exist_timeout(node: NodeSettings, timeout_ms: int) -> NodeSettings:

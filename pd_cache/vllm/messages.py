@@ -79,3 +79,5 @@ class Handshake(KVConnectorHandshakeMetadata):
     pid: int
     instance: str
     """Under which name the worker's process knows the engine."""
+    lookup_url: str | None = None
+    """Where the worker answers lookups about its engine; None where the pool's master, or the cache server, knows as much."""

@@ -9,7 +9,6 @@ has finished, was aborted or preempted by then does not matter.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -29,8 +28,6 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey
 from pd_cache.vllm.messages import LoadOp, StepMetadata, StoreOp, WorkerReport
 from pd_cache.vllm.settings import Settings
-
-log = logging.getLogger(__name__)
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.020
 """How often an announced prefix is asked for again."""
@@ -231,6 +228,8 @@ class SchedulerSide:
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         if self._options.load == "sync":  # otherwise all was planned, and what was still being loaded is not computed
             self._late += self._plan_stores(tracked, computed)
+        if self._lookup is not None and tracked.found is not None:
+            self._lookup.client.end(request.request_id)
         if not tracked.handoff.announce:
             return None
         computed = min(computed, request.num_prompt_tokens)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from pd_cache.config import (
+    CacheConfig,
+    CacheServerNode,
     ClusterConfig,
     ConnectorConfig,
     DecodeNode,
+    HandoffConfig,
     MasterNode,
     NodeSettings,
     PrefillNode,
@@ -18,15 +21,23 @@ from pd_cache.config import (
     load_config,
 )
 from pd_cache.errors import ConfigError
+from pd_cache.server.channel import CacheServerError
+from pd_cache.server.client import CacheClient
 
+_CONNECT_S = 10.0
+"""How long a server may take to say what its chunks are, where no file tells."""
 _ROLES = {"kv_producer": ("prefill",), "kv_consumer": ("decode",), "kv_both": ("prefill", "decode")}
 
 
 class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The mapping itself."""
 
-    config_file: str
-    """The cluster's YAML file."""
+    config_file: str | None = None
+    """The cluster's YAML file. With `mode: server` it may be left out: the server tells what its chunks are."""
+    mode: Literal["in-process", "server"] | None = None
+    """A cache in each worker, or the cache server of this host; where it is not given, as the node's `cache_server` says."""
+    server_url: Annotated[str, msgspec.Meta(pattern=r"^(ipc|tcp)://.+$")] | None = None
+    """Where the cache server listens, e.g. `ipc:///run/pd-cache.sock`; the node's `cache_server` where it is not given."""
     node: str | None = None
     """Which of its nodes this is; needed where several could be meant."""
     host: str = "127.0.0.1"
@@ -41,42 +52,95 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     handoff_wait_s: float
     shards: int
     """Into how many parts a chunk's KV heads are cut; 0 for as many as this engine's ranks."""
+    server_url: str | None = None
+    """The cache server that holds this engine's cache; None for a cache in each worker."""
 
 
 def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
-    """Check and read. ConfigError says what is wrong with the mapping, or with the file that it names."""
+    """Check and read. ConfigError says what is wrong with the mapping, or with the file that it names.
+
+    Without a file the server is asked: ConfigError if it does not answer within 10 seconds.
+    """
     try:
         given = msgspec.convert(dict(extra), ExtraConfig)
     except msgspec.ValidationError as error:
         names = ", ".join(ExtraConfig.__struct_fields__)
         raise ConfigError(f"kv_connector_extra_config: {error} (allowed: {names})") from None
+    if given.mode == "in-process" and given.server_url is not None:
+        raise ConfigError("kv_connector_extra_config.server_url: is for mode: server, and mode is in-process")
+    if given.config_file is None:
+        return _of_server(given)
     config = load_config(given.config_file)
-    if not config.masters.ha and not any(isinstance(node, MasterNode) and node.port for node in config.nodes):
+    node = _node(config, given, kv_role)
+    server_url = _server_url(config, given, node)
+    masters = [one for one in config.nodes if isinstance(one, MasterNode)]
+    if server_url is None and not config.masters.ha and not any(master.port for master in masters):
         raise ConfigError(
             f"kv_connector_extra_config.config_file: {given.config_file} does not tell the master's host and port; only "
             "`pd-cache launch` and `up` find them by themselves"
         )
     is_vllm = isinstance(config.engine, VllmEngineConfig)
-    node = _node(config, given, kv_role)
     cache = config.cache
     if cache.hash_mode == "auto":
         cache = msgspec.structs.replace(cache, hash_mode="blocks")
-    own = (
-        NodeSettings.of(config, node)
-        if node is not None
-        else NodeSettings(
-            master=config.master_address,
-            host=given.host,
-            transfer=config.transfer,
-            segment_size=int(config.transfer.segment_size),
+    if node is not None:
+        own = NodeSettings.of(config, node)
+    else:
+        segment = 0 if server_url is not None else int(config.transfer.segment_size)
+        own = NodeSettings(
+            master=config.master_address, host=given.host, transfer=config.transfer, segment_size=segment
         )
-    )
     return Settings(
         node=msgspec.structs.replace(own, cache=cache),
         connector=config.connector,
         handoff_wait_s=config.handoff.wait_ms / 1000,
         shards=config.shards if is_vllm else config.cache.shards,
+        server_url=server_url,
     )
+
+
+def _of_server(given: ExtraConfig) -> Settings:
+    """All that is not the server's to say is as in a file that does not mention it."""
+    if given.mode != "server" or given.server_url is None:
+        raise ConfigError("kv_connector_extra_config: needs a config_file, or `mode: server` with a server_url")
+    if given.node is not None:
+        raise ConfigError("kv_connector_extra_config.node: names a node of a config_file, and there is none")
+    try:
+        client = CacheClient(given.server_url, None, kind="observer", connect_timeout_s=_CONNECT_S)
+    except (CacheServerError, ValueError) as error:
+        raise ConfigError(f"kv_connector_extra_config.server_url: {given.server_url}: {error}") from None
+    try:
+        welcome = client.welcome
+        assert welcome is not None
+    finally:
+        client.close()
+    mode, seed = welcome.hash_mode, welcome.hash_seed
+    cache = CacheConfig(
+        chunk_size=welcome.chunk_size, hash_mode="blocks" if welcome.may_choose else mode, hash_seed=seed
+    )
+    return Settings(
+        node=NodeSettings(master="", host=given.host, cache=cache),
+        connector=ConnectorConfig(),
+        handoff_wait_s=HandoffConfig().wait_ms / 1000,
+        shards=0,
+        server_url=given.server_url,
+    )
+
+
+def _server_url(config: ClusterConfig, given: ExtraConfig, node: PrefillNode | DecodeNode | None) -> str | None:
+    """The cache server's address; None for a cache in each worker."""
+    if given.mode == "in-process" or given.server_url is not None:
+        return given.server_url
+    named = node.cache_server if node is not None else None
+    if named is None:
+        if given.mode == "server":
+            raise ConfigError(
+                "kv_connector_extra_config: `mode: server` needs a server_url, or a node with a cache_server in its file"
+            )
+        return None
+    server = config.node(named)
+    assert isinstance(server, CacheServerNode)  # the file's checks saw to it
+    return config.server_url(server)
 
 
 def _node(config: ClusterConfig, given: ExtraConfig, kv_role: str) -> PrefillNode | DecodeNode | None:

@@ -6,20 +6,15 @@ waits for the pool only until its deadline.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-
-from pd_cache.engine import CacheEngine, Stored
-from pd_cache.paged import Fence
+from pd_cache.engine import Stored
+from pd_cache.vllm.chunks import Chunks
 from pd_cache.vllm.messages import LoadOp, StepMetadata, StoreOp, WorkerReport
-
-log = logging.getLogger(__name__)
 
 _LOADERS = 2
 _IDLE_WAIT_S = 0.002
@@ -34,7 +29,8 @@ class _Load(NamedTuple):
 
 class _Store(NamedTuple):
     op: StoreOp
-    fence: Fence
+    after: Any
+    """The mark at the end of the step that computes the chunks."""
 
 
 class LoadResult(NamedTuple):
@@ -49,22 +45,17 @@ class WorkerSide:
 
     def __init__(
         self,
-        engine: CacheEngine,
-        kv_caches: Sequence[torch.Tensor],
+        chunks: Chunks,
         *,
-        block_size: int,
         stores: bool,
         load_timeout_s: float,
         asynchronous: bool,
     ) -> None:
-        """`engine` stays its owner's. `stores` is false where another rank stores the same KV."""
-        self.engine = engine
-        self._kv_caches = kv_caches
-        self._block_size = block_size
+        """Take over `chunks`. `stores` is false where another rank stores the same KV."""
+        self._chunks = chunks
         self._stores = stores
         self._load_timeout_s = load_timeout_s
         self._asynchronous = asynchronous
-        self._offsets = torch.arange(block_size)
         self._load_queue: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
         self._store_queue: queue.SimpleQueue[_Store | None] = queue.SimpleQueue()  # the scheduler bounds what is in it
         self._changed = threading.Condition()
@@ -102,10 +93,10 @@ class WorkerSide:
                     self._report.failed_loads.add(op.request_id)
 
     def save(self, step: StepMetadata) -> None:
-        """Queue this step's stores: the forward pass has been launched, and a fence marks its end."""
+        """Queue this step's stores: the forward pass has been launched, and a mark tells its end."""
         if not step.stores:
             return
-        fence = Fence(self._kv_caches[0])
+        after = self._chunks.mark()
         for op in step.stores:
             with self._changed:
                 if self._stores:
@@ -113,7 +104,7 @@ class WorkerSide:
                 else:
                     self._report.jobs[op.job] = (1, [Stored.BEFORE] * len(op.names))
             if self._stores:
-                self._store_queue.put(_Store(op, fence))
+                self._store_queue.put(_Store(op, after))
 
     def take_loads(self, step: StepMetadata, finished: set[str]) -> LoadResult:
         """What ended; loads of `finished` requests that have not begun are given up."""
@@ -134,7 +125,7 @@ class WorkerSide:
             return report
 
     def close(self, timeout: float) -> None:
-        """Give up what is queued, and wait for what runs, at most `timeout` seconds. Idempotent."""
+        """Give up what is queued, wait for what runs, at most `timeout` seconds, and let go of the cache. Idempotent."""
         self._closing = True
         for _ in range(_LOADERS):
             self._load_queue.put(None)
@@ -142,6 +133,7 @@ class WorkerSide:
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._chunks.close(timeout)
 
     # --- inside --------------------------------------------------------------------------------------------------
 
@@ -172,11 +164,9 @@ class WorkerSide:
         try:
             remaining = deadline - time.monotonic()
             if remaining > 0:
-                loaded = self.engine.retrieve_chunks(
-                    op.names, kv_caches=self._kv_caches, slot_mapping=self._slots(op.blocks), timeout=remaining
-                )
+                loaded = self._chunks.load(op.request_id, op.names, op.blocks, remaining)
             else:
-                self.engine.metrics.trouble("retrieve", "deadline", len(op.names))
+                self._chunks.metrics.trouble("retrieve", "deadline", len(op.names))
         except Exception as error:  # noqa: BLE001 - whatever it is, vLLM computes the blocks
             self._unexpected("retrieve", len(op.names), error)
         return _blocks(op.blocks[loaded * len(op.blocks) // len(op.names) :])
@@ -187,10 +177,7 @@ class WorkerSide:
             outcomes = [Stored.NOT] * len(op.names)
             try:
                 if not self._closing:
-                    item.fence.follow()
-                    outcomes = self.engine.store_chunks(
-                        op.names, kv_caches=self._kv_caches, slot_mapping=self._slots(op.blocks)
-                    )
+                    outcomes = self._chunks.store(op.names, op.blocks, item.after)
             except Exception as error:  # noqa: BLE001 - a chunk that is not stored is computed again, no more
                 self._unexpected("store", len(op.names), error)
             with self._changed:
@@ -199,12 +186,7 @@ class WorkerSide:
                 self._changed.notify_all()
 
     def _unexpected(self, op: str, chunks: int, error: Exception) -> None:
-        self.engine.metrics.trouble(op, f"error_{type(error).__name__}", chunks, detail=str(error))
-
-    def _slots(self, blocks: Sequence[int]) -> torch.Tensor:
-        """The slot of each token, -1 for those of blocks that are left out."""
-        first = torch.tensor(blocks, dtype=torch.int64).unsqueeze(1)
-        return torch.where(first < 0, first, first * self._block_size + self._offsets).flatten()
+        self._chunks.metrics.trouble(op, f"error_{type(error).__name__}", chunks, detail=str(error))
 
 
 def _blocks(blocks: Sequence[int]) -> set[int]:

@@ -930,7 +930,7 @@ class Lookups(LookupClient):
         self.asked: list[tuple[int, object]] = []
         self.closed = False
 
-    def _lookup(self, token_ids: Any, block_hashes: Any, held: int, extra_keys: Any) -> int:
+    def _lookup(self, token_ids: Any, block_hashes: Any, held: int, extra_keys: Any, lookup_id: Any) -> int:
         self.asked.append((len(token_ids), extra_keys))
         self.gate.wait(5)
         return self.found

@@ -151,8 +151,9 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         ),
         (
             "  kind: reference\n  model: {name: tiny, random: {seed: 1}}\nnodes:\n",
-            "  kind: vllm\n  model: m\nnodes:\n  - {name: v, role: prefill, cache_server: c}\n  - {name: c, role: cache-server}\n",
-            "nodes[0].cache_server: 'c': is for the reference engine; vLLM's connector has a cache of its own",
+            "  kind: vllm\n  model: m\nnodes:\n  - {name: v, role: prefill, cache_server: c}\n  - {name: c, role: cache-server}\n"
+            "  - {name: w, role: prefill, args: {tensor-parallel-size: 2}}\n",
+            "nodes[0].cache_server: 'c': moves one shard of a chunk for a rank, and cache.shards is 2 for 1 ranks",
         ),
         (
             "{segment_size: 1GiB}",

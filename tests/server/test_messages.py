@@ -65,10 +65,10 @@ REQUESTS = [
     StatusQuery(),
 ]
 ANSWERS = [
-    Welcome(TOKEN, "0.1", 256, "tokens", "", "/run/x"),
+    Welcome(TOKEN, "0.1", 256, "tokens", "", True, "/run/x"),
     Done(),
     Found(3),
-    Stored(1, 2, 3),
+    Stored(b"\x00\x01\x02"),
     Loaded(4),
     Refused("busy", "later"),
 ]
