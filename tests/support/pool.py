@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from launch.process import spawn_child
 from pd_cache.config import CacheConfig, NodeSettings
 from tests.support.hosts import Host
 from transfer.settings import TransferSettings
+from transfer.store import load_mooncake
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -160,6 +162,20 @@ class Pool:
         """What the master's HTTP service answers."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=5) as page:
             return str(page.read().decode())
+
+    def keys(self) -> set[str]:
+        """The keys of all chunks in the pool."""
+        return {key for key in self.ask("/get_all_keys").split() if not key.endswith("/manifest")}
+
+    @contextlib.contextmanager
+    def bare_client(self) -> Iterator[Any]:
+        """Mooncake itself: what plants bad data, and takes away good, behind pd-cache's back."""
+        client = load_mooncake().MooncakeDistributedStore()
+        assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", self.address) == 0
+        try:
+            yield client
+        finally:
+            client.close()
 
     def used(self, store: int) -> int:
         """Bytes that objects take of a store node's segment."""

@@ -61,9 +61,20 @@ def events_port() -> int:
     return free_port()
 
 
+@pytest.fixture(scope="session", params=["in-process", "server"])
+def mode(request: pytest.FixtureRequest) -> str:
+    """Where the engines' cache is: in each of their workers, or in one cache server for both."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
 def pair(
-    model: Path, vllm_pool: Pool, plain: Reference, events_port: int, tmp_path_factory: pytest.TempPathFactory
+    model: Path,
+    vllm_pool: Pool,
+    plain: Reference,
+    events_port: int,
+    mode: str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
     """A with vLLM's prefix cache and asynchronous scheduling, B without either. `plain` first: it is always needed."""
     events = (
@@ -73,7 +84,7 @@ def pair(
         "prefill-0": {"args": {"async-scheduling": True, "kv-events-config": events}},
         "decode-0": {"args": {"async-scheduling": False, "enable-prefix-caching": False}},
     }
-    file = cluster_file(tmp_path_factory.mktemp("pair"), vllm_pool, model, nodes)
+    file = cluster_file(tmp_path_factory.mktemp("pair"), vllm_pool, model, nodes, mode=mode)
     with running(file, *nodes) as (a, b):
         yield Pair(a, b)
 

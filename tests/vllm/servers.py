@@ -22,10 +22,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from launch.process import spawn_child
+from pd_cache.config import CacheServerNode, load_config
 from tests.support.pool import ROOT, Node, Pool, free_port
 
 CHUNK, BLOCK = 64, 32
 MODEL_NAME = "demo"
+CACHE = "cache-0"
 
 ENV = {
     "HF_HUB_OFFLINE": "1",
@@ -110,19 +112,7 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric over all label sets that have `labels`."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
-            lines = answer.read().decode().splitlines()
-        total = 0.0
-        for line in lines:
-            match = re.fullmatch(r"([^{ ]+)(?:\{(.*)\})? (\S+)", line)
-            if match and match[1] == name:
-                given = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
-                if labels.items() <= given.items():
-                    total += float(match[3])
-        return total
-
-    def troubles(self, op: str, reason: str) -> float:
-        return self.metric("vllm:pd_cache_troubles_total", op=op, reason=reason)
+        return metric_at(self.url, name, **labels)
 
     @property
     def blocks_in_use(self) -> float:
@@ -153,10 +143,18 @@ class Server:
 class PdCacheServer(Server):
     """A prefill or decode node, as `pd-cache launch ROLE` runs it."""
 
-    def __init__(self, role: str, name: str, file: Path) -> None:
-        """Started, but not ready yet."""
-        self.node = Node(role, name, file, wait=False)
+    def __init__(self, name: str, file: Path, cache_url: str | None = None) -> None:
+        """Started, but not ready yet. `cache_url` is where the metrics of its cache server are, if it has one."""
+        self.node = Node(role_of(name), name, file, wait=False)
+        self._cache_url = cache_url
         super().__init__("")
+
+    def troubles(self, op: str, reason: str) -> float:
+        """Chunks that ended so, in vLLM's connector or in the cache server behind it."""
+        own = self.metric("vllm:pd_cache_troubles_total", op=op, reason=reason)
+        if self._cache_url is None:
+            return own
+        return own + metric_at(self._cache_url, "pd_cache_troubles_total", op=op, reason=reason)
 
     def wait_ready(self) -> None:
         self.node.wait_ready(_READY_S)
@@ -164,14 +162,22 @@ class PdCacheServer(Server):
 
 
 class PlainServer(Server):
-    """`vllm serve` without a connector."""
+    """`vllm serve`, started by hand; without `more` flags it has no connector."""
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, *more: str) -> None:
         port = free_port()
         super().__init__(f"http://127.0.0.1:{port}")
         flags = [f"--{key}" if value is True else f"--{key}={value}" for key, value in ARGS.items()]
         executable = str(Path(sys.executable).with_name("vllm"))
-        command = [executable, "serve", str(model), f"--served-model-name={MODEL_NAME}", f"--port={port}", *flags]
+        command = [
+            executable,
+            "serve",
+            str(model),
+            f"--served-model-name={MODEL_NAME}",
+            f"--port={port}",
+            *flags,
+            *more,
+        ]
         with log.open("wb") as output:
             self.process = spawn_child(
                 command,
@@ -224,13 +230,23 @@ def cluster_file(
     nodes: dict[str, dict[str, Any]],
     *,
     args: dict[str, Any] | None = None,
+    mode: str = "in-process",
     **sections: Any,
 ) -> Path:
-    """A file that describes prefill and decode nodes (`prefill-0`, …) over a pool that runs already."""
-    described = [
-        {"name": name, "role": name.split("-")[0], "port": 0, "segment_size": 0, **options}
+    """A file that describes prefill and decode nodes (`prefill-0`, …) over a pool that runs already.
+
+    In the mode `server` the cache of all of them is in one cache server.
+    """
+    described: list[dict[str, Any]] = [
+        {"name": name, "role": role_of(name), "port": 0, "segment_size": 0, **options}
         for name, options in nodes.items()
     ]
+    if mode == "server":
+        for node in described:
+            node["cache_server"] = CACHE
+        described.append(
+            {"name": CACHE, "role": "cache-server", "metrics_port": free_port(), "segment_size": 0, "session_s": 15}
+        )
     master = {"name": "master", "role": "master", "port": pool.port, "metrics_port": pool.metrics_port}
     tree = {
         "transfer": {"staging_size": "32MiB", "prefault": False, "timeouts": {"get_ms": 4000, "put_ms": 4000}},
@@ -247,22 +263,57 @@ def cluster_file(
         "nodes": [master, *described],
         **sections,
     }
-    file = folder / f"cluster-{free_port()}.yaml"
+    tree["name"] = f"vllm-{free_port()}"  # a cache server's socket is named after it
+    file = folder / f"{tree['name']}.yaml"
     file.write_text(yaml.safe_dump(tree))
     return file
 
 
 @contextlib.contextmanager
 def running(file: Path, *names: str) -> Iterator[list[PdCacheServer]]:
-    """The named nodes of the file, started at the same time."""
-    servers = [PdCacheServer(name.split("-")[0], name, file) for name in names]
-    try:
-        for server in servers:
-            server.wait_ready()
-        yield servers
-    finally:
-        statuses = [server.node.stop(timeout=60) for server in servers]
+    """The named nodes of the file, started at the same time, and their cache server."""
+    cache = load_config(file).node(CACHE)
+    cache_url = f"http://127.0.0.1:{cache.metrics_port}" if isinstance(cache, CacheServerNode) else None
+    with contextlib.ExitStack() as stack:
+        if cache_url is not None:
+            stack.enter_context(cache_server(file))
+        servers = [PdCacheServer(name, file, cache_url) for name in names]
+        try:
+            for server in servers:
+                server.wait_ready()
+            yield servers
+        finally:
+            statuses = [server.node.stop(timeout=60) for server in servers]
     assert not any(statuses), "".join(line for server in servers for line in server.node.errors[-40:])
+
+
+@contextlib.contextmanager
+def cache_server(file: Path) -> Iterator[Node]:
+    """The cache server of the file; a test may kill it, and start another."""
+    node = Node(role_of(CACHE), CACHE, file)
+    try:
+        yield node
+    finally:
+        node.stop()
+
+
+def role_of(name: str) -> str:
+    """The role of a node of `cluster_file`."""
+    return "cache-server" if name == CACHE else name.split("-")[0]
+
+
+def metric_at(url: str, name: str, **labels: str) -> float:
+    """The sum of a metric of a server over all label sets that have `labels`."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    total = 0.0
+    for line in lines:
+        match = re.fullmatch(r"([^{ ]+)(?:\{(.*)\})? (\S+)", line)
+        if match and match[1] == name:
+            given = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
+            if labels.items() <= given.items():
+                total += float(match[3])
+    return total
 
 
 __all__ = [
@@ -274,6 +325,7 @@ __all__ = [
     "PlainServer",
     "Reference",
     "Server",
+    "cache_server",
     "cluster_file",
     "running",
 ]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import signal
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,27 +41,9 @@ def stopped(pool: Pool, name: str) -> Iterator[None]:
         pool.nodes[name].send(signal.SIGCONT)
 
 
-@contextmanager
-def bare_client(pool: Pool) -> Iterator[Any]:
-    """What plants bad data behind pd-cache's back."""
-    from transfer.store import load_mooncake
-
-    client = load_mooncake().MooncakeDistributedStore()
-    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", pool.address) == 0
-    try:
-        yield client
-    finally:
-        client.close()
-
-
-def keys_of(pool: Pool) -> set[str]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{pool.metrics_port}/get_all_keys", timeout=10) as answer:
-        return {key for key in answer.read().decode().split() if not key.endswith("/manifest")}
-
-
 def corrupt(pool: Pool, key: str) -> None:
     """Flip a bit of an object."""
-    with bare_client(pool) as client:
+    with pool.bare_client() as client:
         value = bytearray(client.get(key))
         value[len(value) // 2] ^= 1
         assert client.remove(key, True) == 0
@@ -75,9 +55,9 @@ def test_a_corrupt_object_is_computed_again_and_never_used(
 ) -> None:
     prompt = new_prompt(LENGTH)
     store(pair.a, first_half := prompt[: 8 * CHUNK])
-    before = keys_of(vllm_pool)
+    before = vllm_pool.keys()
     store(pair.a, prompt)
-    corrupted = sorted(keys_of(vllm_pool) - before)
+    corrupted = sorted(vllm_pool.keys() - before)
     assert len(corrupted) == (WHOLE - len(first_half)) // CHUNK
     for key in corrupted:
         corrupt(vllm_pool, key)
@@ -164,19 +144,19 @@ def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_b
 
 
 def test_loading_before_the_forward_pass(
-    model: Path, vllm_pool: Pool, plain: Reference, pair: Pair, new_prompt: NewPrompt, tmp_path: Path
+    model: Path, vllm_pool: Pool, plain: Reference, pair: Pair, mode: str, new_prompt: NewPrompt, tmp_path: Path
 ) -> None:
     """`load: sync`, also where a load fails: what was computed from garbage is neither answered nor stored."""
-    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, connector={"load": "sync"})
+    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, mode=mode, connector={"load": "sync"})
     with running(file, "prefill-0") as (server,):
         prompt = new_prompt(LENGTH)
         store(pair.a, prompt)
         answer = server.complete(prompt)
         assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
 
-        before = keys_of(vllm_pool)
+        before = vllm_pool.keys()
         store(pair.a, prompt := new_prompt(8 * CHUNK))
-        bad = keys_of(vllm_pool) - before
+        bad = vllm_pool.keys() - before
         for key in bad:
             corrupt(vllm_pool, key)
         longer = [prompt + new_prompt(300) for _ in range(3)]
@@ -186,7 +166,7 @@ def test_loading_before_the_forward_pass(
         all_free(server)
 
     # what was stored behind the bad chunks is good: with those replaced, another node takes all of it
-    with bare_client(vllm_pool) as client:
+    with vllm_pool.bare_client() as client:
         assert not any(client.remove(key, True) for key in bad)
     store(pair.a, prompt)
     for one in longer:
@@ -195,11 +175,12 @@ def test_loading_before_the_forward_pass(
 
 
 def test_preemption_under_a_tiny_kv_cache(
-    model: Path, vllm_pool: Pool, plain: Reference, new_prompt: NewPrompt, tmp_path: Path
+    model: Path, vllm_pool: Pool, plain: Reference, mode: str, new_prompt: NewPrompt, tmp_path: Path
 ) -> None:
     """28 blocks of 32 tokens for eight requests of 200 and 120 more: most are preempted, some while they are stored."""
     args = {"num-gpu-blocks-override": 28, "max-model-len": 800}
-    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, args=args, connector={"store_generated": True})
+    connector = {"store_generated": True}
+    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, args=args, mode=mode, connector=connector)
     with running(file, "prefill-0") as (server,):
         prompts = [new_prompt(200) for _ in range(8)]
         for _ in range(2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import urllib.request
 from collections.abc import Callable
 
 import msgspec
@@ -85,16 +84,11 @@ def test_chunks_of_a_long_prompt_are_stored_while_it_is_computed(
     pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
     """Steps have 256 tokens here: four chunks are complete after the first of sixteen."""
-
-    def keys() -> int:
-        with urllib.request.urlopen(f"http://127.0.0.1:{vllm_pool.metrics_port}/get_all_keys", timeout=10) as answer:
-            return len(answer.read().splitlines())
-
     prompt = new_prompt(4000)
-    before = keys()
+    before = len(vllm_pool.keys())
     with pair.a.abandoned(prompt, 40):
-        wait_for(lambda: keys() > before)
-        early = keys() - before
+        wait_for(lambda: len(vllm_pool.keys()) > before)
+        early = len(vllm_pool.keys()) - before
     assert 0 < early < 4000 // CHUNK
     wait_for(lambda: not pair.a.blocks_in_use)
     stored_so_far = pair.b.complete(prompt).cached

@@ -28,38 +28,38 @@ WHOLE = LENGTH // CHUNK * CHUNK
 
 
 def test_tensor_parallel_nodes_share_with_each_other_and_with_nodes_of_another_size(
-    model: Path, vllm_pool: Pool, plain: Reference, new_prompt: NewPrompt, tmp_path: Path
+    model: Path, vllm_pool: Pool, plain: Reference, mode: str, new_prompt: NewPrompt, tmp_path: Path
 ) -> None:
+    """Through a cache server only nodes of the same size share: it moves one shard for a rank."""
     two = {"args": {"tensor-parallel-size": 2}, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
-    nodes = {"prefill-0": two, "decode-0": two, "decode-1": {}}
-    file = cluster_file(tmp_path, vllm_pool, model, nodes)
-    with running(file, "prefill-0", "decode-0", "decode-1") as (prefill, decode, alone):
+    nodes = {"prefill-0": two, "decode-0": two, **({"decode-1": {}} if mode == "in-process" else {})}
+    file = cluster_file(tmp_path, vllm_pool, model, nodes, mode=mode)
+    with running(file, *nodes) as (prefill, *readers):
         prompt = new_prompt(LENGTH)
         assert prefill.complete(prompt).tokens == plain.tokens(prompt)
         wait_for(lambda: not prefill.blocks_in_use, 30)
-        for reader in (decode, alone):
+        for reader in readers:
             answer = reader.complete(prompt)
             assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
 
 
 def test_the_same_name_with_other_weights_shares_nothing(
-    vllm_pool: Pool, pair: Pair, new_prompt: NewPrompt, tmp_path: Path, model: Path
+    vllm_pool: Pool, pair: Pair, mode: str, new_prompt: NewPrompt, tmp_path: Path, model: Path
 ) -> None:
     other = write_model(tmp_path / model.name, seed=1)
     prompt = new_prompt(LENGTH)
     pair.a.complete(prompt)
     wait_for(lambda: not pair.a.blocks_in_use)
-    file = cluster_file(
-        tmp_path, vllm_pool, other, {"decode-0": {}}, cache={"chunk_size": CHUNK, "hash_mode": "tokens"}
-    )
+    file = cluster_file(tmp_path, vllm_pool, other, {"decode-0": {}}, mode=mode)
     with running(file, "decode-0") as (server,):
         assert server.complete(prompt).cached == 0
 
 
-def test_token_mode(vllm_pool: Pool, plain: Reference, new_prompt: NewPrompt, tmp_path: Path, model: Path) -> None:
-    file = cluster_file(
-        tmp_path, vllm_pool, model, {"prefill-0": {}}, cache={"chunk_size": CHUNK, "hash_mode": "tokens"}
-    )
+def test_token_mode(
+    vllm_pool: Pool, plain: Reference, mode: str, new_prompt: NewPrompt, tmp_path: Path, model: Path
+) -> None:
+    by_tokens = {"chunk_size": CHUNK, "hash_mode": "tokens"}
+    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, mode=mode, cache=by_tokens)
     with running(file, "prefill-0") as (server,):
         prompt = new_prompt(LENGTH)
         assert server.complete(prompt).cached == 0
@@ -103,7 +103,7 @@ def test_what_cannot_work_is_refused_at_start_with_the_reason(
         (folder / "config.json").unlink()
         (folder / "config.json").write_text(json.dumps({**config, **change}))
     file = cluster_file(tmp_path, vllm_pool, folder, {"prefill-0": {}}, args=args, **sections)
-    server = PdCacheServer("prefill", "prefill-0", file)
+    server = PdCacheServer("prefill-0", file)
     with pytest.raises(AssertionError, match=re.escape(message)) as refusal:
         server.wait_ready()
     if change:

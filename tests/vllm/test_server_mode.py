@@ -1,0 +1,117 @@
+"""What only a cache server shows: its death and return, one memory for several engines, and a vLLM that knows nothing but its address."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pd_cache.config import CacheServerNode, load_config
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+from tests.vllm.servers import CACHE, CHUNK, PlainServer, Reference, cache_server, cluster_file, metric_at, running
+
+NewPrompt = Callable[[int], list[int]]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LENGTH = 1000
+WHOLE = LENGTH // CHUNK * CHUNK
+TIERS = {"chunk_size": CHUNK, "tiers": [{"kind": "local", "capacity": "64MiB"}, {"kind": "mooncake"}]}
+
+
+def connector(role: str, **extra: object) -> str:
+    """The flag by which anybody's `vllm serve` gets the connector."""
+    config = {
+        "kv_connector": "PdCacheConnector",
+        "kv_connector_module_path": "pd_cache.vllm.connector",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+    return f"--kv-transfer-config={json.dumps(config)}"
+
+
+def server_of(file: Path) -> tuple[str, str]:
+    """Where the cache server of a file listens, and where its metrics are."""
+    config = load_config(file)
+    node = config.node(CACHE)
+    assert isinstance(node, CacheServerNode)
+    return config.server_url(node), f"http://127.0.0.1:{node.metrics_port}"
+
+
+def test_the_server_is_killed_and_comes_back_and_no_engine_is_restarted(
+    model: Path, vllm_pool: Pool, plain: Reference, new_prompt: NewPrompt, tmp_path: Path
+) -> None:
+    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, mode="server")
+    url, _ = server_of(file)
+    by_hand = connector("kv_both", mode="server", server_url=url)
+    with cache_server(file) as cache:
+        server = PlainServer(model, tmp_path / "log", by_hand)
+        try:
+            prompt = new_prompt(LENGTH)
+            assert server.complete(prompt).tokens == plain.tokens(prompt)
+            wait_for(lambda: not server.blocks_in_use)
+            server.forget_prefixes()
+            usual = server.complete(prompt)
+            assert (usual.cached, usual.tokens) == (WHOLE, plain.tokens(prompt))
+
+            with server.abandoned(new_prompt(LENGTH)):
+                wait_for(lambda: server.blocks_in_use)
+                cache.kill()
+            wait_for(lambda: not server.blocks_in_use)
+            other = new_prompt(LENGTH)
+            answer = server.complete(other)
+            assert (answer.cached, answer.tokens) == (0, plain.tokens(other))
+
+            with cache_server(file):
+
+                def hit() -> bool:
+                    server.forget_prefixes()
+                    return server.complete(prompt).cached == WHOLE
+
+                wait_for(hit, 5, "a hit after the restart")
+                assert server.complete(prompt).tokens == plain.tokens(prompt)
+        finally:
+            server.stop()
+
+
+def test_an_engines_hit_on_what_another_has_computed_comes_from_the_servers_memory(
+    model: Path, vllm_pool: Pool, plain: Reference, new_prompt: NewPrompt, tmp_path: Path
+) -> None:
+    nodes = {"prefill-0": {}, "decode-0": {}}
+    file = cluster_file(tmp_path, vllm_pool, model, nodes, mode="server", cache=TIERS)
+    _, metrics = server_of(file)
+    with running(file, *nodes) as (a, b):
+        prompt = new_prompt(LENGTH)
+        a.complete(prompt, 1)
+        wait_for(lambda: not a.blocks_in_use)
+        before = {tier: metric_at(metrics, "pd_cache_tier_hits_total", tier=tier) for tier in ("local", "mooncake")}
+        answer = b.complete(prompt)
+        assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
+        assert metric_at(metrics, "pd_cache_tier_hits_total", tier="local") == before["local"] + WHOLE // CHUNK
+        assert metric_at(metrics, "pd_cache_tier_hits_total", tier="mooncake") == before["mooncake"]
+
+
+def test_a_producer_started_by_hand_with_tiers_of_its_own_finds_what_the_pool_has_lost(
+    model: Path, vllm_pool: Pool, plain: Reference, new_prompt: NewPrompt, tmp_path: Path
+) -> None:
+    """In the in-process mode it is the worker that knows its tiers: lookups ask it."""
+    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, cache=TIERS)
+    server = PlainServer(model, tmp_path / "log", connector("kv_producer", config_file=str(file)), "--async-scheduling")
+    try:
+        prompt = new_prompt(LENGTH)
+        server.complete(prompt, 1)
+        wait_for(lambda: not server.blocks_in_use)
+        server.forget_prefixes()
+        with vllm_pool.bare_client() as client:
+            assert client.remove_by_regex("^pdc1/", True) > 0
+        prompts = [prompt + new_prompt(100 + 10 * index) for index in range(4)]
+        answers = server.complete_all(prompts)
+        assert [answer.tokens for answer in answers] == [plain.tokens(one) for one in prompts]
+        assert max(answer.cached for answer in answers) == WHOLE
+        assert server.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded") >= WHOLE
+    finally:
+        server.stop()
