@@ -13,13 +13,12 @@ import http.client
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 import urllib.request
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +28,7 @@ from bench.engine import RawPool, timed
 from bench.model import VOCABULARY, write_model
 from bench.pool import raw_client
 from bench.report import Check, finish, progress
-from launch.process import LocalProcesses, Program
-from launch.topology import free_port
+from bench.vllm_server import vllm_server
 from launch.up import quiet, running
 from pd_cache.config import (
     CacheConfig,
@@ -169,13 +167,12 @@ def servers(model: Path, folder: Path, pool: ByteSize, positions: int) -> Iterat
             )
         )
         connector = json.dumps({"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"})
+        configured = {"MOONCAKE_CONFIG_PATH": str(mooncake)}
         theirs = [
-            stack.enter_context(
-                vllm(model, positions, {"MOONCAKE_CONFIG_PATH": str(mooncake)}, f"--kv-transfer-config={connector}")
-            )
+            Server(stack.enter_context(vllm(model, positions, configured, f"--kv-transfer-config={connector}")))
             for _ in range(2)
         ]
-        plain = stack.enter_context(vllm(model, positions, {}))
+        plain = Server(stack.enter_context(vllm(model, positions, {})))
         yield Servers(
             plain,
             (Server(cluster.urls["a"]), Server(cluster.urls["b"])),
@@ -184,48 +181,9 @@ def servers(model: Path, folder: Path, pool: ByteSize, positions: int) -> Iterat
         )
 
 
-@contextmanager
-def vllm(model: Path, positions: int, env: dict[str, str], *flags: str) -> Iterator[Server]:
-    """`vllm serve` as anybody would start it."""
-    port = free_port("127.0.0.1")
-    given = (f"--{name}" if value is True else f"--{name}={value}" for name, value in arguments(positions).items())
-    command = (
-        str(Path(sys.executable).with_name("vllm")),
-        "serve",
-        str(model),
-        "--served-model-name=bench",
-        f"--port={port}",
-        *given,
-        *flags,
-    )
-    last: list[str] = []
-
-    def note(stream: str, line: str) -> None:
-        last.append(line)
-        del last[:-30]
-
-    processes = LocalProcesses(30)
-    process = processes.spawn(Program("vllm", command, {**_ENV, **env}), note)
-    try:
-        end = time.monotonic() + _READY_S
-        while True:
-            if process.poll() is not None or time.monotonic() > end:
-                raise click.ClickException("vLLM did not start:\n" + "\n".join(last))
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
-                    break
-            except OSError:
-                time.sleep(0.2)
-        yield Server(f"http://127.0.0.1:{port}")
-    finally:
-        process.terminate()
-        end = time.monotonic() + 30
-        while process.poll() is None and time.monotonic() < end:
-            time.sleep(0.1)
-        process.kill()
-        while process.poll() is None:
-            time.sleep(0.1)
-        processes.close()
+def vllm(model: Path, positions: int, env: dict[str, str], *more: str) -> AbstractContextManager[str]:
+    """A server without pd-cache, otherwise as the others are."""
+    return vllm_server(model, "bench", arguments(positions), {**_ENV, **env}, *more, ready_timeout_s=_READY_S)
 
 
 def measure(up: Servers, tokens: int, rounds: int, raw: RawPool, client: Any) -> dict[str, float]:

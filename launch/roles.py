@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import signal
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from launch.discovery import Member, find_master
 from launch.errors import RoleError
+from launch.foreign import ForeignProgram
 from launch.process import spawn_child
 from launch.signals import stop_on_signals
 from pd_cache.config import (
@@ -114,26 +116,16 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
 
 def run_master(config: ClusterConfig, node: MasterNode, ready: Ready) -> None:
     """Run Mooncake's master as a child that dies with this process. One of several is ready as leader or as standby."""
-    with stop_on_signals() as stop:
-        child = spawn_child(master_command(config, node), stdout=subprocess.DEVNULL)
-        try:
-            deadline = time.monotonic() + config.supervisor.ready_timeout_s
-            while not stop.is_set() and not _serving(node, config.masters.ha):
-                if child.poll() is not None:
-                    raise RoleError(
-                        f"mooncake_master ended with {child.returncode} before it served; are the ports "
-                        f"{node.port} and {node.metrics_port} of {node.host} free?"
-                    )
-                if time.monotonic() > deadline:
-                    raise RoleError(f"mooncake_master not serving after {config.supervisor.ready_timeout_s:g} s")
-                stop.wait(0.05)
-            if not stop.is_set():
-                ready(f"{node.host}:{node.port}")
-            while not stop.wait(0.2):
-                if child.poll() is not None:
-                    raise RoleError(f"mooncake_master ended with {child.returncode}")
-        finally:
-            _end(child, config.supervisor.stop_grace_s)
+    command, settings = master_command(config, node), config.supervisor
+    spawn = functools.partial(spawn_child, command, stdout=subprocess.DEVNULL)
+    with stop_on_signals() as stop, ForeignProgram("mooncake_master", spawn, settings.stop_grace_s) as master:
+        master.run(
+            stop,
+            serving=lambda: _serving(node, config.masters.ha),
+            ready=lambda: ready(f"{node.host}:{node.port}"),
+            deadline=time.monotonic() + settings.ready_timeout_s,
+            hint=lambda: f"are the ports {node.port} and {node.metrics_port} of {node.host} free?",
+        )
 
 
 def client_command(config: ClusterConfig, node: StoreNode) -> list[str]:
@@ -170,47 +162,37 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Ready, member: Memb
 def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Ready, member: Member) -> None:
     """Run a host's `mooncake_client` as a child that ends with this process, and unmounts its segment as it ends."""
     _, election = split_master(config.master_address)
+    settings = config.supervisor
     with stop_on_signals() as stop:
-        deadline = time.monotonic() + config.supervisor.ready_timeout_s
+        deadline = time.monotonic() + settings.ready_timeout_s
         # without a master, mooncake_client aborts; whether one of several leads, only it finds out
         while election is None and not _listening(config.master_address):
             if time.monotonic() > deadline:
                 raise PoolUnavailableError(f"Mooncake master {config.master_address} not reachable")
             if stop.wait(0.2):
                 return
-        child = _spawn_host_client(config, node, election)
-        try:
-            while not stop.is_set() and not _listening(f"{node.host}:{node.port}"):
-                late = time.monotonic() > deadline
-                if child.poll() is not None:
-                    if election is None or late:
-                        raise RoleError(
-                            f"mooncake_client ended with {child.returncode} before it served; is the port {node.port} of "
-                            f"{node.host} free, and is there memory for {node.segment_size}?"
-                        )
-                    if not stop.wait(1.0):
-                        child = _spawn_host_client(config, node, election)
-                elif late:
-                    raise RoleError(f"mooncake_client not serving after {config.supervisor.ready_timeout_s:g} s")
-                stop.wait(0.05)
-            if not stop.is_set():
-                ready(f"{node.host}:{node.port}")
-            while not stop.wait(0.2):
-                if child.poll() is not None:
-                    raise RoleError(f"mooncake_client ended with {child.returncode}")
-        finally:
-            member.leave()
-            _end(child, config.supervisor.stop_grace_s)
-
-
-def _spawn_host_client(config: ClusterConfig, node: StoreNode, election: str | None) -> subprocess.Popen[bytes]:
-    return spawn_child(
-        client_command(config, node),
-        death_signal=signal.SIGTERM,
-        blocked=WAITS_FOR,
-        env=host_environment(config.transfer, election),
-        stdout=subprocess.DEVNULL,
-    )
+        spawn = functools.partial(
+            spawn_child,
+            client_command(config, node),
+            death_signal=signal.SIGTERM,
+            blocked=WAITS_FOR,
+            env=host_environment(config.transfer, election),
+            stdout=subprocess.DEVNULL,
+        )
+        with ForeignProgram("mooncake_client", spawn, settings.stop_grace_s) as client:
+            try:
+                client.run(
+                    stop,
+                    serving=lambda: _listening(f"{node.host}:{node.port}"),
+                    ready=lambda: ready(f"{node.host}:{node.port}"),
+                    deadline=deadline,
+                    hint=lambda: (
+                        f"is the port {node.port} of {node.host} free, and is there memory for {node.segment_size}?"
+                    ),
+                    again=election is not None,  # it ends where no master leads yet
+                )
+            finally:
+                member.leave()
 
 
 def _run_segment(config: ClusterConfig, node: StoreNode, ready: Ready, member: Member) -> None:
@@ -371,12 +353,3 @@ def _mooncake(program: str) -> str:
     if path is None:
         raise RoleError(f"{program} is not installed; install pd-cache with one of the extras cpu, cuda12, cuda13")
     return path
-
-
-def _end(child: subprocess.Popen[bytes], grace: float) -> None:
-    child.terminate()
-    try:
-        child.wait(grace)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()

@@ -87,14 +87,8 @@ def make_etcd(tmp_path: Path) -> Iterator[Callable[..., Etcd]]:
 @pytest.fixture
 def raw_client(any_pool: Pool) -> Iterator[Any]:
     """A bare, full Mooncake client: what puts bad data into the pool behind pd-cache's back."""
-    from transfer.store import load_mooncake
-
-    client = load_mooncake().MooncakeDistributedStore()
-    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", any_pool.address) == 0
-    try:
+    with any_pool.bare_client() as client:
         yield client
-    finally:
-        client.close()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -10,11 +11,12 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from launch.errors import RoleError
-from launch.process import LocalProcesses, Process, Program
+from launch.foreign import ForeignProgram
+from launch.process import LocalProcesses, Program
 from launch.signals import stop_on_signals
 from pd_cache.config import (
     Argument,
@@ -25,7 +27,6 @@ from pd_cache.config import (
     dump_config,
 )
 
-_POLL_S = 0.2
 _REFUSAL = re.compile(r"\bpd_cache\.[\w.]+Error: (.+)")
 
 
@@ -48,26 +49,19 @@ def serve_vllm(
         guarded = LocalProcesses(settings.stop_grace_s)
         program = Program(node.name, tuple(command(engine, node, file)), {**engine.env, **node.env})
         output = _Output()
-        vllm = guarded.spawn(program, output.pass_on)
-        try:
-            deadline = time.monotonic() + settings.ready_timeout_s
-            while not stop.is_set() and not _healthy(node):
-                _check_alive(vllm, output)
-                if time.monotonic() > deadline:
-                    raise RoleError(
-                        f"vLLM not ready after {settings.ready_timeout_s:g} s; a large model needs a larger "
-                        "supervisor.ready_timeout_s"
-                    )
-                stop.wait(_POLL_S)
-            if not stop.is_set():
-                ready(f"http://{node.host}:{node.port}")
-            while not stop.wait(_POLL_S):
-                _check_alive(vllm, output)
-        finally:
-            deadline = time.monotonic() + 0.8 * settings.stop_grace_s  # before whoever stops us loses patience
-            on_stop()
-            _end(vllm, deadline)
-            guarded.close()
+        # it has to be gone before whoever stops us loses patience
+        vllm = ForeignProgram("vLLM", lambda: guarded.spawn(program, output.pass_on), 0.8 * settings.stop_grace_s)
+        with contextlib.closing(guarded), vllm:
+            try:
+                vllm.run(
+                    stop,
+                    serving=lambda: healthy(node.host, node.port),
+                    ready=lambda: ready(f"http://{node.host}:{node.port}"),
+                    deadline=time.monotonic() + settings.ready_timeout_s,
+                    hint=lambda: output.refusal or "its last lines say why, and a large model needs time",
+                )
+            finally:
+                on_stop()
 
 
 def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path) -> list[str]:
@@ -78,38 +72,37 @@ def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path
         "kv_connector_module_path": "pd_cache.vllm.connector",
         "kv_role": "kv_both" if isinstance(node, PrefillNode) else "kv_consumer",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "config_file": str(file),
-            "node": node.name,
-            "mode": "server" if node.cache_server else "in-process",
-        },
+        "kv_connector_extra_config": {"config_file": str(file), "node": node.name},
     }
     return [
-        _executable(engine),
+        executable(engine.executable),
         "serve",
         engine.model,
         f"--host={node.host}",
         f"--port={node.port}",
         f"--served-model-name={engine.name or engine.model}",
         f"--kv-transfer-config={json.dumps(connector)}",
-        *(flag for name, value in arguments.items() for flag in _flags(name, value)),
+        *flags(arguments),
     ]
 
 
-def _flags(name: str, value: Argument) -> Iterator[str]:
-    if isinstance(value, bool):
-        yield f"--{name}" if value else f"--no-{name}"
-    elif isinstance(value, list):
-        yield from (f"--{name}", *map(str, value))
-    else:
-        yield f"--{name}={value}"
+def flags(arguments: Mapping[str, Argument]) -> Iterator[str]:
+    """Arguments of the file as `vllm serve` takes them."""
+    for name, value in arguments.items():
+        if isinstance(value, bool):
+            yield f"--{name}" if value else f"--no-{name}"
+        elif isinstance(value, list):
+            yield from (f"--{name}", *map(str, value))
+        else:
+            yield f"--{name}={value}"
 
 
-def _executable(engine: VllmEngineConfig) -> str:
-    beside = Path(sys.executable).parent / engine.executable  # which is the executable itself where that is a path
-    found = str(beside) if beside.is_file() else shutil.which(engine.executable)
+def executable(name: str) -> str:
+    """Where the program is: beside this Python, or in PATH. RoleError if it is in neither."""
+    beside = Path(sys.executable).parent / name  # which is the program itself where `name` is a path
+    found = str(beside) if beside.is_file() else shutil.which(name)
     if found is None:
-        raise RoleError(f"{engine.executable} is not installed: neither beside {sys.executable} nor in PATH")
+        raise RoleError(f"{name} is not installed: neither beside {sys.executable} nor in PATH")
     return found
 
 
@@ -125,24 +118,10 @@ class _Output:
             self.refusal = match[1]
 
 
-def _check_alive(vllm: Process, output: _Output) -> None:
-    status = vllm.poll()
-    if status is not None:
-        raise RoleError(f"vLLM ended with {status}: {output.refusal or 'its last lines say why'}")
-
-
-def _end(vllm: Process, deadline: float) -> None:
-    vllm.terminate()
-    while vllm.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    vllm.kill()
-    while vllm.poll() is None:
-        time.sleep(0.05)
-
-
-def _healthy(node: PrefillNode | DecodeNode) -> bool:
+def healthy(host: str, port: int) -> bool:
+    """Whether a vLLM serves there."""
     try:
-        with urllib.request.urlopen(f"http://{node.host}:{node.port}/health", timeout=2) as answer:
+        with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=2) as answer:
             return bool(answer.status == 200)
     except (OSError, urllib.error.URLError):
         return False

@@ -321,7 +321,7 @@ class _WriteBehind:
         while (write := self._jobs.get()) is not None:
             try:
                 write.results()
-            except Exception:
+            except Exception:  # whatever one write does, the thread goes on
                 log.exception("tier %s: a write behind broke", write.tier.metrics.tier)
             finally:
                 with self._changed:

@@ -346,7 +346,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing that goes wrong in a cache is worth a request."""
         try:
             return call()
-        except Exception as error:
+        except Exception as error:  # of whatever kind: vLLM serves on
             self._metrics.trouble(hook, f"error_{type(error).__name__}", detail=str(error))
             logger.exception("pd-cache: %s failed; going on without", hook)
             return otherwise

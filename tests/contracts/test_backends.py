@@ -277,14 +277,8 @@ def test_a_damaged_object_in_one_tier_is_read_from_the_next_and_mended(
 
 @pytest.fixture(scope="module")
 def raw_client_of_module(pool: Pool) -> Iterator[Any]:
-    from transfer.store import load_mooncake
-
-    client = load_mooncake().MooncakeDistributedStore()
-    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", pool.address) == 0
-    try:
+    with pool.bare_client() as client:
         yield client
-    finally:
-        client.close()
 
 
 # --- budgets ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from bench.model import VOCABULARY, write_model
 from tests.support.leaks import no_leaks
 from tests.support.pool import Pool, free_port
-from tests.vllm.servers import PdCacheServer, PlainServer, Reference, cluster_file, running
+from tests.vllm.servers import PdCacheServer, Reference, by_hand, cluster_file, running
 
 
 class Pair(NamedTuple):
@@ -46,13 +46,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+def plain(model: Path) -> Iterator[Reference]:
     """What a vLLM without a cache answers."""
-    server = PlainServer(model, tmp_path_factory.mktemp("plain") / "log")
-    try:
+    with by_hand(model) as server:
         yield Reference(server)
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="session")

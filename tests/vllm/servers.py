@@ -5,11 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -21,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from launch.process import spawn_child
+from bench.vllm_server import vllm_server
 from pd_cache.config import CacheServerNode, load_config
 from tests.support.pool import ROOT, Node, Pool, free_port
 
@@ -161,50 +157,11 @@ class PdCacheServer(Server):
         self.url = self.node.address
 
 
-class PlainServer(Server):
-    """`vllm serve`, started by hand; without `more` flags it has no connector."""
-
-    def __init__(self, model: Path, log: Path, *more: str) -> None:
-        port = free_port()
-        super().__init__(f"http://127.0.0.1:{port}")
-        flags = [f"--{key}" if value is True else f"--{key}={value}" for key, value in ARGS.items()]
-        executable = str(Path(sys.executable).with_name("vllm"))
-        command = [
-            executable,
-            "serve",
-            str(model),
-            f"--served-model-name={MODEL_NAME}",
-            f"--port={port}",
-            *flags,
-            *more,
-        ]
-        with log.open("wb") as output:
-            self.process = spawn_child(
-                command,
-                death_signal=signal.SIGTERM,
-                env={**os.environ, **ENV},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        end = time.monotonic() + _READY_S
-        while True:
-            assert self.process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < end, f"vLLM not ready: {log.read_text()[-3000:]}"
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=2):
-                    break
-            except OSError:
-                time.sleep(0.2)
-
-    def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(30)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+@contextlib.contextmanager
+def by_hand(model: Path, *more: str) -> Iterator[Server]:
+    """`vllm serve`, not started by pd-cache; without `more` flags it has no connector."""
+    with vllm_server(model, MODEL_NAME, ARGS, ENV, *more, ready_timeout_s=_READY_S) as url:
+        yield Server(url)
 
 
 class Reference:
@@ -322,9 +279,9 @@ __all__ = [
     "ROOT",
     "Answer",
     "PdCacheServer",
-    "PlainServer",
     "Reference",
     "Server",
+    "by_hand",
     "cache_server",
     "cluster_file",
     "running",

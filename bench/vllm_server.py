@@ -1,0 +1,59 @@
+"""`vllm serve` as anybody would start it, beside what pd-cache launches: to compare with, and to switch the connector on by hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from launch.engines.vllm import executable, flags, healthy
+from launch.foreign import ForeignProgram
+from launch.process import LocalProcesses, Program
+from launch.signals import StopFlag
+from launch.topology import free_port
+from pd_cache.config import Argument
+
+_GRACE_S = 30.0
+_LINES = 60
+
+
+@contextmanager
+def vllm_server(
+    model: Path,
+    name: str,
+    arguments: Mapping[str, Argument],
+    env: Mapping[str, str],
+    *more: str,
+    ready_timeout_s: float = 600.0,
+) -> Iterator[str]:
+    """A server of `model` under the name `name`, on a free port of this machine; its URL.
+
+    RoleError, with the last lines that it printed, if it ends or is not ready in time.
+    """
+    port = free_port("127.0.0.1")
+    command = (
+        executable("vllm"),
+        "serve",
+        str(model),
+        f"--served-model-name={name}",
+        f"--port={port}",
+        *flags(arguments),
+        *more,
+    )
+    last: list[str] = []
+
+    def note(stream: str, line: str) -> None:
+        last.append(line)
+        del last[:-_LINES]
+
+    with closing(LocalProcesses(_GRACE_S)) as processes, closing(StopFlag()) as never:
+        program = Program("vllm", command, env)
+        with ForeignProgram("vLLM", lambda: processes.spawn(program, note), _GRACE_S) as vllm:
+            vllm.wait_serving(
+                never,
+                serving=lambda: healthy("127.0.0.1", port),
+                deadline=time.monotonic() + ready_timeout_s,
+                hint=lambda: "its last lines:\n" + "\n".join(last),
+            )
+            yield f"http://127.0.0.1:{port}"

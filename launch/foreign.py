@@ -1,0 +1,106 @@
+"""Programs that are not ours and that a role runs as its child: Mooncake's master and client, and vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol
+
+from launch.errors import RoleError
+from launch.signals import StopFlag
+
+_START_POLL_S = 0.05
+_POLL_S = 0.2
+_AGAIN_S = 1.0
+
+
+class Child(Protocol):
+    """What is needed of a process, ours or `subprocess.Popen`."""
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class ForeignProgram:
+    """One such program, from entering the context, which starts it, to leaving it, which ends it."""
+
+    def __init__(self, name: str, spawn: Callable[[], Child], grace_s: float) -> None:
+        """`spawn` starts it. It is given `grace_s` seconds to end by itself before it is killed."""
+        self._name = name
+        self._spawn = spawn
+        self._grace_s = grace_s
+        self._child: Child | None = None
+
+    def __enter__(self) -> ForeignProgram:
+        self._child = self._spawn()
+        return self
+
+    def run(
+        self,
+        stop: StopFlag,
+        *,
+        serving: Callable[[], bool],
+        ready: Callable[[], None],
+        deadline: float,
+        hint: Callable[[], str],
+        again: bool = False,
+    ) -> None:
+        """`wait_serving`, call `ready`, and return when `stop` is set. RoleError if it ends by itself meanwhile."""
+        self.wait_serving(stop, serving=serving, deadline=deadline, hint=hint, again=again)
+        if not stop.is_set():
+            ready()
+        while not stop.wait(_POLL_S):
+            self._check(f"; {hint()}")
+
+    def wait_serving(
+        self,
+        stop: StopFlag,
+        *,
+        serving: Callable[[], bool],
+        deadline: float,
+        hint: Callable[[], str],
+        again: bool = False,
+    ) -> None:
+        """Return when `serving()` is true, or `stop` is set.
+
+        RoleError if it ends by itself, or does not serve by `deadline` (`time.monotonic()`); `hint` says what may be the
+        cause. With `again` it is started anew if it ends before it served.
+        """
+        while not stop.is_set() and not serving():
+            late = time.monotonic() > deadline
+            if again and not late and self._poll() is not None:
+                if stop.wait(_AGAIN_S):
+                    return
+                self._child = self._spawn()
+            self._check(f" before it served; {hint()}")
+            if late:
+                raise RoleError(f"{self._name} not serving in time; {hint()}")
+            stop.wait(_START_POLL_S)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        child = self._child
+        if child is None:
+            return
+        deadline = time.monotonic() + self._grace_s
+        child.terminate()
+        while child.poll() is None and time.monotonic() < deadline:
+            time.sleep(_START_POLL_S)
+        if child.poll() is None:
+            child.kill()
+            while child.poll() is None:
+                time.sleep(_START_POLL_S)
+
+    def _poll(self) -> int | None:
+        assert self._child is not None
+        return self._child.poll()
+
+    def _check(self, where: str) -> None:
+        status = self._poll()
+        if status is not None:
+            raise RoleError(f"{self._name} ended with {status}{where}")
