@@ -82,6 +82,21 @@ def test_a_client_that_goes_away_while_its_prompt_is_loaded(
     assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
 
 
+def test_a_load_that_outlives_its_deadline_is_computed(
+    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
+) -> None:
+    """The memory node neither answers nor dies: transfers are given up after 4 s here, a load after 10."""
+    prompt = new_prompt(LENGTH)
+    store(pair.a, prompt)
+    failed = pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve")
+    with stopped(vllm_pool, "store-0"):
+        answer = pair.b.complete(prompt)
+        assert answer.tokens == plain.tokens(prompt)
+        assert answer.seconds < 20
+        assert pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve") > failed
+    all_free(pair.b)
+
+
 def test_a_client_that_goes_away_while_its_prompt_is_stored(
     pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:

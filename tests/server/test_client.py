@@ -1,0 +1,176 @@
+"""What engines that do not use the adapters, such as vLLM's connector, ask of a cache server."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pd_cache.config import CacheConfig
+from pd_cache.engine import Stored
+from pd_cache.layout import KVLayout
+from pd_cache.metrics import CacheMetrics
+from pd_cache.server.app import CacheServer
+from pd_cache.server.channel import RefusedError
+from pd_cache.server.client import CacheClient
+from pd_cache.server.lookup import ServerLookupClient
+from pd_cache.server.messages import Answer, Loaded, Retrieve, Store
+from pd_cache.server.messages import Stored as StoredAnswer
+from pd_cache.tokens import CacheMetadata
+from tests.support.engines import BLOCK, BLOCKS, CHUNK
+from tests.support.kv import holds_token, make_cache, write_prompt
+from tests.support.pool import Pool
+from tests.support.server import PER_CHUNK, served
+from tests.support.waiting import wait_for
+
+TOKENS = list(range(3 * CHUNK))
+WHOLE = list(range(3 * PER_CHUNK))
+"""The blocks of all of `TOKENS`, from block 0."""
+
+
+class Worker:
+    """A worker's connection and its paged cache."""
+
+    def __init__(self, url: str, model: str, **naming: Any) -> None:
+        self.cache = make_cache(blocks=BLOCKS, block_size=BLOCK)
+        self.layout = KVLayout.from_tensors(self.cache)
+        self.client = CacheClient(url, None, kind="worker", model=model, block_size=BLOCK, **naming)
+        try:
+            self.client.register(self.cache)
+        except BaseException:
+            self.client.close()
+            raise
+
+    def names(self) -> list[bytes]:
+        return self.client.name_chunks(TOKENS, None)
+
+    def move(self, kind: Any, blocks: list[int], names: list[bytes] | None = None) -> Answer | None:
+        move = self.client.move(kind, "", self.names() if names is None else names, blocks, None, 10)
+        move.wait()
+        return move.answer
+
+    def store_surely(self) -> None:
+        """Again until it is there: a server's store opens in the background."""
+        write_prompt(self.cache, self.layout, TOKENS, range(len(TOKENS)))
+
+        def stored() -> bool:
+            answer = self.move(Store, WHOLE)
+            assert isinstance(answer, StoredAnswer)
+            return not answer.failed
+
+        wait_for(stored, 30)
+
+
+@pytest.fixture
+def server(pool: Pool, tmp_path: Path) -> Iterator[CacheServer]:
+    with served(pool, tmp_path) as one:
+        yield one
+
+
+@pytest.fixture
+def worker(server: CacheServer) -> Iterator[Worker]:
+    one = Worker(server.url, uuid.uuid4().hex)
+    try:
+        one.store_surely()
+        yield one
+    finally:
+        one.client.close()
+
+
+def test_a_store_tells_what_became_of_each_chunk(worker: Worker) -> None:
+    new = [*worker.names()[:1], bytes(16)]
+    answer = worker.move(Store, WHOLE[: 2 * PER_CHUNK], new)
+    assert isinstance(answer, StoredAnswer)
+    assert [Stored(one) for one in answer.outcomes] == [Stored.BEFORE, Stored.NEW]
+
+
+@pytest.mark.parametrize("left_out", [1, PER_CHUNK - 1, PER_CHUNK, 2 * PER_CHUNK + 1])
+def test_blocks_at_the_start_that_the_engine_holds_are_left_out_and_stay_as_they_are(
+    worker: Worker, left_out: int
+) -> None:
+    first, last = len(WHOLE), 2 * len(WHOLE)
+    blocks = [-1] * left_out + list(range(first + left_out, last))
+    before = [tensor.clone() for tensor in worker.cache]
+    assert worker.move(Retrieve, blocks) == Loaded(3)
+    for token in range(left_out * BLOCK, len(TOKENS)):
+        assert holds_token(worker.cache, worker.layout, TOKENS[: token + 1], first * BLOCK + token)
+    for tensor, old in zip(worker.cache, before, strict=True):
+        kept = slice(first, first + left_out)
+        assert torch.equal(tensor[kept].view(torch.int16), old[kept].view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks", "message"),
+    [
+        (Store, [-1, *range(1, len(WHOLE))], "values from -1"),
+        (Retrieve, [0, -1, *range(2, len(WHOLE))], "values from -1"),
+        (Retrieve, [-1, -1, *range(BLOCKS - len(WHOLE) + 3, BLOCKS + 1)], f"to {BLOCKS}"),
+    ],
+    ids=["a store leaves out none", "only at the start", "beyond the cache"],
+)
+def test_other_blocks_that_are_none_are_refused(worker: Worker, kind: Any, blocks: list[int], message: str) -> None:
+    move = worker.client.move(kind, "", worker.names(), blocks, None, 10)
+    move.wait()
+    assert move.failure == "invalid"
+    assert move.future is not None
+    with pytest.raises(RefusedError, match=message):
+        move.future.result()
+
+
+def test_engines_choose_how_chunks_are_named_where_the_file_leaves_it_open(server: CacheServer, worker: Worker) -> None:
+    model = worker.client.hello.model
+    hashes = [bytes([index]) * 32 for index in range(len(WHOLE))]
+    with ExitStack() as stack:
+        ways: list[dict[str, Any]] = [
+            {},
+            {"hash_mode": "blocks", "hash_seed": "a"},
+            {"hash_mode": "blocks", "hash_seed": "b"},
+        ]
+        workers = [Worker(server.url, model, **way) for way in ways]
+        for one in workers:
+            stack.callback(one.client.close)
+        assert len({model.database.namespace.fingerprint() for model in server._models.values()}) == 3
+        _, one, other = workers
+        names = one.client.name_chunks(None, hashes)
+        answer = one.move(Store, WHOLE, names)
+        assert isinstance(answer, StoredAnswer)
+        assert answer.stored == 3
+        assert one.move(Retrieve, WHOLE, names) == Loaded(3)
+        assert other.move(Retrieve, WHOLE, names) == Loaded(0), "the same names mean other chunks"
+
+
+def test_an_engine_that_names_chunks_in_another_way_than_the_file_says_is_refused(pool: Pool, tmp_path: Path) -> None:
+    with (
+        served(pool, tmp_path, cache=CacheConfig(chunk_size=CHUNK, hash_mode="tokens")) as server,
+        pytest.raises(RefusedError, match=r"names chunks by tokens .* the engine by blocks"),
+    ):
+        Worker(server.url, "m", hash_mode="blocks")
+
+
+def test_a_lookup_of_a_scheduler_pins_what_it_found_until_its_request_ends(
+    server: CacheServer, worker: Worker, pool: Pool
+) -> None:
+    metadata = CacheMetadata.of(worker.client.hello.model, worker.layout)
+    settings = pool.settings(CacheConfig(chunk_size=CHUNK))
+    metrics = CacheMetrics()
+    client = ServerLookupClient(settings, metadata, server.url, 5.0, metrics=metrics)
+    try:
+        assert client.lookup(TOKENS, "r") in (0, 3 * CHUNK), "a server that is not there yet is a miss"
+        wait_for(lambda: client.available)
+        assert client.lookup([*TOKENS, 1, 2], "r") == 3 * CHUNK
+        assert client.lookup(TOKENS, "s", held=CHUNK + 1) == 3 * CHUNK
+        assert server.sessions.pinned == 3 + 2
+        client.end("r")
+        client.end("s")
+        wait_for(lambda: not len(server.sessions))
+        server.close()
+        wait_for(lambda: not client.available)
+        assert client.lookup(TOKENS, "t") == 0
+        assert metrics.totals()["troubles", "lookup", "server_lost"] >= 1
+    finally:
+        client.close()
