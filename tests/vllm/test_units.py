@@ -46,10 +46,32 @@ def test_the_node_is_named_or_the_only_one_of_its_role(file: Path) -> None:
     assert read_settings({"config_file": str(file)}, "kv_consumer").node.segment_size == 0
 
 
+def test_the_cache_server_is_the_nodes_own_or_the_one_that_is_named(tmp_path: Path) -> None:
+    from pd_cache.vllm.settings import read_settings
+
+    file = tmp_path / "cluster.yaml"
+    changed = CONFIG.replace("port: 1, segment_size: 64MiB", "port: 1, cache_server: c").replace("{tensor-p", "{x-p")
+    file.write_text(changed.replace("{tensor_p", "{x_p") + "  - {name: c, role: cache-server, url: 'ipc:///run/c'}\n")
+    given = {"config_file": str(file), "node": "prefill-0"}
+    assert read_settings(given, "kv_both").server_url == "ipc:///run/c"
+    assert read_settings({**given, "server_url": "ipc:///run/d"}, "kv_both").server_url == "ipc:///run/d"
+    assert read_settings({**given, "mode": "in-process"}, "kv_both").server_url is None
+    assert read_settings({"config_file": str(file), "node": "prefill-1"}, "kv_both").server_url is None
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({}, "missing required field `config_file`"),
+        ({}, "needs a config_file, or `mode: server` with a server_url"),
+        ({"mode": "server"}, "needs a config_file, or `mode: server` with a server_url"),
+        ({"mode": "remote"}, "Invalid enum value 'remote'"),
+        ({"mode": "server", "server_url": "http://x"}, "server_url"),
+        ({"mode": "in-process", "server_url": "ipc:///x", "config_file": "FILE"}, "is for mode: server"),
+        ({"mode": "server", "server_url": "ipc:///x", "node": "prefill-0"}, "names a node of a config_file"),
+        (
+            {"mode": "server", "config_file": "FILE", "node": "prefill-0"},
+            "needs a server_url, or a node with a cache_s",
+        ),
         ({"config_file": "FILE", "nod": "x"}, "unknown field `nod`"),
         ({"config_file": "FILE", "node": "prefill-7"}, "there are: prefill-0, prefill-1, decode-0"),
         ({"config_file": "FILE"}, "say which this is"),
