@@ -120,14 +120,18 @@ class CacheClient:
         chunk_size: int | None = None,
         hash_mode: Literal["", "tokens", "blocks"] = "",
         hash_seed: str = "",
+        held: int = 1,
         connect_timeout_s: float = 10.0,
     ) -> None:
         """Connect, and wait for the server to say what its chunks are, for up to `connect_timeout_s`.
 
         With `chunk_size` given nothing is waited for: a server that is not there yet is one that comes back. `hash_mode` and
-        `hash_seed` say how this engine names chunks, where the server's file leaves that open. RefusedError
-        if the server does not take this engine, NoAnswerError if it does not answer, ValueError for a bad address.
+        `hash_seed` say how this engine names chunks, where the server's file leaves that open; `held` is how many shards of
+        each chunk a rank holds. RefusedError if the server does not take this engine, NoAnswerError if it does not answer,
+        ValueError for a bad address or a chunk size that is no multiple of the block size.
         """
+        if chunk_size is not None and block_size and chunk_size % block_size:
+            raise ValueError(f"chunk_size {chunk_size} must be a multiple of the block size {block_size}")
         self.client = uuid.uuid4().hex
         self.hello = Hello(
             self.client,
@@ -139,6 +143,7 @@ class CacheClient:
             block_size,
             hash_mode=hash_mode,
             hash_seed=hash_seed,
+            held=held,
         )
         self.fence = Fence()
         self.lost = 0
@@ -194,6 +199,11 @@ class CacheClient:
         assert self._expected is not None
         return self._expected
 
+    @property
+    def blocks_per_chunk(self) -> int:
+        """The engine's blocks in a chunk: a whole number, or the server would not have taken the engine."""
+        return self.chunk_size // self.hello.block_size
+
     def name_chunks(
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
@@ -204,7 +214,7 @@ class CacheClient:
         if self._welcome is not None and self._welcome.hash_mode != mode:
             raise ValueError(f"this server names chunks by {self._welcome.hash_mode}, not by {mode}")
         if hashes is not None:
-            return stride_hashes(hashes, self.chunk_size // self.hello.block_size)
+            return stride_hashes(hashes, self.blocks_per_chunk)
         assert tokens is not None
         return hash_tokens(tokens, self.chunk_size, extra_keys)
 

@@ -45,6 +45,7 @@ class ServerLookupClient(LookupClient):
             chunk_size=config.cache.chunk_size,
             hash_mode=config.cache.named_by,
             hash_seed=config.cache.hash_seed,
+            held=metadata.held,
         )
 
     @property

@@ -67,6 +67,8 @@ class Hello(Message, frozen=True, tag="hello"):
     """What this engine names chunks by; empty for what the server's file says."""
     hash_seed: str = ""
     """What its names depend on besides tokens; empty for what the server's file says."""
+    held: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    """Shards of each chunk that every rank holds; each is an object of its own."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
@@ -248,6 +250,14 @@ class Refused(Message, frozen=True, tag="refused"):
     """`busy`, `unknown_client` and `closing` may go away by themselves; `version`, `malformed`, `mismatch`, `invalid`,
     `late`, `abandoned`, `failed` and others will not."""
     message: str
+
+
+class RefusalError(Exception):
+    """A request that is not done; `refused` is what its sender is told."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.refused = Refused(reason, message)
 
 
 Answer = Welcome | Done | Found | Stored | Loaded | StatusReport | Refused

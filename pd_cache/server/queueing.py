@@ -36,8 +36,33 @@ class _Client(Generic[T]):
         """Items waiting or running."""
 
 
+class _Takers:
+    """Threads that take from the same lanes, and wait for something to be there. The lock is the queue's."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._something = threading.Condition(lock)
+        self._waiting = 0
+        """Threads that wait and have not been woken."""
+
+    def wait(self) -> None:
+        self._waiting += 1
+        self._something.wait()
+
+    def wake(self) -> bool:
+        """Have one thread look; False if none waits."""
+        if not self._waiting:
+            return False
+        self._waiting -= 1
+        self._something.notify()
+        return True
+
+
 class FairQueue(Generic[T]):
     """Items of many clients: in order within a client and lane, the client that was given least first. Thread-safe.
+
+    An item wakes one thread that takes from its lane, not all: waking those that find nothing costs more than a lookup does.
+    A thread that is woken, or that comes back for more, looks at all of its lanes, so none is needed for an item that finds
+    nobody waiting.
 
     At most `limit` wait or run. A client may hold as much as it leaves free, so that one alone gets half of the places and
     none can keep the others out.
@@ -46,7 +71,8 @@ class FairQueue(Generic[T]):
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._clients: dict[str, _Client[T]] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._takers: dict[tuple[Lane, ...], _Takers] = {}
         self._closed = False
         self._total = 0
 
@@ -57,7 +83,7 @@ class FairQueue(Generic[T]):
 
     def put(self, item: Item[T]) -> bool:
         """Queue an item; False if there is no place for it."""
-        with self._changed:
+        with self._lock:
             client = self._clients.setdefault(item.client, _Client())
             if self._closed or client.held >= self._limit - self._total:
                 self._tidy(item.client)
@@ -69,7 +95,7 @@ class FairQueue(Generic[T]):
             client.waiting[lane].append(item)
             client.held += 1
             self._total += 1
-            self._changed.notify_all()
+            self._wake(lane)
             return True
 
     def take(self, lanes: tuple[Lane, ...]) -> Item[T] | None:
@@ -77,7 +103,7 @@ class FairQueue(Generic[T]):
 
         The caller gives it to `finished` in the end.
         """
-        with self._changed:
+        with self._lock:
             while True:
                 if self._closed:
                     return None
@@ -85,24 +111,24 @@ class FairQueue(Generic[T]):
                     item = self._next(lane)
                     if item is not None:
                         return item
-                self._changed.wait()
+                self._takers.setdefault(lanes, _Takers(self._lock)).wait()
 
     def take_more(self, lane: Lane, most: int) -> list[Item[T]]:
         """Up to `most` further items of a lane, without waiting: what can be done together with one that was taken."""
         items: list[Item[T]] = []
-        with self._changed:
+        with self._lock:
             while len(items) < most and not self._closed and (item := self._next(lane)) is not None:
                 items.append(item)
         return items
 
     def finished(self, item: Item[T]) -> None:
         """An item that was taken takes its place no longer."""
-        with self._changed:
+        with self._lock:
             self._release(item)
 
     def discard(self, client: str) -> list[Item[T]]:
         """Take out what a client has waiting."""
-        with self._changed:
+        with self._lock:
             known = self._clients.get(client)
             found = [] if known is None else [item for waiting in known.waiting.values() for item in waiting]
             if known is not None:
@@ -113,10 +139,16 @@ class FairQueue(Generic[T]):
 
     def close(self) -> list[Item[T]]:
         """Have every `take` return None, from now on; what still waited."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            for takers in self._takers.values():
+                while takers.wake():
+                    pass
             return [item for client in self._clients.values() for lane in client.waiting.values() for item in lane]
+
+    def _wake(self, lane: Lane) -> None:
+        """Have one thread take from the lane."""
+        any(takers.wake() for lanes, takers in self._takers.items() if lane in lanes)
 
     def _next(self, lane: Lane) -> Item[T] | None:
         waiting = [client for client in self._clients.values() if client.waiting[lane]]

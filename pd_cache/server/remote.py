@@ -47,15 +47,10 @@ class RemoteCache:
     ) -> None:
         """Begin to connect; does not wait for the server, which is lent `kv_caches`, moved to shared memory, when it comes.
 
-        All calls are about these tensors. ValueError for a bad address or chunk size, or for a rank that holds several shards
-        of a chunk; SharingError for tensors that cannot be shared.
+        All calls are about these tensors. ValueError for a bad address or chunk size; SharingError for tensors that cannot be
+        shared.
         """
         layout.chunk_bytes(chunk_size)
-        if metadata.held != 1:
-            raise ValueError(
-                f"this rank holds {metadata.held} shards of each chunk, and a cache server moves one for a rank; "
-                "give the engine a cache of its own, or cut chunks into as many shards as there are ranks"
-            )
         self.metrics = metrics or CacheMetrics()
         self.layout = layout
         self.chunk_size = chunk_size
@@ -71,6 +66,7 @@ class RemoteCache:
             rank=metadata.rank,
             block_size=layout.block_size,
             chunk_size=chunk_size,
+            held=metadata.held,
         )
         try:
             self._client.register(kv_caches, layout.kind)

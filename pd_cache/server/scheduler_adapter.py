@@ -28,6 +28,7 @@ class SchedulerAdapter:
         vllm_block_size: int,
         *,
         chunk_size: int | None = None,
+        held: int = 1,
         connect_timeout_s: float = 10.0,
         lookup_timeout_s: float = 1.0,
         metrics: CacheMetrics | None = None,
@@ -35,7 +36,7 @@ class SchedulerAdapter:
         """Connect to the server at `server_url`, e.g. `ipc:///run/pd-cache.sock`.
 
         context: a ZMQ context to use, None for one of our own. model_name: what identifies the weights. world_size: ranks
-        that hold a shard of each chunk. kv_rank: this one's. vllm_block_size: tokens a block of the engine's paged cache.
+        that hold a part of each chunk, each `held` shards of it. kv_rank: this one's. vllm_block_size: tokens a block of the engine's paged cache.
 
         Waits up to `connect_timeout_s` for the server to tell its chunk size, unless `chunk_size` is given. A lookup without an
         answer after `lookup_timeout_s` is a miss. CacheServerError if the server is not there or does not take this engine,
@@ -54,13 +55,11 @@ class SchedulerAdapter:
             rank=kv_rank,
             block_size=vllm_block_size,
             chunk_size=chunk_size,
+            held=held,
             connect_timeout_s=connect_timeout_s,
         )
         self.chunk_size = self._client.chunk_size
-        self._blocks_per_chunk, rest = divmod(self.chunk_size, vllm_block_size)
-        if rest:
-            self._client.close()
-            raise ValueError(f"chunk_size {self.chunk_size} must be a multiple of the block size {vllm_block_size}")
+        self._blocks_per_chunk = self._client.blocks_per_chunk
 
     @property
     def available(self) -> bool:

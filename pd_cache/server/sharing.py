@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pd_cache.errors import LayoutError, PdCacheError
-from pd_cache.layout import KVLayout, PageKind, layer_tensors
+from pd_cache.layout import KVLayout, PageKind, layer_tensors, shard_tensors
 from pd_cache.paged import ChunkSlots, Completion, PagedCopier, open_copier
 from pd_cache.paged.base import DONE
 from pd_cache.server.fence import AbandonedError, FenceView
@@ -127,10 +127,10 @@ def _export_cuda(storage: torch.UntypedStorage) -> CudaStorage:
 class MappedTensors:
     """An engine's KV tensors, mapped. `unmap` gives the memory back as soon as nothing uses it."""
 
-    def __init__(self, request: Register, descriptors: Sequence[int], fence: FenceView) -> None:
+    def __init__(self, request: Register, descriptors: Sequence[int], fence: FenceView, held: int = 1) -> None:
         """Map what the descriptors (in the order of the CPU storages, still the caller's) and handles refer to.
 
-        Takes over the fence that copies have to pass. SharingError or LayoutError, with nothing left open, for what does not
+        `held` is how many shards of each chunk the tensors hold. Takes over the fence that copies have to pass. SharingError or LayoutError, with nothing left open, for what does not
         fit together.
         """
         self.fence = fence
@@ -138,28 +138,31 @@ class MappedTensors:
         self._lock = threading.Condition()
         self._users = 0
         self._closed = False
-        self._copier: PagedCopier | None = None
+        self._copiers: list[PagedCopier] = []
+        """One for each shard."""
         try:
             tensors = self._map(request, list(descriptors))
             kind = PageKind(request.layout_kind) if request.layout_kind else None
             self.layout = KVLayout.from_tensors(tensors, kind)
             self.device = tensors[0].device
-            self._copier = open_copier(tensors, self.layout)
+            self.shard_layout = self.layout.shard(held)
+            for views in shard_tensors(tensors, held):
+                self._copiers.append(open_copier(views, self.shard_layout))
         except BaseException as error:
-            tensors = []
+            tensors = views = []
             self._release()
             if isinstance(error, ValueError) and not isinstance(error, LayoutError):
                 raise SharingError(str(error)) from None
             raise
 
     @contextlib.contextmanager
-    def using(self) -> Iterator[PagedCopier]:
-        """The copier, for as long as the block runs. AbandonedError once `unmap` was called."""
+    def using(self, shard: int) -> Iterator[PagedCopier]:
+        """The copier of one of the shards, for as long as the block runs. AbandonedError once `unmap` was called."""
         with self._lock:
-            if self._closed or self._copier is None:
+            if self._closed:
                 raise AbandonedError
             self._users += 1
-            copier = self._copier
+            copier = self._copiers[shard]
         try:
             yield copier
         finally:
@@ -202,10 +205,8 @@ class MappedTensors:
         return [_view(view, bases) for view in request.tensors]
 
     def _release(self) -> None:
-        copier, self._copier = self._copier, None
-        if copier is not None:
-            copier.close()
-        del copier
+        while self._copiers:
+            self._copiers.pop().close()
         maps, self._maps = self._maps, []
         for memory in maps:
             with contextlib.suppress(BufferError):  # a traceback may still hold a view; the memory goes with it
@@ -250,9 +251,11 @@ class FencedCopier(PagedCopier):
     Raises AbandonedError where it has.
     """
 
-    def __init__(self, tensors: MappedTensors, slot: int, ticket: int, event: bytes) -> None:
-        super().__init__(tensors.layout)
+    def __init__(self, tensors: MappedTensors, shard: int, slot: int, ticket: int, event: bytes) -> None:
+        """`shard` is one of those that the tensors hold, counted from 0."""
+        super().__init__(tensors.shard_layout)
         self._tensors = tensors
+        self._shard = shard
         self._slot = slot
         self._ticket = ticket
         self._event = event
@@ -269,7 +272,7 @@ class FencedCopier(PagedCopier):
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[PagedCopier]:
-        with self._tensors.using() as copier, self._tensors.fence.passing(self._slot, self._ticket):
+        with self._tensors.using(self._shard) as copier, self._tensors.fence.passing(self._slot, self._ticket):
             if self._event:
                 _wait_on_stream(self._tensors.device, self._event)
                 self._event = b""

@@ -74,6 +74,7 @@ class WorkerAdapter:
         vllm_block_size: int,
         *,
         chunk_size: int | None = None,
+        held: int = 1,
         connect_timeout_s: float = 10.0,
         move_timeout_s: float = 15.0,
         metrics: CacheMetrics | None = None,
@@ -100,13 +101,11 @@ class WorkerAdapter:
             rank=kv_rank,
             block_size=vllm_block_size,
             chunk_size=chunk_size,
+            held=held,
             connect_timeout_s=connect_timeout_s,
         )
         self.chunk_size = self._client.chunk_size
-        self._blocks_per_chunk, rest = divmod(self.chunk_size, vllm_block_size)
-        if rest:
-            self._client.close()
-            raise ValueError(f"chunk_size {self.chunk_size} must be a multiple of the block size {vllm_block_size}")
+        self._blocks_per_chunk = self._client.blocks_per_chunk
 
     @property
     def available(self) -> bool:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pd_cache.config import CacheConfig
-from pd_cache.layout import PageKind
+from pd_cache.layout import PageKind, shard_tensors
 from pd_cache.server.app import CacheServer
 from pd_cache.server.channel import CacheServerError, RefusedError
 from pd_cache.server.remote import RemoteCache
@@ -24,6 +24,7 @@ from pd_cache.server.worker_adapter import LoadStoreOp, WorkerAdapter
 from pd_cache.tokens import CacheMetadata
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.engines import host as in_process
+from tests.support.kv import make_cache
 from tests.support.pool import Pool
 from tests.support.server import PER_CHUNK, Engine, same_tensors, served, store_surely, troubles
 from tests.support.waiting import wait_for
@@ -182,7 +183,7 @@ def test_other_blocks_are_untouched_by_a_retrieve(engine: Engine, tokens: Any, n
 
 def test_a_hole_makes_the_blocks_behind_it_bad(server: CacheServer, engine: Engine, tokens: Any, name: str) -> None:
     engine.store(name, tokens)
-    model = server._models[next(group for group in server._models if group.model == engine.model)]
+    model = next(model for model in server.models if model.group.model == engine.model)
     keys = model.database.keys(model.database.hash_tokens(tokens))
     model.mover.backend.store.remove([keys[1]], timeout=5, force=True)  # type: ignore[attr-defined]
     assert engine.retrieve(name, tokens, first_block=20) == set(range(20 + PER_CHUNK, 20 + 3 * PER_CHUNK))
@@ -315,7 +316,7 @@ def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool: Any, tmp
         tokens = list(range(3 * CHUNK))
         store_surely(engine, tokens)
         engine.lookup("held", tokens)
-        model = next(iter(server._models.values()))
+        model = next(iter(server.models))
         keys = model.database.keys(model.database.hash_tokens(tokens))
         store = model.mover.backend.store  # type: ignore[attr-defined]
 
@@ -359,6 +360,44 @@ def test_a_prefix_counts_when_every_rank_has_stored_its_shard(server: CacheServe
         assert server.sessions.pinned == held - 2
         assert first.holds(tokens[:CHUNK], 20)
         assert second.holds(tokens[:CHUNK], 20)
+
+
+def test_engines_of_different_tensor_parallel_size_share_chunks(server: CacheServer, tokens: Any, name: str) -> None:
+    model = uuid.uuid4().hex
+    whole = make_cache(heads=6, blocks=BLOCKS, block_size=BLOCK)  # a half is as large as the chunks of the other tests
+    halves = [[view.clone() for view in views] for views in shard_tensors(whole, 2)]
+    blank = [torch.zeros_like(layer) for layer in whole]
+    blocks = 3 * PER_CHUNK
+    with (
+        Engine(server.url, model, world_size=2, rank=0, cache=halves[0]) as first,
+        Engine(server.url, model, world_size=2, rank=1, cache=halves[1]) as second,
+        Engine(server.url, model, held=2, cache=blank) as alone,
+    ):
+        for rank in (first, second):
+            assert alone.lookup(name, tokens) == 0
+            rank.worker.submit_store_request(name, rank.op(tokens))
+            rank.finish_store(name)
+        assert alone.lookup(name, tokens) == 3 * CHUNK
+        pinned = server.sessions.pinned
+        assert alone.retrieve(name, tokens, 20) == set()
+        assert server.sessions.pinned == pinned - 6, "three chunks of two shards, all of which this rank has loaded"
+        assert same_tensors([layer[20 : 20 + blocks] for layer in alone.cache], [layer[:blocks] for layer in whole])
+
+        longer = [*tokens[: 2 * CHUNK], *range(7_000_000, 7_000_000 + CHUNK)]
+        alone.worker.submit_store_request("back", alone.op(longer, 20))
+        alone.finish_store("back")
+        assert alone.worker.get_failed_stores() == {}
+        for rank in (first, second):
+            assert rank.lookup("back", longer) == 3 * CHUNK
+            assert rank.retrieve("back", longer, 40) == set()
+            assert same_tensors(
+                [layer[40 : 40 + blocks] for layer in rank.cache], [layer[:blocks] for layer in rank.cache]
+            )
+
+
+def test_pages_that_cannot_be_cut_into_so_many_shards_are_refused_in_words(server: CacheServer) -> None:
+    with pytest.raises(RefusedError, match="3 KV heads cannot be cut into 2 equal shards"):
+        Engine(server.url, held=2)
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -417,7 +456,7 @@ def test_a_full_queue_is_busy_and_busy_is_a_miss(pool: Pool, tmp_path: Path) -> 
         tokens = list(range(CHUNK))
         store_surely(engine, tokens)
         go_on = threading.Event()
-        model = next(iter(server._models.values()))
+        model = next(iter(server.models))
         backend = model.mover.backend
         ask = backend.batched_contains
         backend.batched_contains = lambda *a, **k: (go_on.wait(10), ask(*a, **k))[1]  # type: ignore[method-assign]
@@ -467,11 +506,3 @@ def test_the_remote_cache_agrees_with_an_engine_on_random_prompts(pool: Pool, se
         finally:
             remote.close()
             remote.close()
-
-
-def test_a_rank_that_holds_several_shards_is_refused_in_words(pool: Pool, server: CacheServer) -> None:
-    with in_process(pool) as alone, Engine(server.url, alone.engine.metadata.model, register=False) as tensors:
-        caches = {str(index): tensor for index, tensor in enumerate(tensors.cache)}
-        metadata = CacheMetadata.of(alone.engine.metadata.model, tensors.layout, held=3)
-        with pytest.raises(ValueError, match="holds 3 shards of each chunk, and a cache server moves one for a rank"):
-            RemoteCache(server.url, metadata, caches, tensors.layout, CHUNK)

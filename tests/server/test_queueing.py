@@ -110,3 +110,54 @@ def test_each_item_comes_out_once_and_in_order_within_its_client_and_lane(asked:
             assert order == sorted(order)
     assert queue.in_flight == 0
     assert not queue._clients
+
+
+def test_an_item_wakes_who_takes_from_its_lane_and_nobody_else() -> None:
+    queue: FairQueue[int] = FairQueue(100)
+    taken: list[tuple[str, int]] = []
+
+    def take(name: str, lanes: tuple[Lane, ...]) -> None:
+        while (one := queue.take(lanes)) is not None:
+            taken.append((name, one.work))
+            queue.finished(one)
+
+    threads = [
+        threading.Thread(target=take, args=arguments)
+        for arguments in (("questions", (Lane.QUICK,)), ("bytes", (Lane.BULK,)), ("bytes", (Lane.BULK,)))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(200):
+            assert queue.put(item("a", lane=Lane.QUICK if number % 3 else Lane.BULK, work=number))
+            wait_for(lambda number=number: len(taken) == number + 1)  # type: ignore[misc]
+        assert taken == [("questions" if number % 3 else "bytes", number) for number in range(200)]
+    finally:
+        queue.close()
+        for thread in threads:
+            thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_many_threads_take_everything_that_is_put_at_once() -> None:
+    queue: FairQueue[int] = FairQueue(10_000)
+    taken: list[int] = []
+
+    def take() -> None:
+        while (one := queue.take(BOTH)) is not None:
+            taken.append(one.work)
+            queue.finished(one)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(2000):
+            assert queue.put(item("a", lane=Lane(number % 2), work=number))
+        wait_for(lambda: len(taken) == 2000 and not queue.in_flight)
+        assert sorted(taken) == list(range(2000))
+    finally:
+        queue.close()
+        for thread in threads:
+            thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)

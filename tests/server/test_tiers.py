@@ -42,11 +42,11 @@ def test_the_second_engines_hit_needs_no_network(make_pool: Callable[..., Pool],
 def test_what_a_session_holds_is_not_evicted_from_the_servers_memory(pool: Pool, tmp_path: Path) -> None:
     with served(pool, tmp_path, cache=with_memory(12)) as server, Engine(server.url) as engine:
         store_surely(engine, TOKENS)
-        local = next(iter(server._backends.values())).tiers[0].backend  # type: ignore[attr-defined]
+        local = server.models.backends[0].tiers[0].backend  # type: ignore[attr-defined]
         assert engine.lookup("held", TOKENS) == len(TOKENS)
         for index in range(10):
             engine.store(uuid.uuid4().hex, [index + 7] * 3 * CHUNK)
-        model = next(iter(server._models.values()))
+        model = next(iter(server.models))
         keys = model.database.keys(model.database.hash_tokens(TOKENS))
         assert [status.name for status in local.batched_contains(keys)] == ["OK"] * 4
         local.index.check_integrity()

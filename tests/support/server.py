@@ -40,7 +40,7 @@ def served(
         yield server
     finally:
         server.close()
-        for backend in server._backends.values():
+        for backend in server.models.backends:
             backend.memory.pool.check_integrity()
 
 
@@ -73,16 +73,18 @@ class Engine:
         kind: PageKind = PageKind.HEADS_FIRST,
         world_size: int = 1,
         rank: int = 0,
+        held: int = 1,
+        cache: list[torch.Tensor] | None = None,
         register: bool = True,
         **options: Any,
     ) -> None:
         self.model = model or uuid.uuid4().hex
-        self.cache = make_cache(kind, blocks=BLOCKS, block_size=BLOCK)
+        self.cache = make_cache(kind, blocks=BLOCKS, block_size=BLOCK) if cache is None else cache
         self.layout = KVLayout.from_tensors(self.cache)
         arguments = (url, None, self.model, world_size, rank, BLOCK)
-        self.scheduler = SchedulerAdapter(*arguments, chunk_size=options.get("chunk_size"))
+        self.scheduler = SchedulerAdapter(*arguments, held=held, chunk_size=options.get("chunk_size"))
         try:
-            self.worker = WorkerAdapter(*arguments, **options)
+            self.worker = WorkerAdapter(*arguments, held=held, **options)
         except BaseException:
             self.scheduler.shutdown()
             raise

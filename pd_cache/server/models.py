@@ -1,0 +1,154 @@
+"""The models that a cache server serves, and the backend for each size of chunk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from pd_cache.backends import StorageBackend, open_backend
+from pd_cache.config import CacheConfig, NodeSettings
+from pd_cache.engine import ChunkMover
+from pd_cache.errors import PdCacheError
+from pd_cache.layout import KVLayout
+from pd_cache.lookup.prefix import PrefixLookup
+from pd_cache.metrics import CacheMetrics
+from pd_cache.paged import host_pin
+from pd_cache.server.messages import Hello, RefusalError
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
+
+OpenBackend = Callable[[NodeSettings, int], StorageBackend]
+
+_MAX_BACKENDS = 4
+"""Sizes of payload, each with a backend of its own."""
+
+
+class Group(NamedTuple):
+    """Engines that say these same things share chunks, or should: what their tensors are decides."""
+
+    model: str
+    world_size: int
+    held: int
+    """Shards of a chunk that each rank holds."""
+    block_size: int
+    hash_mode: Literal["tokens", "blocks"]
+    hash_seed: str
+
+
+class Model:
+    """What is known of a group once one of its workers has registered."""
+
+    def __init__(
+        self,
+        group: Group,
+        metadata: CacheMetadata,
+        cache: CacheConfig,
+        backend: StorageBackend,
+        metrics: CacheMetrics,
+    ) -> None:
+        self.group = group
+        self.metadata = metadata
+        named = msgspec.structs.replace(cache, hash_mode=group.hash_mode, hash_seed=group.hash_seed)
+        self.database = ChunkedTokenDatabase(metadata.namespace(named))
+        self.workers: set[str] = set()
+        """The clients that are registered."""
+        self.mover = ChunkMover(backend, self.database, metrics)
+        self.prefix = PrefixLookup(self.database, backend.batched_contains, metrics)
+
+    def shards_of(self, rank: int) -> range:
+        """The numbers of the shards that a rank holds."""
+        return msgspec.structs.replace(self.metadata, rank=rank).shards
+
+
+class Models:
+    """All of a server's. Thread-safe."""
+
+    def __init__(self, settings: NodeSettings, metrics: CacheMetrics, opens: OpenBackend | None = None) -> None:
+        """`opens` replaces the configured tiers."""
+        self._settings = settings
+        self._metrics = metrics
+        self._opens = opens or self._open_tiers
+        self._opening = threading.Lock()
+        self._models: dict[Group, Model] = {}
+        self._backends: dict[int, StorageBackend] = {}
+
+    def group(self, hello: Hello) -> Group:
+        """Whom an engine shares chunks with: it may name them in its own way where the file leaves that open."""
+        cache = self._settings.cache
+        mode = hello.hash_mode or cache.named_by
+        if cache.hash_mode not in ("auto", mode):
+            raise RefusalError(
+                "mismatch", f"this server names chunks by {cache.hash_mode} (cache.hash_mode), the engine by {mode}"
+            )
+        seed = hello.hash_seed or cache.hash_seed
+        return Group(hello.model, hello.world_size, hello.held, hello.block_size, mode, seed)
+
+    def get(self, group: Group) -> Model | None:
+        """The group's model; None before its first worker has registered."""
+        return self._models.get(group)
+
+    def serve(self, group: Group, layout: KVLayout) -> Model:
+        """The group's model, made by its first worker; RefusalError for a worker that does not fit the others.
+
+        LayoutError for pages that cannot be cut into as many shards as the group says.
+        """
+        if layout.block_size != group.block_size:
+            raise RefusalError(
+                "mismatch",
+                f"the KV tensors have blocks of {layout.block_size} tokens, the engine said {group.block_size}",
+            )
+        metadata = CacheMetadata.of(group.model, layout, world_size=group.world_size, held=group.held)
+        with self._opening:
+            model = self._models.get(group)
+            if model is not None and model.metadata == metadata:
+                return model
+            if model is not None and model.workers:
+                raise RefusalError(
+                    "mismatch",
+                    f"{group.model} is served already by workers whose KV tensors are {model.metadata}; these are {metadata}: "
+                    "their chunks are not interchangeable",
+                )
+            cache = self._settings.cache
+            backend = self._backend(layout.shard(group.held).chunk_bytes(cache.chunk_size))
+            model = Model(group, metadata, cache, backend, self._metrics)
+            self._models[group] = model
+            return model
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(list(self._models.values()))
+
+    @property
+    def backends(self) -> list[StorageBackend]:
+        """One for each size of chunk."""
+        return list(self._backends.values())
+
+    def close(self) -> None:
+        """Close the backends; nothing moves any more."""
+        for backend in self.backends:
+            backend.close()
+
+    def _backend(self, payload_bytes: int) -> StorageBackend:
+        backend = self._backends.get(payload_bytes)
+        if backend is not None:
+            return backend
+        if len(self._backends) >= _MAX_BACKENDS:
+            raise RefusalError(
+                "mismatch",
+                f"chunks of {payload_bytes} bytes would be the {_MAX_BACKENDS + 1}th size at this server, which serves "
+                f"{sorted(self._backends)}",
+            )
+        # the segment is given to the pool once, whatever the number of sizes
+        settings = self._settings
+        if self._backends:
+            settings = msgspec.structs.replace(settings, segment_size=0)
+        try:
+            opened = self._opens(settings, payload_bytes)
+        except (ValueError, PdCacheError) as error:
+            raise RefusalError("mismatch", f"no room for chunks of {payload_bytes} bytes: {error}") from None
+        self._backends[payload_bytes] = opened
+        return opened
+
+    def _open_tiers(self, settings: NodeSettings, payload_bytes: int) -> StorageBackend:
+        return open_backend(settings, payload_bytes, pin=host_pin(), metrics=self._metrics)
