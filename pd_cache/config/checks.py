@@ -20,7 +20,6 @@ from pd_cache.config.schema import (
     StaticDiscovery,
     StorageTier,
     StoreNode,
-    VllmEngineConfig,
     tensor_parallel,
 )
 from transfer.settings import MIN_SEGMENT
@@ -177,13 +176,6 @@ def _cache_server_problems(config: ClusterConfig) -> Iterator[Problem]:
         elif server.host != node.host:
             yield Problem(
                 ("nodes", index, "cache_server"), f"is on {server.host}, this node on {node.host}: they share memory"
-            )
-        engine = config.engine
-        if isinstance(engine, VllmEngineConfig) and config.shards != tensor_parallel(engine, node):
-            yield Problem(
-                ("nodes", index, "cache_server"),
-                f"moves one shard of a chunk for a rank, and cache.shards is {config.shards} for "
-                f"{tensor_parallel(engine, node)} ranks; give the node a cache of its own",
             )
         if node.segment_size:
             yield Problem(

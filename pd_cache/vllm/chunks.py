@@ -197,11 +197,6 @@ def _open_server(
     kv_caches: Sequence[torch.Tensor],
     metrics: CacheMetrics,
 ) -> Chunks:
-    if metadata.held != 1:
-        raise ConfigError(
-            f"cache.shards: this rank holds {metadata.held} shards of each chunk, and a cache server moves one for a rank: give "
-            "the node a cache of its own, or all nodes the same tensor-parallel size"
-        )
     cache = settings.node.cache
     client = CacheClient(
         url,
@@ -210,6 +205,7 @@ def _open_server(
         model=metadata.model,
         world_size=metadata.world_size,
         rank=metadata.rank,
+        held=metadata.held,
         block_size=metadata.block_size,
         chunk_size=cache.chunk_size,
         hash_mode=cache.named_by,

@@ -150,12 +150,6 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
             "is longer than the 100 bytes that may be",
         ),
         (
-            "  kind: reference\n  model: {name: tiny, random: {seed: 1}}\nnodes:\n",
-            "  kind: vllm\n  model: m\nnodes:\n  - {name: v, role: prefill, cache_server: c}\n  - {name: c, role: cache-server}\n"
-            "  - {name: w, role: prefill, args: {tensor-parallel-size: 2}}\n",
-            "nodes[0].cache_server: 'c': moves one shard of a chunk for a rank, and cache.shards is 2 for 1 ranks",
-        ),
-        (
             "{segment_size: 1GiB}",
             "{client: host, client_address: '127.0.0.1:1'}",
             "nodes[1].segment_size: '512MiB': with transfer.client: host only store nodes give memory",

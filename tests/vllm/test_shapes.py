@@ -30,9 +30,8 @@ WHOLE = LENGTH // CHUNK * CHUNK
 def test_tensor_parallel_nodes_share_with_each_other_and_with_nodes_of_another_size(
     model: Path, vllm_pool: Pool, plain: Reference, mode: str, new_prompt: NewPrompt, tmp_path: Path
 ) -> None:
-    """Through a cache server only nodes of the same size share: it moves one shard for a rank."""
     two = {"args": {"tensor-parallel-size": 2}, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
-    nodes = {"prefill-0": two, "decode-0": two, **({"decode-1": {}} if mode == "in-process" else {})}
+    nodes = {"prefill-0": two, "decode-0": two, "decode-1": {}}
     file = cluster_file(tmp_path, vllm_pool, model, nodes, mode=mode)
     with running(file, *nodes) as (prefill, *readers):
         prompt = new_prompt(LENGTH)
