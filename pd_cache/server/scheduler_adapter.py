@@ -6,7 +6,7 @@ The API is that of `LMCacheMPSchedulerAdapter` in vLLM. A scheduler may call it 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.channel import Context, Future
@@ -29,6 +29,8 @@ class SchedulerAdapter:
         *,
         chunk_size: int | None = None,
         held: int = 1,
+        hash_mode: Literal["", "tokens", "blocks"] = "",
+        hash_seed: str = "",
         connect_timeout_s: float = 10.0,
         lookup_timeout_s: float = 1.0,
         metrics: CacheMetrics | None = None,
@@ -37,6 +39,9 @@ class SchedulerAdapter:
 
         context: a ZMQ context to use, None for one of our own. model_name: what identifies the weights. world_size: ranks
         that hold a part of each chunk, each `held` shards of it. kv_rank: this one's. vllm_block_size: tokens a block of the engine's paged cache.
+
+        hash_mode, hash_seed: whether this engine names chunks by `tokens` or by its own `blocks`' hashes, and what those depend
+        on besides tokens, where the server's file leaves it open (`cache.hash_mode: auto`); empty for what the file says.
 
         Waits up to `connect_timeout_s` for the server to tell its chunk size, unless `chunk_size` is given. A lookup without an
         answer after `lookup_timeout_s` is a miss. CacheServerError if the server is not there or does not take this engine,
@@ -56,6 +61,8 @@ class SchedulerAdapter:
             block_size=vllm_block_size,
             chunk_size=chunk_size,
             held=held,
+            hash_mode=hash_mode,
+            hash_seed=hash_seed,
             connect_timeout_s=connect_timeout_s,
         )
         self.chunk_size = self._client.chunk_size

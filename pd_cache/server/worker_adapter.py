@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -75,6 +75,8 @@ class WorkerAdapter:
         *,
         chunk_size: int | None = None,
         held: int = 1,
+        hash_mode: Literal["", "tokens", "blocks"] = "",
+        hash_seed: str = "",
         connect_timeout_s: float = 10.0,
         move_timeout_s: float = 15.0,
         metrics: CacheMetrics | None = None,
@@ -102,6 +104,8 @@ class WorkerAdapter:
             block_size=vllm_block_size,
             chunk_size=chunk_size,
             held=held,
+            hash_mode=hash_mode,
+            hash_seed=hash_seed,
             connect_timeout_s=connect_timeout_s,
         )
         self.chunk_size = self._client.chunk_size

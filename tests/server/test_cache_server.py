@@ -119,11 +119,12 @@ def test_both_adapters_tell_blocks_per_chunk(engine: Engine) -> None:
     assert engine.scheduler.num_blocks_per_chunk() == engine.worker.num_blocks_per_chunk() == PER_CHUNK
 
 
-def test_hash_mode_works_from_block_hashes_alone(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("said", "chosen"), [("blocks", ""), ("auto", "blocks")])
+def test_hash_mode_works_from_block_hashes_alone(pool: Pool, tmp_path: Path, said: Any, chosen: str) -> None:
     hashes = [bytes([index]) * 32 for index in range(6)]
     with (
-        served(pool, tmp_path, cache=CacheConfig(chunk_size=CHUNK, hash_mode="blocks")) as server,
-        Engine(server.url) as engine,
+        served(pool, tmp_path, cache=CacheConfig(chunk_size=CHUNK, hash_mode=said)) as server,
+        Engine(server.url, hash_mode=chosen) as engine,
     ):
         engine.compute(list(range(24)))
 

@@ -82,7 +82,9 @@ class Engine:
         self.cache = make_cache(kind, blocks=BLOCKS, block_size=BLOCK) if cache is None else cache
         self.layout = KVLayout.from_tensors(self.cache)
         arguments = (url, None, self.model, world_size, rank, BLOCK)
-        self.scheduler = SchedulerAdapter(*arguments, held=held, chunk_size=options.get("chunk_size"))
+        self.scheduler = SchedulerAdapter(
+            *arguments, held=held, chunk_size=options.get("chunk_size"), hash_mode=options.get("hash_mode", "")
+        )
         try:
             self.worker = WorkerAdapter(*arguments, held=held, **options)
         except BaseException:
