@@ -1,231 +1,32 @@
 """CacheEngine: store, retrieve and lookup of a prompt's KV cache. Orchestration only.
 
-Store and retrieve are pipelines over the backend's memory: while one batch of chunks is on the network, the next is
-gathered or the last is scattered. What the pool cannot do ends the prefix, is counted and logged, and never raises;
-what the caller got wrong is a ValueError before anything moved.
+What the pool cannot do ends the prefix, is counted and logged, and never raises; what the caller got wrong is a ValueError
+before anything moved.
 """
 
 from __future__ import annotations
 
-import contextlib
-import enum
-import logging
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
-from pd_cache.backends import PutOutcome, Staged, StorageBackend, open_backend
+from pd_cache.backends import StorageBackend, open_backend
 from pd_cache.config import NodeSettings
 from pd_cache.layout import KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
-from pd_cache.paged import ChunkSlots, Completion, PagedCopier, host_pin, open_copier, plan_slots
+from pd_cache.mover import ChunkMover, ChunkRun, Stored
+from pd_cache.paged import PagedCopier, host_pin, open_copier, plan_slots
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Namespace, Tokens
-from transfer.errors import Status
-
-log = logging.getLogger(__name__)
 
 KVCaches = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 Mask = torch.Tensor | Sequence[bool]
 
 _COPIERS = 4
 """Sets of KV tensors remembered per engine; an engine has one, tests and re-registrations a few."""
-
-
-class Stored(enum.IntEnum):
-    """What a store did for a chunk."""
-
-    NOT = 0
-    """It is not in the pool, or not known to be."""
-    BEFORE = 1
-    """It was there already."""
-    NEW = 2
-
-    @staticmethod
-    def together(parts: Iterable[Stored]) -> Stored:
-        """Of a chunk of several parts: new if a part is, and all are there."""
-        known = list(parts)
-        return Stored.NOT if Stored.NOT in known else max(known)
-
-
-class ChunkRun(NamedTuple):
-    """Chunks of a prompt: the keys of their objects, where their tokens lie in a paged cache, and what moves them."""
-
-    keys: list[str]
-    """Chunk by chunk, and in each shard by shard."""
-    chunks: list[ChunkSlots]
-    copiers: list[PagedCopier]
-    """One for each shard."""
-
-    def gather(self, index: int, payload: torch.Tensor) -> Completion:
-        """Begin to copy the tokens of the object with the key of this index into `payload`."""
-        chunk, shard = divmod(index, len(self.copiers))
-        return self.copiers[shard].gather(self.chunks[chunk], payload)
-
-    def scatter(self, index: int, payload: torch.Tensor) -> Completion:
-        """Begin to copy the object with the key of this index to where its tokens belong."""
-        chunk, shard = divmod(index, len(self.copiers))
-        return self.copiers[shard].scatter(self.chunks[chunk], payload)
-
-
-class ChunkMover:
-    """Moves runs of chunks between paged caches and a backend, in overlapping steps. Thread-safe.
-
-    The backend stays its owner's. What it cannot do is counted and never raises; what a copier raises goes to the caller,
-    with all memory given back.
-    """
-
-    def __init__(self, backend: StorageBackend, database: ChunkedTokenDatabase, metrics: CacheMetrics) -> None:
-        self.backend = backend
-        self.metrics = metrics
-        self._database = database
-        self._annotated = False
-        self._closed = False
-        self._active = 0
-        self._idle = threading.Condition()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    def store(self, run: ChunkRun, timeout: float | None = None) -> list[Stored]:
-        """Store the objects that the backend lacks; what became of each. `timeout` (s) bounds each transfer."""
-        outcomes = [Stored.NOT] * len(run.keys)
-        self.metrics.tokens("store", "requested", self._tokens(run, len(run.keys)))
-        with self._moving() as may_move, self.metrics.timed("store"):
-            if not run.keys or not may_move:
-                return outcomes
-            statuses = self.backend.batched_wants(run.keys, timeout=timeout)
-            self.metrics.outages("store", statuses)
-            missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
-            for index, status in enumerate(statuses):
-                if status is Status.OK:
-                    outcomes[index] = Stored.BEFORE
-            for index, status in zip(missing, self._put(run, missing, timeout), strict=False):
-                if status is Status.OK:
-                    outcomes[index] = Stored.NEW
-            stored = outcomes.count(Stored.NEW)
-            if stored:
-                self._annotate(timeout)
-        self.metrics.moved("store", stored * self.backend.payload_bytes)
-        self.metrics.tokens("store", "stored", self._tokens(run, stored))
-        return outcomes
-
-    def load(self, run: ChunkRun, timeout: float | None = None) -> int:
-        """Load chunks in order until the first that is missing; how many were loaded. `timeout` (s) bounds the whole."""
-        self.metrics.tokens("retrieve", "requested", self._tokens(run, len(run.keys)))
-        with self._moving() as may_move, self.metrics.timed("retrieve"):
-            if not run.keys or not may_move:
-                return 0
-            objects = self._get(run, timeout)
-        loaded = objects // len(run.copiers)
-        self.metrics.moved("retrieve", objects * self.backend.payload_bytes)
-        self.metrics.tokens("retrieve", "loaded", loaded * self._database.chunk_size)
-        return loaded
-
-    def close(self, timeout: float) -> bool:
-        """Begin nothing more, and wait up to `timeout` seconds for what moves. False if it was closed before."""
-        with self._idle:
-            if self._closed:
-                return False
-            self._closed = True
-            if not self._idle.wait_for(lambda: not self._active, timeout):
-                log.warning("%d cache operations outlived close()", self._active)
-            return True
-
-    # --- inside --------------------------------------------------------------------------------------------------
-
-    def _tokens(self, run: ChunkRun, objects: int) -> int:
-        """How many tokens so many objects of a run stand for."""
-        return objects * self._database.chunk_size // len(run.copiers)
-
-    @contextlib.contextmanager
-    def _moving(self) -> Iterator[bool]:
-        """Keep `close` waiting while bytes move; False where it is closed already."""
-        with self._idle:
-            may_move = not self._closed
-            self._active += may_move
-        try:
-            yield may_move
-        finally:
-            with self._idle:
-                self._active -= may_move
-                self._idle.notify_all()
-
-    def _put(self, run: ChunkRun, missing: list[int], timeout: float | None) -> list[Status]:
-        """One status for each of the `missing`, in order; fewer where there was no memory for the last ones."""
-        outcomes: list[PutOutcome] = []
-        done = 0
-        while done < len(missing):
-            # one chunk first: it is on its way while the others are gathered
-            indices = missing[done : done + (self.backend.batch_size if done else 1)]
-            staged = self._gather(run, indices, timeout)
-            if not staged:
-                self.metrics.trouble("store", "no_staging", len(missing) - done)
-                break
-            keys = [run.keys[index] for index in indices[: len(staged)]]
-            outcomes.append(self.backend.batched_put(keys, staged, timeout=timeout))
-            done += len(staged)
-        statuses = [status for outcome in outcomes for status in outcome.results()]
-        self.metrics.outages("store", statuses)
-        return statuses
-
-    def _gather(self, run: ChunkRun, indices: list[int], timeout: float | None) -> list[Staged]:
-        """Stage objects of `indices`, from the first, as far as there is memory; none only if none came free in time.
-
-        Only the first waits for memory: two stores that hold some can never wait for each other.
-        """
-        staged: list[Staged] = []
-        copies: list[Completion] = []
-        try:
-            for index in indices:
-                memory = self.backend.stage(timeout=0.0 if staged else timeout)
-                if memory is None:
-                    break
-                staged.append(memory)
-                copies.append(run.gather(index, torch.frombuffer(memory.payload, dtype=torch.uint8)))
-            for copy in copies:
-                copy.wait()
-        except BaseException:
-            for copy in copies:  # the memory may still be written to
-                copy.wait()
-            for memory in staged:
-                memory.release()
-            raise
-        return staged
-
-    def _get(self, run: ChunkRun, timeout: float | None) -> int:
-        """Scatter objects in order until the first that is missing; how many were loaded."""
-        loaded = 0
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with contextlib.closing(self.backend.batched_get(run.keys, timeout=timeout)) as fetches:
-            for index, fetched in zip(range(len(run.keys)), fetches, strict=True):
-                try:
-                    if self._closed:
-                        break
-                    if deadline is not None and time.monotonic() > deadline:
-                        self.metrics.trouble("retrieve", "deadline", len(run.keys) - loaded)
-                        break
-                    if fetched.payload is None:
-                        self.metrics.trouble("retrieve", fetched.reason)
-                        break
-                    # waited for at once: the transfers behind this chunk run ahead meanwhile, and a reader that holds
-                    # no memory while it waits for the next chunk can never keep another from going on
-                    run.scatter(index, torch.frombuffer(fetched.payload, dtype=torch.uint8)).wait()
-                    loaded += 1
-                finally:
-                    fetched.release()
-        return loaded
-
-    def _annotate(self, timeout: float | None) -> None:
-        """Leave the namespace's manifest beside its chunks, once."""
-        if not self._annotated:
-            key, manifest = self._database.manifest_key, self._database.namespace.manifest()
-            self._annotated = self.backend.annotate(key, manifest, timeout=timeout) is Status.OK
 
 
 class CacheEngine:

@@ -18,6 +18,7 @@ LAYERS = (
     ("errors", "config", "metrics", "tokens", "layout", "handoff", "weights"),
     ("server.messages", "server.channel"),
     ("paged", "backends", "lookup"),
+    ("mover",),
     ("engine",),
     ("server",),
     ("vllm",),

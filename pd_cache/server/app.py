@@ -23,9 +23,9 @@ from prometheus_client import generate_latest
 
 import pd_cache
 from pd_cache.config import CacheServerNode, NodeSettings
-from pd_cache.engine import Stored as Outcome
 from pd_cache.errors import LayoutError
 from pd_cache.metrics import CacheMetrics
+from pd_cache.mover import Stored as Outcome
 from pd_cache.server.address import own_address
 from pd_cache.server.channel import Incoming, ServerChannel
 from pd_cache.server.fence import AbandonedError

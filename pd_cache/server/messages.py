@@ -207,7 +207,7 @@ class Stored(Message, frozen=True, tag="stored"):
     """What became of each chunk."""
 
     outcomes: Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNKS)]
-    """One byte a chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.engine.Stored`."""
+    """One byte a chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.mover.Stored`."""
 
     @property
     def stored(self) -> int:

@@ -10,11 +10,11 @@ import msgspec
 
 from pd_cache.backends import StorageBackend, open_backend
 from pd_cache.config import CacheConfig, NodeSettings
-from pd_cache.engine import ChunkMover
 from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVLayout
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
+from pd_cache.mover import ChunkMover
 from pd_cache.paged import host_pin
 from pd_cache.server.messages import Hello, RefusalError
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from pd_cache.engine import ChunkRun
+from pd_cache.mover import ChunkRun
 from pd_cache.paged import ChunkSlots
 from pd_cache.server.fence import AbandonedError, FenceView
 from pd_cache.server.lifeline import LifelineServer

@@ -16,11 +16,12 @@ import msgspec
 import torch
 
 from pd_cache.config import MooncakeTier, NodeSettings
-from pd_cache.engine import CacheEngine, CacheEngineBuilder, Stored
+from pd_cache.engine import CacheEngine, CacheEngineBuilder
 from pd_cache.errors import ConfigError
 from pd_cache.layout import KVLayout
 from pd_cache.lookup.rpc import RpcLookupServer
 from pd_cache.metrics import CacheMetrics
+from pd_cache.mover import Stored
 from pd_cache.paged import Fence
 from pd_cache.server import messages
 from pd_cache.server.channel import NoAnswerError

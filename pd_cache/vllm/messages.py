@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from pd_cache.engine import Stored
+from pd_cache.mover import Stored
 from pd_cache.tokens import CacheMetadata
 
 

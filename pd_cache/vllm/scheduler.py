@@ -21,10 +21,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from pd_cache.engine import Stored
 from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read_params, write_params
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
+from pd_cache.mover import Stored
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey
 from pd_cache.vllm.messages import LoadOp, StepMetadata, StoreOp, WorkerReport
 from pd_cache.vllm.settings import Settings

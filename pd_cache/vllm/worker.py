@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pd_cache.engine import Stored
+from pd_cache.mover import Stored
 from pd_cache.vllm.chunks import Chunks
 from pd_cache.vllm.messages import LoadOp, StepMetadata, StoreOp, WorkerReport
 

@@ -18,9 +18,10 @@ import torch
 from pd_cache.backends import open_backend
 from pd_cache.backends.objects import TRAILER_BYTES, seal
 from pd_cache.config import CacheConfig
-from pd_cache.engine import CacheEngine, CacheEngineBuilder, Stored
+from pd_cache.engine import CacheEngine, CacheEngineBuilder
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.metrics import CacheMetrics
+from pd_cache.mover import Stored
 from pd_cache.tokens import CacheMetadata
 from tests.support.engines import BLOCK, CHUNK, Host, host, random_slots
 from tests.support.kv import holds_token, make_cache, write_prompt

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from pd_cache.config import CacheConfig
-from pd_cache.engine import Stored
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
+from pd_cache.mover import Stored
 from pd_cache.server.app import CacheServer
 from pd_cache.server.channel import RefusedError
 from pd_cache.server.client import CacheClient

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pd_cache.engine import Stored
 from pd_cache.errors import ConfigError
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.metrics import CacheMetrics
+from pd_cache.mover import Stored
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
 
