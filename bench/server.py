@@ -10,24 +10,29 @@ compared with: `memcpy` of the same bytes into the same shared buffer, and an in
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-import psutil
 import torch
-import zmq
 
 from bench.engine import Prompt, size, timed
 from bench.report import Check, finish, progress
+from bench.server_lookups import (
+    LOOKUP_TOKENS,
+    RATE,
+    lookups_at_a_rate,
+    memory_growth,
+    percentile,
+    raw_round_trips,
+    round_trips,
+)
 from launch.up import quiet, running
 from pd_cache.config import (
     CacheConfig,
@@ -46,20 +51,12 @@ from pd_cache.layout import KVLayout
 from pd_cache.server.client import CacheClient
 from pd_cache.server.messages import StatusQuery, StatusReport
 from pd_cache.server.remote import RemoteCache
-from pd_cache.server.scheduler_adapter import SchedulerAdapter
 from pd_cache.tokens import CacheMetadata
+from transfer.errors import Status
 from transfer.settings import ByteSize, TransferSettings
 
-_CLIENTS = 4
-_RATE = 1000
-"""Lookups a second, of all clients together."""
-_LOOKUP_TOKENS = 4096
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of them do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+_RENEWED = 1000
+"""Keys of one request to the master that renews leases, as the server makes it."""
 
 
 @contextlib.contextmanager
@@ -89,129 +86,6 @@ def cache_server(segment: int, staging: ByteSize, cache: CacheConfig) -> Iterato
             yield settings, url, status.pid
 
 
-def round_trips(url: str, count: int) -> list[float]:
-    """Seconds of each of `count` lookups that ask for nothing, one after the other."""
-    client = CacheClient(url, None, kind="scheduler", model="bench", block_size=16)
-    try:
-        for _ in range(200):
-            client.lookup("", [], timeout=5).result()
-        return [timed(lambda: client.lookup("", [], timeout=5).result()) for _ in range(count)]
-    finally:
-        client.close()
-
-
-def _echo(url: str) -> None:
-    """The other side of `raw_round_trips`: sends back what comes, until that is empty."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.bind(url)
-        while (frames := socket.recv_multipart())[1]:
-            socket.send_multipart(frames)
-
-
-def raw_round_trips(count: int) -> list[float]:
-    """What ZMQ itself takes for frames of that size between two Python processes: the floor of `round_trips`."""
-    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
-        url = f"ipc://{folder}/echo.sock"
-        other = multiprocessing.get_context("spawn").Process(target=_echo, args=(url,))
-        other.start()
-        try:
-            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-                socket.connect(url)
-
-                def trip() -> None:
-                    socket.send(b"x" * 32)
-                    socket.recv()
-
-                for _ in range(200):
-                    trip()
-                seconds = [timed(trip) for _ in range(count)]
-                socket.send(b"")
-            return seconds
-        finally:
-            other.join(10)
-            other.kill()
-
-
-def _ask_at_a_rate(url: str, model: str, rate: float, seconds: float, parent: Connection) -> None:
-    """One of the clients of `lookups_at_a_rate`, in a process of its own: a scheduler that asks when its turn comes.
-
-    Tells the parent that it is ready, is told when to start, and sends the latencies.
-    """
-    adapter = SchedulerAdapter(url, None, model, 1, 0, 16)
-    prompt = list(range(_LOOKUP_TOKENS))
-    latencies = []
-    try:
-        parent.send("ready")
-        start: float = parent.recv()
-        for index in range(int(rate * seconds)):
-            due = start + index / rate
-            time.sleep(max(0.0, due - time.monotonic()))
-            request = str(index)
-            adapter.maybe_submit_lookup_request(request, token_ids=prompt)
-            while adapter.check_lookup_result(request) is None:
-                time.sleep(0.0001)
-            latencies.append(time.monotonic() - due)  # of one that had to wait for the one before, too
-            assert adapter.check_lookup_result(request) == _LOOKUP_TOKENS, "a lookup missed what is there"
-            adapter.end_session(request)
-            adapter.cleanup_lookup_result(request)
-        parent.send(latencies)
-    finally:
-        parent.close()
-        adapter.shutdown()
-
-
-def lookups_at_a_rate(url: str, model: str, seconds: float) -> list[float]:
-    """Latencies, from when each was due, of `_RATE` lookups a second that find 4096 tokens, from four processes."""
-    spawn = multiprocessing.get_context("spawn")
-    workers, ends = [], []
-    for _ in range(_CLIENTS):
-        ours, theirs = spawn.Pipe()
-        workers.append(spawn.Process(target=_ask_at_a_rate, args=(url, model, _RATE / _CLIENTS, seconds, theirs)))
-        workers[-1].start()
-        theirs.close()
-        ends.append(ours)
-    try:
-        for end in ends:
-            assert end.recv() == "ready"
-        start = time.monotonic() + 0.5
-        for index, end in enumerate(ends):
-            end.send(start + index / _RATE)
-        return [latency for end in ends for latency in end.recv()]
-    finally:
-        for worker in workers:
-            worker.join(30)
-            worker.kill()
-
-
-def resident(pid: int) -> int:
-    """Bytes of a process's own memory: what it shares with engines does not count."""
-    memory = psutil.Process(pid).memory_info()
-    return int(memory.rss - memory.shared)
-
-
-def memory_growth(url: str, model: str, pid: int, requests: int) -> dict[str, float]:
-    """The server's memory before and after many requests, each a lookup with a session that is ended, after a warm-up."""
-    adapter = SchedulerAdapter(url, None, model, 1, 0, 16)
-    prompt = list(range(_LOOKUP_TOKENS // 4))
-
-    def ask(count: int) -> None:
-        for index in range(count):
-            request = str(index)
-            adapter.maybe_submit_lookup_request(request, token_ids=prompt)
-            while adapter.check_lookup_result(request) is None:
-                pass
-            adapter.end_session(request)
-            adapter.cleanup_lookup_result(request)
-
-    try:
-        ask(max(1000, requests // 10))
-        before = resident(pid)
-        seconds = timed(lambda: ask(requests))
-        return {"mib_before": before / 2**20, "mib_after": resident(pid) / 2**20, "requests_per_s": requests / seconds}
-    finally:
-        adapter.shutdown()
-
-
 class Transfers:
     """A prompt that moves through the server, through an engine in this process, and by `memcpy`."""
 
@@ -239,10 +113,14 @@ class Transfers:
         mask = cache.retrieve(self.prompt.tokens, kv_caches=self.caches, slot_mapping=self.prompt.target)
         assert int(mask.sum()) == self.whole, f"only {int(mask.sum())} tokens were loaded"
 
+    @property
+    def keys(self) -> list[str]:
+        """The prompt's, in the pool."""
+        return self.engine.database.keys(self.engine.database.hash_tokens(self.prompt.tokens))
+
     def remove(self) -> None:
         """Take the prompt out of the pool, so that it is stored again."""
-        keys = self.engine.database.keys(self.engine.database.hash_tokens(self.prompt.tokens))
-        self.engine.backend.store.remove(keys, timeout=10, force=True)  # type: ignore[attr-defined]
+        self.engine.backend.store.remove(self.keys, timeout=10, force=True)  # type: ignore[attr-defined]
 
     def wait_ready(self) -> None:
         """Wait until both ways reach the pool."""
@@ -263,15 +141,16 @@ class Transfers:
 
 
 def from_the_pool(moves: Transfers, rounds: int) -> dict[str, float]:
-    """GB/s of the server and of the engine in this process, one after the other, medians over the rounds."""
+    """GB/s of the server and of the engine in this process, medians over the rounds; each goes first in every second one."""
     seconds: dict[str, list[float]] = {
         "server_store": [],
         "engine_store": [],
         "server_retrieve": [],
         "engine_retrieve": [],
     }
+    sides = [("server", moves.remote), ("engine", moves.engine)]
     for index in range(rounds + 1):
-        for name, cache in (("server", moves.remote), ("engine", moves.engine)):
+        for name, cache in sides if index % 2 else sides[::-1]:
             store = timed(lambda cache=cache: moves.store(cache))  # type: ignore[misc]
             moves.prompt.scramble()
             retrieve = timed(lambda cache=cache: moves.retrieve(cache))  # type: ignore[misc]
@@ -286,6 +165,29 @@ def from_the_pool(moves: Transfers, rounds: int) -> dict[str, float]:
         "store_ratio": gbps["server_store_gbps"] / gbps["engine_store_gbps"],
         "retrieve_ratio": gbps["server_retrieve_gbps"] / gbps["engine_retrieve_gbps"],
     }
+
+
+def holding(moves: Transfers, rounds: int) -> dict[str, float]:
+    """What keeping a prompt's chunks until they are loaded costs: asking for them before their lease ends, or fetching them."""
+    moves.store(moves.engine)
+    backend, keys = moves.engine.backend, moves.keys
+    asked = (keys * -(-_RENEWED // len(keys)))[:_RENEWED]
+
+    def renew() -> None:
+        assert set(backend.batched_contains(asked)) == {Status.OK}, "a chunk is gone"
+
+    def prefetch() -> None:
+        with contextlib.closing(backend.batched_get(keys)) as fetches:
+            for fetched in fetches:
+                assert fetched.payload is not None, fetched.reason
+                fetched.release()
+
+    result = {
+        f"renew_{_RENEWED}_keys_ms": statistics.median(timed(renew) for _ in range(50)) * 1e3,
+        "prefetch_prompt_ms": statistics.median(timed(prefetch) for _ in range(rounds)) * 1e3,
+    }
+    moves.remove()
+    return result
 
 
 def from_memory(moves: Transfers, rounds: int) -> dict[str, float]:
@@ -303,10 +205,10 @@ def from_memory(moves: Transfers, rounds: int) -> dict[str, float]:
 @contextlib.contextmanager
 def small_prompt(url: str, chunk: int, block: int) -> Iterator[str]:
     """4096 tokens of a tiny model, stored through the server: what lookups find. The model's name."""
-    caches = {"0": torch.zeros(_LOOKUP_TOKENS // block, 1, block, 8)}
+    caches = {"0": torch.zeros(LOOKUP_TOKENS // block, 1, block, 8)}
     layout = KVLayout.from_tensors(caches)
     metadata = CacheMetadata.of(f"small-{uuid.uuid4().hex}", layout)
-    slots, prompt = torch.arange(_LOOKUP_TOKENS), list(range(_LOOKUP_TOKENS))
+    slots, prompt = torch.arange(LOOKUP_TOKENS), list(range(LOOKUP_TOKENS))
     remote = RemoteCache(url, metadata, caches, layout, chunk, move_timeout_s=60)
     try:
 
@@ -386,6 +288,7 @@ def main(
             next(steps)
             with moving(prompt, settings, url, chunk) as moves:
                 results |= from_the_pool(moves, rounds)
+                results |= holding(moves, rounds)
             next(steps)
             with small_prompt(url, chunk, block) as model:
                 latencies = lookups_at_a_rate(url, model, seconds)
@@ -401,7 +304,7 @@ def main(
     checks = [
         Check("empty_lookup_p50_us", results["empty_lookup_p50_us"], 150, at_least=False),
         Check("empty_lookup_p99_us", results["empty_lookup_p99_us"], 1000, at_least=False),
-        Check(f"lookup_p99_ms at {_RATE}/s", results["lookup_p99_ms"], 5, at_least=False),
+        Check(f"lookup_p99_ms at {RATE}/s", results["lookup_p99_ms"], 5, at_least=False),
         Check("store_ratio", results["store_ratio"], 0.95, at_least=True),
         Check("retrieve_ratio", results["retrieve_ratio"], 0.95, at_least=True),
         Check("memory_ratio", results["memory_ratio"], 0.7, at_least=True),

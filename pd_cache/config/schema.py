@@ -268,7 +268,7 @@ class CacheServerNode(_Node, frozen=True, kw_only=True, tag="cache-server"):
     segment_size: ByteSize | None = None
     """Memory that this node gives to the pool; `transfer.segment_size` where it is not set."""
     threads: Annotated[int, msgspec.Meta(ge=2, le=64)] = 3
-    """Threads that do what engines ask for. One of them is kept for lookups."""
+    """Threads that do what engines ask for: one answers lookups, the others move bytes."""
     max_in_flight: Positive = 256
     """Operations queued or running; what is more is answered busy, which engines take for a miss."""
     session_s: Seconds = 60.0

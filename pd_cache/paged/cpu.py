@@ -59,15 +59,16 @@ class CpuPagedCopier(PagedCopier):
         return DONE
 
     def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> Completion:
-        done = 0
+        left = self.layout.planes
         pages_of_all = self._object(chunk, source)
-        for group in self._groups:
-            part = pages_of_all[done : done + len(group)]
-            done += len(group)
+        # backwards: the object's checksum was just made, and its end is what the processor's cache still holds
+        for group in reversed(self._groups):
+            part = pages_of_all[left - len(group) : left]
+            left -= len(group)
             if chunk.blocks is not None:
                 blocks = chunk.blocks.numpy()
                 first = int(np.count_nonzero(blocks < 0))  # those left out stand at the start
-                for plane, pages in zip(group, part, strict=True):
+                for plane, pages in zip(group[::-1], part[::-1], strict=True):
                     plane[blocks[first:]] = pages[first:]
                 continue
             block, offset = self._split(chunk)

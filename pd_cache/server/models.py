@@ -52,6 +52,8 @@ class Model:
         self.metadata = metadata
         named = msgspec.structs.replace(cache, hash_mode=group.hash_mode, hash_seed=group.hash_seed)
         self.database = ChunkedTokenDatabase(metadata.namespace(named))
+        ranks = [msgspec.structs.replace(metadata, rank=rank) for rank in range(group.world_size)]
+        self._shards = [one.shards for one in ranks]
         self.workers: set[str] = set()
         """The clients that are registered."""
         self.mover = ChunkMover(backend, self.database, metrics)
@@ -59,7 +61,7 @@ class Model:
 
     def shards_of(self, rank: int) -> range:
         """The numbers of the shards that a rank holds."""
-        return msgspec.structs.replace(self.metadata, rank=rank).shards
+        return self._shards[rank]
 
 
 class Models:

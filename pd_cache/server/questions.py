@@ -76,10 +76,12 @@ class Answerer:
         found = end - question.held
         if question.session and found > 0:
             shards, names = model.database.namespace.shards, question.names[question.held : end]
-            by_rank = [
-                [keys[chunk * shards + shard] for chunk in range(found) for shard in model.shards_of(rank)]
-                for rank in range(model.group.world_size)
-            ]
+            by_rank = [keys[:found]]
+            if shards > 1:
+                by_rank = [
+                    [keys[chunk * shards + shard] for chunk in range(found) for shard in model.shards_of(rank)]
+                    for rank in range(model.group.world_size)
+                ]
             self._sessions.open(
                 question.client, question.session, model.group, model.mover.backend, names, by_rank, self._session_s
             )

@@ -29,8 +29,8 @@ class Item(NamedTuple, Generic[T]):
 
 class _Client(Generic[T]):
     def __init__(self) -> None:
-        self.waiting: dict[Lane, deque[Item[T]]] = {lane: deque() for lane in Lane}
-        self.served = dict.fromkeys(Lane, 0)
+        self.waiting: dict[Lane, deque[Item[T]]] = {Lane.QUICK: deque(), Lane.BULK: deque()}
+        self.served = {Lane.QUICK: 0, Lane.BULK: 0}
         """The cost of what it was given, and never less than that of those who wait: nobody saves up by being idle."""
         self.held = 0
         """Items waiting or running."""
@@ -84,7 +84,9 @@ class FairQueue(Generic[T]):
     def put(self, item: Item[T]) -> bool:
         """Queue an item; False if there is no place for it."""
         with self._lock:
-            client = self._clients.setdefault(item.client, _Client())
+            client = self._clients.get(item.client)
+            if client is None:
+                client = self._clients[item.client] = _Client()
             if self._closed or client.held >= self._limit - self._total:
                 self._tidy(item.client)
                 return False
@@ -104,6 +106,9 @@ class FairQueue(Generic[T]):
         The caller gives it to `finished` in the end.
         """
         with self._lock:
+            takers = self._takers.get(lanes)
+            if takers is None:
+                takers = self._takers[lanes] = _Takers(self._lock)
             while True:
                 if self._closed:
                     return None
@@ -111,7 +116,7 @@ class FairQueue(Generic[T]):
                     item = self._next(lane)
                     if item is not None:
                         return item
-                self._takers.setdefault(lanes, _Takers(self._lock)).wait()
+                takers.wait()
 
     def take_more(self, lane: Lane, most: int) -> list[Item[T]]:
         """Up to `most` further items of a lane, without waiting: what can be done together with one that was taken."""

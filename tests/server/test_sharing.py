@@ -53,7 +53,7 @@ def test_every_view_follows_a_storage_into_shared_memory(map_them: MapThem, kind
     before = view.clone()
     mapped = map_them(share_tensors(cache))
     assert torch.equal(view.view(torch.int16), before.view(torch.int16))
-    with mapped.using() as copier:
+    with mapped.using(0) as copier:
         planes = copier._groups  # type: ignore[attr-defined]
         for plane in planes:
             plane[...] = 0
@@ -64,16 +64,16 @@ def test_every_view_follows_a_storage_into_shared_memory(map_them: MapThem, kind
 def test_sharing_twice_shares_the_same_memory(map_them: MapThem) -> None:
     cache = make_cache()
     first, second = map_them(share_tensors(cache)), map_them(share_tensors(cache))
-    with first.using() as one, second.using() as other:
+    with first.using(0) as one, second.using(0) as other:
         one._groups[0][...] = 0  # type: ignore[attr-defined]
         assert not other._groups[0].any()  # type: ignore[attr-defined]
 
 
 def test_memory_that_is_in_use_is_unmapped_afterwards(map_them: MapThem) -> None:
     mapped = map_them(share_tensors(make_cache()))
-    with mapped.using():
+    with mapped.using(0):
         assert not mapped.unmap(0.05)
-        with pytest.raises(AbandonedError), mapped.using():
+        with pytest.raises(AbandonedError), mapped.using(0):
             raise AssertionError("let in although it is to be unmapped")
     assert mapped.unmap(1)
 
