@@ -131,6 +131,40 @@ def status(file: Path, as_json: bool, watch: bool) -> None:
         raise SystemExit(1)
 
 
+@main.command()
+@click.option(
+    "-c", "--config", "file", type=_FILE, help="The cluster's YAML file; without it only this machine is checked."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
+def doctor(file: Path | None, as_json: bool) -> None:
+    """Check this machine, and with -c its cluster: what is wrong, why it matters, and how to repair it.
+
+    Puts 64 MiB into each segment of the pool, reads them back and removes them. Exits with 1 if anything is broken; warnings
+    are no reason.
+    """
+    from rich.console import Console
+
+    from launch import doctor as examined
+    from launch.signals import StoppedError, signals_as_exceptions
+    from launch.up import running_copy
+
+    config = None
+    if file is not None:
+        copy = running_copy(file)
+        config, _ = read_config(copy if copy.exists() else file)
+    try:
+        with signals_as_exceptions(), Console(stderr=True).status("examining …"):
+            report = examined.examine(config, file)
+    except StoppedError as stopped:
+        raise SystemExit(128 + stopped.args[0]) from None
+    if as_json:
+        click.echo(examined.as_json(report))
+    else:
+        Console().print(examined.report_table(report))
+    if report.broken:
+        raise SystemExit(1)
+
+
 @main.group()
 def config() -> None:
     """Work with a cluster's file."""

@@ -22,6 +22,7 @@ from launch.discovery import Member, find_master
 from launch.errors import RoleError
 from launch.foreign import ForeignProgram
 from launch.process import spawn_child
+from launch.reachability import PeerChecks
 from launch.signals import stop_on_signals
 from pd_cache.config import (
     CacheServerNode,
@@ -318,6 +319,7 @@ def run_reference_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, 
                 registry=registry,
                 on_stop=member.leave,  # first, so that no proxy sends anything more
                 about=member.about,
+                peers=PeerChecks(config, node.name).answer,
             )
         finally:
             CacheEngineBuilder.destroy(node.name)
@@ -329,7 +331,7 @@ def run_proxy_node(config: ClusterConfig, node: ProxyNode, ready: Ready) -> None
     """Route requests to the prefill and decode nodes that discovery finds."""
     from launch.proxy import run_proxy
 
-    run_proxy(config, node.host, node.port, ready)
+    run_proxy(config, node, ready)
 
 
 def _serving(node: MasterNode, elected: bool) -> bool:

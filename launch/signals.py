@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 
 class StopFlag:
@@ -67,3 +68,22 @@ def stop_on_signals() -> Iterator[StopFlag]:
                 signal.signal(signum, old)
     finally:
         flag.close()
+
+
+class StoppedError(BaseException):
+    """A signal asked the process to stop, while `signals_as_exceptions` was in force."""
+
+
+@contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """Signals that ask to stop unwind the stack with StoppedError, so that what was opened is closed. Main thread only."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise StoppedError(number)
+
+    before = {number: signal.signal(number, stop) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -11,7 +11,6 @@ import contextlib
 import time
 import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -25,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.discovery import Directory, Namespaced, NodeRecord, View, differences, open_directory
+from launch.reachability import fetch, host_of
 from launch.topology import is_local
 from pd_cache.config import ClusterConfig
 from pd_cache.errors import PdCacheError
@@ -32,7 +32,6 @@ from pd_cache.errors import PdCacheError
 _SYNC_S = 5.0
 _TIMEOUT_S = 2.0
 _AT_A_TIME = 16
-_LARGEST_ANSWER = 16 << 20
 _VLLM = "vllm:"
 """Before the names of metrics, ours included, that vLLM gives out."""
 _IN_FLIGHT = (
@@ -66,6 +65,26 @@ class NodeStatus(msgspec.Struct, kw_only=True):
     @property
     def name(self) -> str:
         return self.record.name
+
+    @property
+    def asked(self) -> bool:
+        """Whether it takes questions at all."""
+        return not self.state.startswith(_NOT_ASKED)
+
+    @property
+    def up(self) -> bool:
+        """Whether it answered, and was well."""
+        return self.state.startswith("up")
+
+    @property
+    def url(self) -> str:
+        """Where it speaks HTTP; empty where it does not."""
+        return self.record.address if self.record.address.startswith("http") else self.record.metrics or ""
+
+    @property
+    def host(self) -> str:
+        """The address of its machine; empty where it does not tell."""
+        return host_of(self.url or self.record.address)
 
     @property
     def well(self) -> bool:
@@ -162,6 +181,7 @@ def _ask_server(row: NodeStatus) -> None:
     _read_cache(_samples(report.metrics), row)
     row.state = "up" if report.available or not report.workers else "degraded: its pool does not answer"
     row.up_since, row.in_flight = report.up_since, report.in_flight
+    row.record = msgspec.structs.replace(row.record, version=report.software)
 
 
 def _ask_master(row: NodeStatus) -> None:
@@ -196,11 +216,16 @@ def _refusals(row: NodeStatus, path: str, worst: int) -> Iterator[None]:
                 row.state = f"degraded: {path} answers {error.code}"
 
 
+class _Told(Namespaced, frozen=True, kw_only=True):
+    version: str = ""
+
+
 def _read_health(body: str, row: NodeStatus) -> None:
-    """The namespace, where the node registered without one."""
-    if row.record.fingerprint is None:
-        with contextlib.suppress(msgspec.DecodeError, RecursionError):
-            told = msgspec.json.decode(body, type=Namespaced)
+    """Version and namespace, where the node registered without them."""
+    with contextlib.suppress(msgspec.DecodeError, RecursionError):
+        told = msgspec.json.decode(body, type=_Told)
+        row.record = msgspec.structs.replace(row.record, version=told.version or row.record.version)
+        if row.record.fingerprint is None:
             row.record = msgspec.structs.replace(row.record, fingerprint=told.fingerprint, namespace=told.namespace)
 
 
@@ -229,8 +254,7 @@ def _read_cache(samples: Samples, row: NodeStatus) -> None:
 def _get(address: str, path: str) -> str:
     if address.endswith(":0"):
         raise ValueError("its port is 0 in this file, chosen by `up`")
-    with urllib.request.urlopen(f"{address}{path}", timeout=_TIMEOUT_S) as answer:
-        return str(answer.read(_LARGEST_ANSWER).decode(errors="replace"))
+    return fetch(f"{address}{path}", _TIMEOUT_S).decode(errors="replace")
 
 
 def _samples(text: str) -> Samples:
@@ -262,7 +286,7 @@ def status_table(status: ClusterStatus) -> Group:
             escape(row.state),
             "" if row.up_since is None else f"{datetime.fromtimestamp(row.up_since):%Y-%m-%d %H:%M:%S}",
             "" if row.hit_rate is None else f"{row.hit_rate:.1%}",
-            escape("\n".join(f"{tier} {_bytes(value)}" for tier, value in row.bytes_by_tier.items())),
+            escape("\n".join(f"{tier} {shown_bytes(value)}" for tier, value in row.bytes_by_tier.items())),
             "" if row.in_flight is None else str(row.in_flight),
             escape("\n".join(f"{reason} {count:.0f}" for reason, count in row.errors.items())),
         )
@@ -291,7 +315,8 @@ def as_json(status: ClusterStatus) -> str:
     return msgspec.json.encode({"discovery": status.source, "well": status.well, "nodes": nodes}).decode()
 
 
-def _bytes(value: float) -> str:
+def shown_bytes(value: float) -> str:
+    """A number of bytes for people."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

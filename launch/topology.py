@@ -14,7 +14,7 @@ from pd_cache.config import ClusterConfig, EtcdDiscovery, LocalTier, Node, Probl
 from pd_cache.errors import ConfigError
 from transfer.settings import rdma_devices
 
-_PORT_FIELDS = ("port", "metrics_port")
+PORT_FIELDS = ("port", "metrics_port")
 
 
 def is_local(host: str) -> bool:
@@ -45,7 +45,7 @@ def choose_ports(config: ClusterConfig, nodes: Iterable[Node] | None = None) -> 
         nodes = []
         for node in config.nodes:
             chosen = {}
-            for field in _PORT_FIELDS:
+            for field in PORT_FIELDS:
                 if node.name in mine and getattr(node, field, None) == 0:
                     # held until all are chosen, so that no two nodes get the same one
                     holder = stack.enter_context(_socket_at(node.host, 0))
@@ -101,9 +101,9 @@ def machine_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
             )
     for index, node in enumerate(config.nodes):
         if node.name in chosen:
-            for field in _PORT_FIELDS:
+            for field in PORT_FIELDS:
                 port = getattr(node, field, 0)
-                if port and not _bindable(node.host, port):
+                if port and not is_bindable(node.host, port):
                     yield Problem(
                         ("nodes", index, field),
                         f"is taken on {node.host} by another process; choose another port, or 0 for any free one",
@@ -172,7 +172,8 @@ def _device_problems(config: ClusterConfig) -> Iterator[Problem]:
             yield Problem(("transfer", "devices", index), f"is no RDMA device of this machine; there are: {there}")
 
 
-def _bindable(host: str, port: int) -> bool:
+def is_bindable(host: str, port: int) -> bool:
+    """Whether an address is one of this machine's, and nobody listens at it."""
     try:
         with _socket_at(host, port):
             return True

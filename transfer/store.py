@@ -21,6 +21,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import msgspec
+
 from transfer.breaker import CircuitBreaker
 from transfer.calls import Call, CallThreads
 from transfer.environment import MAX_TRANSFERS, prepare, split_master
@@ -33,6 +35,15 @@ from transfer.staging import Pin, SharedStagingPool, Slot, StagingPool
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
+
+SYSTEM_PACKAGES = {
+    "libibverbs": "libibverbs1",
+    "libnuma": "libnuma1",
+    "librdmacm": "librdmacm1",
+    "libmlx5": "ibverbs-providers",
+    "libcurl": "libcurl4",
+}
+"""Debian's packages of the libraries that Mooncake's wheels need and do not bring."""
 
 _EXISTS = {1: Status.OK, 0: Status.MISSING}
 
@@ -73,7 +84,7 @@ def load_mooncake() -> Any:
         import mooncake.store as module
     except ImportError as error:
         text = str(error)
-        for library, package in (("libibverbs", "libibverbs1"), ("libnuma", "libnuma1"), ("librdmacm", "librdmacm1")):
+        for library, package in SYSTEM_PACKAGES.items():
             if library in text:
                 raise MissingLibraryError(
                     f"Mooncake's wheel needs {library}, which this system lacks ({text}); "
@@ -319,9 +330,10 @@ class MooncakeStore:
         )
 
     def start_put(
-        self, keys: list[str], slots: Sequence[Slot], sizes: Sequence[int], *, timeout: float
+        self, keys: list[str], slots: Sequence[Slot], sizes: Sequence[int], *, timeout: float, segment: str = ""
     ) -> Pending[Status]:
-        """Begin to write the first `sizes[i]` bytes of each slot as key i, where the store's placement says.
+        """Begin to write the first `sizes[i]` bytes of each slot as key i, where the store's placement says, or into
+        `segment` if it has room (Mooncake takes another one without a word).
 
         OK also means that the key was there before: contents are addressed by their key, so the bytes are the same.
         """
@@ -330,13 +342,19 @@ class MooncakeStore:
         if len(lengths) != len(keys) or any(n < 1 or n > slot.size for n, slot in zip(lengths, slots, strict=True)):
             raise ValueError("start_put needs one size per key, between 1 and its slot's size")
 
+        config = self._put_config
+        if segment:
+            config = _replicate_config(
+                load_mooncake(), msgspec.structs.replace(self._placement, preferred_segment=segment)
+            )
+
         def put() -> list[int]:
-            codes = self._client.batch_put_from(keys, addresses, lengths, self._put_config)
+            codes = self._client.batch_put_from(keys, addresses, lengths, config)
             full = [index for index, code in enumerate(codes) if status_of(code) is Status.NO_SPACE]
             if full:
                 time.sleep(_RETRY_FULL_AFTER)
                 again = self._client.batch_put_from(
-                    [keys[i] for i in full], [addresses[i] for i in full], [lengths[i] for i in full], self._put_config
+                    [keys[i] for i in full], [addresses[i] for i in full], [lengths[i] for i in full], config
                 )
                 for index, code in zip(full, again, strict=True):
                     codes[index] = code

@@ -100,8 +100,9 @@ class Member:
             self._registration = EtcdRegistration(config.discovery, config.name)
 
     def about(self) -> dict[str, Any]:
-        """The namespace, for a node's `/health`: where the file is all there is, this is how others learn it."""
-        return describe_namespace(self.namespace) if self.namespace is not None else {}
+        """Version and namespace, for a node's `/health`: where the file is all there is, this is how others learn them."""
+        namespace = describe_namespace(self.namespace) if self.namespace is not None else {}
+        return {"version": pd_cache.__version__, **namespace}
 
     def announce(self, address: str) -> None:
         """Tell the others that this node can be used, at `address`. Returns at once, whatever etcd does."""
@@ -155,7 +156,7 @@ def file_records(config: ClusterConfig) -> list[NodeRecord]:
         address = f"{scheme}{node.host}:{getattr(node, 'port', 0)}"
         if isinstance(node, CacheServerNode) and _url_known(config, node):
             address = config.server_url(node)
-        records.append(msgspec.structs.replace(describe_node(config, node, address), instance=""))
+        records.append(msgspec.structs.replace(describe_node(config, node, address), instance="", version=""))
     return records
 
 

@@ -15,6 +15,7 @@ import aiohttp
 from aiohttp import http_exceptions, web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+import pd_cache
 from launch.discovery import View
 from launch.proxy.admission import Admission, read_keys
 from launch.proxy.answers import ApiError, overloaded
@@ -166,7 +167,12 @@ class Proxy:
         now = time.monotonic()
         nodes: dict[str, dict[str, bool]] = {hop: pool.health(now) for hop, pool in self._pools.items()}
         healthy = any(nodes["decode"].values()) and not self._admission.closing
-        body: dict[str, Any] = {"status": "ok" if healthy else "unavailable", **nodes, **self._fleet.describe(now)}
+        body: dict[str, Any] = {
+            "status": "ok" if healthy else "unavailable",
+            "version": pd_cache.__version__,
+            **nodes,
+            **self._fleet.describe(now),
+        }
         return web.json_response(body, status=200 if healthy else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:

@@ -11,8 +11,9 @@ from aiohttp import web
 from launch.discovery import View, open_directory
 from launch.proxy.app import Proxy
 from launch.proxy.direct import DirectRule, Pool
+from launch.reachability import PeerChecks
 from launch.signals import stop_signals
-from pd_cache.config import ClusterConfig, NodeSettings
+from pd_cache.config import ClusterConfig, NodeSettings, ProxyNode
 from pd_cache.lookup import LookupClient, MooncakeLookupClient
 from pd_cache.tokens import CacheMetadata
 
@@ -20,7 +21,7 @@ _SYNC_S = 2.0
 """How long a proxy that starts waits to hear from discovery; then it goes by the nodes of the file."""
 
 
-def run_proxy(config: ClusterConfig, host: str, port: int, ready: Callable[[str], None]) -> None:
+def run_proxy(config: ClusterConfig, node: ProxyNode, ready: Callable[[str], None]) -> None:
     """Serve until told to stop (`stop_signals`), then drain. Main thread only.
 
     `ready` is called with the base URL once connections are taken; port 0 means any. OSError if the address cannot be bound,
@@ -30,11 +31,11 @@ def run_proxy(config: ClusterConfig, host: str, port: int, ready: Callable[[str]
     tokens = config.proxy.direct_tokens
     direct = DirectRule(
         config.cache.chunk_size if tokens is None else tokens,
-        lambda pool: _open_lookup(config, host, pool),
+        lambda pool: _open_lookup(config, node.host, pool),
         timeout_s=timeout_s,
     )
     proxy = Proxy(config.proxy, direct, master=lambda view: master_of(config, view))
-    asyncio.run(_serve(config, proxy, host, port, ready))
+    asyncio.run(_serve(config, proxy, node, ready))
 
 
 def master_of(config: ClusterConfig, view: View) -> str | None:
@@ -44,12 +45,19 @@ def master_of(config: ClusterConfig, view: View) -> str | None:
     return next((record.address for record in view.by_role("master")), None)
 
 
-async def _serve(config: ClusterConfig, proxy: Proxy, host: str, port: int, ready: Callable[[str], None]) -> None:
+async def _serve(config: ClusterConfig, proxy: Proxy, node: ProxyNode, ready: Callable[[str], None]) -> None:
+    host, checks = node.host, PeerChecks(config, node.name)
+
+    async def peers(_: web.Request) -> web.Response:
+        return web.json_response(await checks.answer())
+
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in stop_signals():
         loop.add_signal_handler(signum, stop.set)
-    runner = web.AppRunner(proxy.app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+    app = proxy.app()
+    app.router.add_get("/peers", peers)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
     await runner.setup()
 
     def follow(view: View) -> None:
@@ -58,7 +66,7 @@ async def _serve(config: ClusterConfig, proxy: Proxy, host: str, port: int, read
     directory = open_directory(config, follow)
     try:
         await asyncio.to_thread(directory.wait_synced, _SYNC_S)
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, node.port).start()
         bound = runner.addresses[0][1]
         ready(f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}")
         await stop.wait()

@@ -56,7 +56,9 @@ def test_config_check_names_a_taken_port_and_can_be_told_not_to_look(tmp_path: P
     assert CliRunner().invoke(main, ["config", "check", "--file-only", str(file)]).exit_code == 0
 
 
-@pytest.mark.parametrize("command", [["launch", "decode", "-c"], ["up", "-c"], ["config", "check"], ["demo", "-c"]])
+@pytest.mark.parametrize(
+    "command", [["launch", "decode", "-c"], ["up", "-c"], ["config", "check"], ["demo", "-c"], ["doctor", "-c"]]
+)
 def test_every_command_refuses_a_bad_file_in_the_same_words(command: list[str], tmp_path: Path) -> None:
     file = cluster_file(tmp_path, cashe={})
     message = refused(*command, str(file))

@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from launch.cli import main
+from launch.doctor import Report, Verdict
 from launch.engines.reference import GenerationRequest, ReferenceEngine
 from launch.status import cluster_status
 from launch.up import Cluster
@@ -173,6 +174,17 @@ def test_status_tells_of_every_node(cluster: Cluster, prompt: Any, tmp_path: Pat
     assert table.exit_code == 0
     assert "discovery: static" in table.stdout
     assert "decode-0" in table.stdout
+
+
+def test_the_doctor_finds_nothing_broken(cluster: Cluster, tmp_path: Path) -> None:
+    file = tmp_path / "running.yaml"
+    file.write_text(dump_config(cluster.config))
+    done = CliRunner().invoke(main, ["doctor", "-c", str(file), "--json"])
+    report = msgspec.json.decode(done.stdout, type=Report)
+    assert [finding for finding in report.findings if finding.verdict is Verdict.BROKEN] == []
+    assert done.exit_code == 0
+    (transfer,) = (finding for finding in report.findings if finding.check == "transfer.segment")
+    assert transfer.verdict is Verdict.OK
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from launch.cli import main
+from launch.doctor import Report, Verdict
 from launch.up import Cluster
 from tests.support.cluster import CHUNK, Answer, cluster_file, complete, started
 from tests.support.etcd import Etcd
@@ -79,6 +81,15 @@ def status(etcd: Etcd, folder: Path) -> Any:
     return CliRunner().invoke(main, ["status", "-c", str(file), "--json"])
 
 
+def doctor(etcd: Etcd, folder: Path) -> Any:
+    """What `pd-cache doctor` says on another machine."""
+    folder = folder / "elsewhere"
+    folder.mkdir(exist_ok=True)
+    nodes = [{"name": "here", "role": "store", "segment_size": "16MiB"}]
+    file = cluster_file(folder, discovery=discovery(etcd), nodes=nodes)
+    return CliRunner().invoke(main, ["doctor", "-c", str(file), "--json"])
+
+
 def metric(cluster: Cluster, line: str) -> float:
     with urllib.request.urlopen(f"{cluster.urls['proxy']}/metrics", timeout=5) as page:
         lines = page.read().decode().splitlines()
@@ -119,6 +130,14 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
         assert {one["name"]: one["difference"] for one in json.loads(told.stdout)["nodes"] if one["difference"]} == {
             "prefill-2": expected
         }
+        examined = doctor(own_etcd, tmp_path)
+        assert examined.exit_code == 1
+        report = msgspec.json.decode(examined.stdout, type=Report)
+        assert [(one.check, one.about, one.found) for one in report.findings if one.verdict is Verdict.BROKEN] == [
+            ("cluster.fingerprint", "prefill-2", expected)
+        ]
+        transfer = next(one for one in report.findings if one.check == "transfer.segment")
+        assert transfer.verdict is Verdict.OK, "the master was found in etcd"
         node.kill()
         for _ in range(4):
             assert ask(cluster).status == 200

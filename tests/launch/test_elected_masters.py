@@ -10,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from launch.cli import main
 from launch.up import Cluster
+from pd_cache.config import dump_config
 from tests.support.cluster import CHUNK, Answer, complete, kill, started
 from tests.support.etcd import Etcd
 from tests.support.waiting import wait_for
@@ -68,6 +71,10 @@ def test_clients_follow_the_leader_and_no_key_is_lost_with_it(
         roles = {name: role(cluster, name) for name in ("master-0", "master-1")}
         assert sorted(roles.values()) == ["leader", "standby"]
         leader, standby = sorted(roles, key=lambda name: roles[name])
+        file = tmp_path / "running.yaml"
+        file.write_text(dump_config(cluster.config))
+        examined = CliRunner().invoke(main, ["doctor", "--json", "-c", str(file)])
+        assert [one for one in json.loads(examined.stdout)["findings"] if one["verdict"] == "broken"] == []
         first = ask()
         wait_for(lambda: ask().cached[0] == 5 * CHUNK, 10, "a hit on the prefill node, too")
         # what the leader wrote to its log reaches the standby within its polling interval of a second

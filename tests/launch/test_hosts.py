@@ -10,6 +10,7 @@ import json
 import random
 import shutil
 import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -264,6 +265,55 @@ def test_etcd_is_cut_off_for_longer_than_every_lease_and_comes_back(hosts: Hosts
     finally:
         etcd.mend()
     wait_for(lambda: hosts.health()["discovery_stale_s"] == 0, 15, "fresh again")
+
+
+def examine(hosts: Hosts, folder: Path) -> dict[str, Any]:
+    """What `pd-cache doctor` says from outside of all hosts, which reaches each."""
+    file = folder / "doctor.yaml"
+    file.write_text(hosts.file.read_text())
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", "doctor", "--json", "-c", str(file)],
+        capture_output=True,
+        check=False,
+        timeout=90,
+    )
+    assert done.returncode in (0, 1), done.stderr.decode()[-2000:]
+    return dict(json.loads(done.stdout))
+
+
+def broken(report: dict[str, Any]) -> set[tuple[str, str]]:
+    return {(one["check"], one["about"]) for one in report["findings"] if one["verdict"] == "broken"}
+
+
+def test_the_doctor_tells_a_host_that_is_cut_off_from_one_that_only_some_do_not_reach(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    whole = examine(hosts, tmp_path)
+    assert broken(whole) == set()
+    (segment,) = (one["about"] for one in whole["findings"] if one["check"] == "transfer.segment")
+
+    reader, memory = hosts.hosts["decode-0"], hosts.hosts["prefill-1"]
+    reader.block(memory)
+    try:
+        report = examine(hosts, tmp_path)
+    finally:
+        reader.unblock(memory)
+    assert broken(report) == {("network.from_nodes", "decode-0"), ("network.from_nodes", "prefill-1")}, (
+        "both directions"
+    )
+    (told,) = (one for one in report["findings"] if (one["check"], one["about"]) == ("network.from_nodes", "decode-0"))
+    assert f"service of prefill-1 at {memory.address}:8100" in told["found"]
+    assert f"segment {segment} at {memory.address}:" in told["found"]
+
+    hosts.hosts["decode-1"].cut()
+    try:
+        report = examine(hosts, tmp_path)
+    finally:
+        hosts.hosts["decode-1"].mend()
+    assert ("network.from_here", "decode-1") in broken(report) or ("cluster.node", "decode-1") not in {
+        (one["check"], one["about"]) for one in report["findings"]
+    }, "it does not answer, or its lease is over"
+    assert not {about for check, about in broken(report) if check == "network.from_nodes"}, "what is dead is told once"
 
 
 def test_the_masters_host_is_gone_and_comes_back(hosts: Hosts, alone: Any) -> None:

@@ -26,6 +26,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+import pd_cache
 from launch.discovery import NodeRecord, View
 from launch.discovery.record import describe_namespace
 from launch.proxy import Proxy
@@ -835,6 +836,7 @@ async def test_health_names_the_nodes() -> None:
         assert response.status == 200
         assert await response.json() == {
             "status": "ok",
+            "version": pd_cache.__version__,
             "prefill": {c.prefill[0].url: True},
             "decode": {c.decode[0].url: True},
             "discovery_stale_s": 0.0,
@@ -1228,8 +1230,9 @@ import sys
 from launch.proxy import run_proxy
 from pd_cache.config import ClusterConfig, DecodeNode, ProxyNode
 url = sys.argv[1].removeprefix("http://").split(":")
-nodes = (DecodeNode(name="d", host=url[0], port=int(url[1])), ProxyNode(name="p"))
-run_proxy(ClusterConfig(nodes=nodes), "127.0.0.1", int(sys.argv[2]), lambda url: print("ready", url, flush=True))
+node = ProxyNode(name="p", port=int(sys.argv[2]))
+nodes = (DecodeNode(name="d", host=url[0], port=int(url[1])), node)
+run_proxy(ClusterConfig(nodes=nodes), node, lambda url: print("ready", url, flush=True))
 print("drained", flush=True)
 """
 

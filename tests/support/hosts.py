@@ -69,6 +69,14 @@ class Host:
         """Plug it in again."""
         _run("ip", "link", "set", self._cable, "up")
 
+    def block(self, other: Host) -> None:
+        """Let nothing of this host reach `other` any more, nor what answers it; everybody else still does."""
+        _run(*self.inside("ip", "route", "add", "unreachable", f"{other.address}/32"))
+
+    def unblock(self, other: Host) -> None:
+        """Undo `block`."""
+        _run(*self.inside("ip", "route", "del", "unreachable", f"{other.address}/32"))
+
     def sent(self) -> int:
         """Bytes that the host has sent so far."""
         return int(Path(f"/sys/class/net/{self._cable}/statistics/rx_bytes").read_text())

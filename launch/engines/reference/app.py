@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from launch.engines.reference.engine import CacheFactory, ReferenceEngine
-from launch.engines.reference.server import make_app
-from launch.signals import stop_signals
+from launch.engines.reference.server import Peers, make_app
+from launch.signals import StoppedError, signals_as_exceptions, stop_signals
 from pd_cache.config import HandoffConfig, ReferenceEngineConfig
 
 _logger = logging.getLogger(__name__)
@@ -34,6 +33,7 @@ def serve(
     grace_s: float = 4.0,
     on_stop: Callable[[], None] | None = None,
     about: Callable[[], Mapping[str, Any]] | None = None,
+    peers: Peers | None = None,
 ) -> None:
     """Serve the reference engine on `host:port` (0 takes a free port) until told to stop (`stop_signals`); then return.
 
@@ -41,17 +41,17 @@ def serve(
     this engine's weights and pages, and answers the cache to use or None. The cache stays the caller's to close; by then
     no call of this engine runs in it but ones that outlived every deadline. `ready` gets `host:port` when requests are
     answered. On a signal, requests at work have `grace_s` to finish. `registry` holds further metrics for `/metrics`.
-    `on_stop` is called on a signal, before anything ends; it may take a moment. `about` answers further fields for `/health`.
-    UnsupportedModelError for a model that cannot be served, OSError if the address cannot be bound.
+    `on_stop` is called on a signal, before anything ends; it may take a moment. `about` answers further fields for `/health`,
+    `peers` what `/peers` tells. UnsupportedModelError for a model that cannot be served, OSError if the address cannot be bound.
     """
-    with suppress(_StopError), _signals_as_exceptions():
+    with suppress(StoppedError), signals_as_exceptions():
         engine = ReferenceEngine.open(config, handoff, cache)
         try:
             _logger.warning(
                 "serving %s with the reference engine, for trying out, testing and measuring, not for production",
                 config.model.name,
             )
-            asyncio.run(_run_until_signal(engine, host, port, ready, registry, grace_s, on_stop, about))
+            asyncio.run(_run_until_signal(engine, host, port, ready, registry, grace_s, on_stop, about, peers))
         finally:
             engine.close()
 
@@ -67,10 +67,14 @@ async def run_engine(
     grace_s: float = 4.0,
     on_stop: Callable[[], None] | None = None,
     about: Callable[[], Mapping[str, Any]] | None = None,
+    peers: Peers | None = None,
 ) -> None:
     """Serve `engine` on `host:port` until `stop` is set, then close it: requests at work have `grace_s` to finish."""
     runner = web.AppRunner(
-        make_app(engine, registry, about), handler_cancellation=True, shutdown_timeout=_CLEANUP_S, access_log=None
+        make_app(engine, registry, about, peers),
+        handler_cancellation=True,
+        shutdown_timeout=_CLEANUP_S,
+        access_log=None,
     )
     site: web.TCPSite | None = None
     try:
@@ -98,32 +102,16 @@ async def _run_until_signal(
     grace_s: float,
     on_stop: Callable[[], None] | None,
     about: Callable[[], Mapping[str, Any]] | None,
+    peers: Peers | None,
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in stop_signals():
         loop.add_signal_handler(number, stop.set)
-    await run_engine(engine, host, port, ready, stop, registry=registry, grace_s=grace_s, on_stop=on_stop, about=about)
+    await run_engine(
+        engine, host, port, ready, stop, registry=registry, grace_s=grace_s, on_stop=on_stop, about=about, peers=peers
+    )
 
 
 def _bound_port(runner: web.AppRunner) -> int:
     return int(runner.addresses[0][1])
-
-
-class _StopError(BaseException):
-    """A signal that came while the event loop did not run."""
-
-
-@contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """Where no event loop takes them, signals unwind the stack, so that what was opened is closed."""
-
-    def stop(number: int, _: object) -> NoReturn:
-        raise _StopError(number)
-
-    before = {number: signal.signal(number, stop) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -29,6 +29,9 @@ from launch.engines.reference.request import GenerationRequest
 
 _logger = logging.getLogger(__name__)
 
+Peers = Callable[[], Awaitable[Mapping[str, Any]]]
+"""Tells which of the cluster's other nodes this one reaches; on the event loop's thread."""
+
 _RETRY_AFTER_S = 1
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _BODY_TIMEOUT_S = 30.0
@@ -40,11 +43,13 @@ def make_app(
     engine: ReferenceEngine,
     registry: CollectorRegistry | None = None,
     about: Callable[[], Mapping[str, Any]] | None = None,
+    peers: Peers | None = None,
 ) -> web.Application:
     """The application; it takes the engine as it is and does not close it.
 
-    `registry` holds further metrics, the cache's, for `/metrics`; `about` answers further fields for `/health`. Serve it with `handler_cancellation=True`, so that a
-    client that goes away ends its request.
+    `registry` holds further metrics, the cache's, for `/metrics`; `about` answers further fields for `/health`, and `peers`
+    what `/peers` tells, which is not there without it. Serve it with `handler_cancellation=True`, so that a client that goes
+    away ends its request.
     """
     config = engine.config
     app = web.Application(client_max_size=(1 << 20) + 64 * config.max_model_len, middlewares=[_errors])
@@ -54,6 +59,12 @@ def make_app(
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/health", server.health)
     app.router.add_get("/metrics", server.metrics)
+    if peers is not None:
+
+        async def told(_: web.Request) -> web.Response:
+            return web.json_response(await peers())
+
+        app.router.add_get("/peers", told)
     return app
 
 

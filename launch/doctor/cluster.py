@@ -1,0 +1,159 @@
+"""What the cluster's nodes say: who answers, which versions and namespaces they have, who leads, who gives memory."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import pd_cache
+from launch.doctor.finding import Finding, broken, ok, skipped, warning
+from launch.reachability import Segment, fetch
+from launch.status import ClusterStatus, NodeStatus, shown_bytes
+from pd_cache.config import ClusterConfig
+
+_UP = "pd-cache up -c FILE"
+
+
+def discovery_finding(config: ClusterConfig, status: ClusterStatus) -> Finding:
+    """Whether what discovery says is fresh."""
+    check, kind = "cluster.discovery", str(config.discovery.__struct_config__.tag)
+    if status.source == kind:
+        return ok(check, f"{kind}: {len(status.nodes)} nodes")
+    return broken(
+        check, status.source, why="nodes that come are not found, and those that left are still asked",
+        repair="etcdctl endpoint health; discovery.endpoints, user, tls in the file",
+    )  # fmt: skip
+
+
+def node_findings(status: ClusterStatus) -> Iterator[Finding]:
+    """Who answers, as `pd-cache status` sees it. Where nobody does, that is one finding."""
+    check = "cluster.node"
+    asked = [row for row in status.nodes if row.asked]
+    if asked and not any(row.up for row in asked):
+        yield broken(
+            check, f"none of the {len(asked)} nodes that take questions answers", why="the cluster is not running, or not from here",
+            repair=_UP,
+        )  # fmt: skip
+        return
+    for row in status.nodes:
+        if row.state.startswith("no answer"):
+            yield broken(
+                check, row.state, row.name, why=f"a {row.record.role} node is missing",
+                repair=f"on {row.host}: {_UP}; or pd-cache launch {row.record.role} -c FILE --node {row.name}",
+            )  # fmt: skip
+        elif row.state.startswith("degraded"):
+            yield broken(
+                check, row.state, row.name, why="it answers, and says that not all of it works",
+                repair="its log, and the other findings about it",
+            )  # fmt: skip
+        elif row.asked:
+            yield ok(check, row.state, row.name)
+
+
+def version_findings(rows: Iterable[NodeStatus]) -> Iterator[Finding]:
+    """Nodes whose pd-cache is another than this one."""
+    check, ours = "cluster.version", pd_cache.__version__
+    told = [row for row in rows if row.record.version]
+    same = [row.name for row in told if row.record.version == ours]
+    if same:
+        yield ok(check, f"{ours} on {', '.join(same)}")
+    for row in told:
+        if row.record.version != ours:
+            yield warning(
+                check, f"{row.record.version}, and {ours} here", row.name,
+                why="versions may name chunks in other ways, and cache servers refuse engines of another one",
+                repair=f"on {row.host}: pip install pd-cache=={ours}",
+            )  # fmt: skip
+
+
+def fingerprint_findings(rows: Sequence[NodeStatus]) -> Iterator[Finding]:
+    """Nodes that never share a hit with the others. Those that serve another model are not meant to."""
+    check = "cluster.fingerprint"
+    known = [row for row in rows if row.record.fingerprint]
+    if known and not any(row.difference for row in known):
+        names = ", ".join(row.name for row in known)
+        yield ok(check, f"{names}: one namespace, so they share hits")
+    usual = {row.record.model for row in known if not row.difference}
+    for row in known:
+        if row.difference:
+            make = broken if row.record.model in usual else warning
+            yield make(
+                check, row.difference, row.name, why="what one of them stores, the other computes again",
+                repair="make cache and engine of the file, and the model's folder, the same on both",
+            )  # fmt: skip
+
+
+def master_findings(config: ClusterConfig, rows: Iterable[NodeStatus]) -> Iterator[Finding]:
+    """Whether exactly one master leads."""
+    check = "cluster.master"
+    masters = {row.name: row for row in rows if row.record.role == "master"}
+    roles = {name: role for name, row in masters.items() if (role := _role(row.record.metrics)) is not None}
+    leading = [name for name, role in roles.items() if role == "leader"]
+    for name, role in roles.items():
+        yield ok(check, "leads" if role == "leader" else role, name)
+    if masters and len(leading) != 1:
+        found = f"{len(leading)} of {len(masters)} masters lead" + (f": {', '.join(leading)}" if leading else "")
+        yield broken(
+            check, found,
+            why="each of them knows only some of the keys" if leading else "without a leader no key can be found or stored",
+            repair="pd-cache launch master -c FILE; with master.ha: etcdctl endpoint health, then the masters' logs",
+        )  # fmt: skip
+    if config.masters.ha and len(masters) < 2:
+        yield warning(
+            check, f"master.ha is set, and there is {len(masters)} master", why="nobody takes over when it dies",
+            repair="nodes: give the file a second master, on another host",
+        )  # fmt: skip
+
+
+def leader(rows: Iterable[NodeStatus]) -> NodeStatus | None:
+    """The master that leads; None where none says so."""
+    return next((row for row in rows if row.record.role == "master" and _role(row.record.metrics) == "leader"), None)
+
+
+def _role(metrics: str | None) -> str | None:
+    """`leader`, `standby` or such; None where it does not answer."""
+    if metrics is None:
+        return None
+    try:
+        health = json.loads(fetch(f"{metrics}/health"))
+        if not isinstance(health, dict):
+            return None
+        role = str(health.get("role"))
+        return "leads, but does not serve yet" if role == "leader" and not health.get("service_ready") else role
+    except (OSError, ValueError):
+        return None
+
+
+def segment_findings(rows: Iterable[NodeStatus], segments: Sequence[Segment]) -> Iterator[Finding]:
+    """Whether the pool has the memory that the nodes of each host are to give."""
+    check = "cluster.segments"
+    promised: dict[str, int] = defaultdict(int)
+    names: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if row.record.capacity.segment_bytes:
+            promised[row.host] += row.record.capacity.segment_bytes
+            names[row.host].append(row.name)
+    mounted: Mapping[str, list[Segment]] = defaultdict(list)
+    for segment in segments:
+        mounted[segment.host].append(segment)
+    for host, size in promised.items():
+        here = sum(segment.size_bytes for segment in mounted[host])
+        found = f"{', '.join(names[host])}: {shown_bytes(size)} promised, {shown_bytes(here)} in the pool"
+        if here < size:
+            yield broken(
+                check, found, host, why="chunks that should land there have no room, and those that lay there are gone",
+                repair=f"on {host}: {_UP}; a node that hangs or died loses its segment after client_ttl_s",
+            )  # fmt: skip
+        else:
+            yield ok(check, found, host)
+    if not promised and not segments:
+        yield broken(
+            check, "no node gives memory to the pool", why="every store fails: there is nowhere to put a chunk",
+            repair="nodes: give one a segment_size, or add a node of role store",
+        )  # fmt: skip
+
+
+def unknown_segments(reason: str) -> Finding:
+    """In place of everything that the list of segments would tell."""
+    return skipped("cluster.segments", reason)

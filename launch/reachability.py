@@ -1,0 +1,217 @@
+"""Which addresses of a cluster this machine can connect to: asked by `pd-cache doctor` here, and of nodes by their `/peers`.
+
+A node that connects wherever it is told to is a port scanner for whoever can reach it. So nobody tells: a node tries the
+addresses that its own file or discovery names, and of the segments in the master's list those on the same hosts. What it found
+is kept for a few seconds, and one round at a time is under way, however many ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from launch.discovery import NodeRecord, View, open_directory
+from pd_cache.config import ClusterConfig, EtcdDiscovery
+
+CONNECT_S = 1.0
+MAX_TARGETS = 256
+"""Addresses that one round tries; what is more is left out, and counted."""
+_AT_A_TIME = 32
+_FRESH_S = 5.0
+_SYNC_S = 2.0
+_ANSWER_S = 2.0
+LARGEST_ANSWER = 16 << 20
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """A segment, as the master's `/get_segments_detail` tells it."""
+
+    segment_name: str
+    """What `preferred_segment` takes: `host:port`."""
+    size_bytes: int
+    te_endpoint: str
+    """Where its owner takes connections: `host:port`."""
+    allocator_used_bytes: int = 0
+    protocol: str = ""
+
+    @property
+    def host(self) -> str:
+        return host_of(self.segment_name)
+
+    @property
+    def free(self) -> int:
+        return max(0, self.size_bytes - self.allocator_used_bytes)
+
+
+class _Segments(msgspec.Struct, frozen=True):
+    segments: list[Segment]
+
+
+class Target(msgspec.Struct, frozen=True):
+    """One thing to connect to."""
+
+    peer: str
+    """The node's name; for what is no node of ours, what it is."""
+    what: str
+    """`service`, `metrics`, `segment`, `metadata`, `discovery`."""
+    address: str
+    """`host:port`."""
+
+
+class Reach(msgspec.Struct, frozen=True):
+    """What became of a connection to a target."""
+
+    target: Target
+    error: str = ""
+    """Empty where it was made."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.error
+
+
+class PeerReport(msgspec.Struct, frozen=True):
+    """What a node answers to `/peers`."""
+
+    node: str
+    reached: list[Reach]
+    left_out: int = 0
+
+
+def host_of(address: str) -> str:
+    """The host of `host:port` or of a URL; empty where there is none."""
+    try:
+        return urllib.parse.urlsplit(address if "://" in address else f"//{address}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _port_of(address: str) -> int:
+    try:
+        return urllib.parse.urlsplit(address if "://" in address else f"//{address}").port or 0
+    except ValueError:
+        return 0
+
+
+def targets_of(
+    config: ClusterConfig, view: View, segments: Iterable[Segment] = (), leader: str | None = None
+) -> list[Target]:
+    """Everything that a node of this cluster may have to connect to over TCP.
+
+    `leader`: where one of several masters is elected, the name of the one that leads: the others take no calls.
+    """
+    found = [
+        target
+        for record in view.nodes
+        for target in _targets_of_node(record)
+        if target.what != "service" or record.role != "master" or not config.masters.ha or record.name == leader
+    ]
+    hosts = {host_of(record.address) for record in view.nodes} | {node.host for node in config.nodes}
+    found += [
+        Target(segment.segment_name, "segment", segment.te_endpoint)
+        for segment in segments
+        if host_of(segment.te_endpoint) in hosts and _port_of(segment.te_endpoint)
+    ]
+    metadata = config.transfer.metadata
+    if "://" in metadata:
+        port = _port_of(metadata) or (443 if metadata.startswith("https") else 80)
+        found.append(Target("metadata server", "metadata", f"{host_of(metadata)}:{port}"))
+    if isinstance(config.discovery, EtcdDiscovery):
+        found += [Target("etcd", "discovery", endpoint) for endpoint in config.discovery.endpoints]
+    return list(dict.fromkeys(found))
+
+
+def _targets_of_node(record: NodeRecord) -> Iterator[Target]:
+    places = [("metrics", record.metrics)]
+    # a store's address is the name of its segment, at which only a `mooncake_client` listens; the master tells the real one
+    if record.role != "store" and not record.address.startswith("ipc://"):
+        places.insert(0, ("service", record.address))
+    for what, address in places:
+        if address and host_of(address) and _port_of(address):
+            yield Target(record.name, what, f"{host_of(address)}:{_port_of(address)}")
+
+
+def fetch(url: str, timeout: float = _ANSWER_S) -> bytes:
+    """The body of an answer, as far as it is no larger than any of ours.
+
+    OSError (urllib's HTTPError for a status of 400 or more) where there is none, ValueError for what is no HTTP.
+    """
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as answer:
+            return bytes(answer.read(LARGEST_ANSWER))
+    except http.client.HTTPException as error:
+        raise ValueError(f"it does not speak HTTP ({type(error).__name__})") from None
+
+
+def segments_at(metrics: str) -> list[Segment]:
+    """The segments that the master with these metrics knows. OSError or ValueError where it does not tell."""
+    return msgspec.json.decode(fetch(f"{metrics}/get_segments_detail"), type=_Segments).segments
+
+
+async def reach(targets: Iterable[Target]) -> list[Reach]:
+    """Try to connect to each, some at a time; nothing is sent."""
+    places = asyncio.Semaphore(_AT_A_TIME)
+
+    async def one(target: Target) -> Reach:
+        host, port = host_of(target.address), _port_of(target.address)
+        async with places:
+            try:
+                _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_S)
+            except asyncio.TimeoutError:
+                return Reach(target, f"no answer within {CONNECT_S:g} s")
+            except (OSError, ValueError) as error:  # ValueError: a name that is none
+                number = getattr(error, "errno", None)
+                return Reach(target, os.strerror(number) if number and number > 0 else str(error))
+            writer.close()
+            return Reach(target)
+
+    return list(await asyncio.gather(*(one(target) for target in targets)))
+
+
+class PeerChecks:
+    """Answers `/peers` of a node. For one event loop."""
+
+    def __init__(self, config: ClusterConfig, node: str) -> None:
+        """`node`: our own name, which is not tried."""
+        self._config = config
+        self._node = node
+        self._task: asyncio.Task[PeerReport] | None = None
+        self._looked_at = float("-inf")
+
+    async def report(self) -> PeerReport:
+        """What this node reaches: of the last few seconds, or of the round under way, or of a new one."""
+        if self._task is None or (self._task.done() and time.monotonic() - self._looked_at > _FRESH_S):
+            self._task = asyncio.create_task(self._look())
+        return await asyncio.shield(self._task)
+
+    async def answer(self) -> dict[str, Any]:
+        """The same as what JSON is made of."""
+        return dict(msgspec.to_builtins(await self.report()))
+
+    async def _look(self) -> PeerReport:
+        try:
+            targets = [target for target in await asyncio.to_thread(self._targets) if target.peer != self._node]
+            return PeerReport(self._node, await reach(targets[:MAX_TARGETS]), max(0, len(targets) - MAX_TARGETS))
+        finally:
+            self._looked_at = time.monotonic()
+
+    def _targets(self) -> list[Target]:
+        with open_directory(self._config) as directory:
+            directory.wait_synced(_SYNC_S)
+            view = directory.view()
+        segments: list[Segment] = []
+        for record in view.by_role("master"):
+            if record.metrics is not None and not segments:
+                try:
+                    segments = segments_at(record.metrics)
+                except (OSError, ValueError):
+                    continue  # the connection to it is tried, too, and tells
+        return targets_of(self._config, view, segments)

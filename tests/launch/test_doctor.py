@@ -1,0 +1,329 @@
+"""`pd-cache doctor` on real clusters: healthy ones, and each with one thing broken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import yaml
+from click.testing import CliRunner
+
+import pd_cache
+from launch.cli import main
+from launch.doctor import Finding, Report, Verdict
+from launch.doctor.probe import PREFIX, probe_findings
+from launch.reachability import PeerChecks, PeerReport, Segment, segments_at
+from launch.signals import StoppedError
+from launch.up import Cluster
+from pd_cache.config import dump_config, load_config
+from tests.support.cluster import cluster_file, kill, started
+from tests.support.pool import Pool, free_port
+from transfer import GetResult, MooncakeStore
+from transfer.store import Pending, load_mooncake
+
+
+def doctor(*arguments: str) -> tuple[int, Report]:
+    """Exit code and report."""
+    result = CliRunner().invoke(main, ["doctor", "--json", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, msgspec.json.decode(result.stdout, type=Report)
+
+
+def of(report: Report, check: str) -> dict[str, Finding]:
+    """The findings of one check, by what they are about."""
+    return {finding.about: finding for finding in report.findings if finding.check == check}
+
+
+def broken(report: Report) -> set[tuple[str, str]]:
+    return {(finding.check, finding.about) for finding in report.findings if finding.verdict is Verdict.BROKEN}
+
+
+def keys_of_doctors(pool: Pool) -> list[str]:
+    return [key for key in pool.ask("/get_all_keys").split() if key.startswith(PREFIX)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A healthy cluster that no test of this module breaks."""
+    with started(tmp_path_factory.mktemp("cluster")) as running:
+        yield running
+
+
+@pytest.fixture
+def file(cluster: Cluster, tmp_path: Path) -> str:
+    """Its file, with every port."""
+    path = tmp_path / "running.yaml"
+    path.write_text(dump_config(cluster.config))
+    return str(path)
+
+
+def test_a_healthy_cluster_is_told_to_be_one_by_every_check(file: str) -> None:
+    status, report = doctor("-c", file)
+    assert (status, report.broken, broken(report)) == (0, 0, set())
+    assert report.file == file
+    assert {"decode-0", "prefill-0", "proxy", "master"} == set(of(report, "cluster.node"))
+    assert {finding.verdict for finding in of(report, "network.port").values()} == {Verdict.OK}
+    assert all("is held by the node itself" in one.found for one in of(report, "network.port").values())
+    assert set(of(report, "network.from_nodes")) == {"decode-0", "prefill-0", "proxy"}
+    (transfer,) = of(report, "transfer.segment").values()
+    assert transfer.verdict is Verdict.OK
+    assert "every byte right" in transfer.found
+
+
+def test_the_table_tells_the_same_and_fits_its_terminal(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = CliRunner().invoke(main, ["doctor", "-c", file])
+    assert result.exit_code == 0
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+    assert "transfer.segment" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("nothing is broken: ")
+
+
+def test_without_a_file_only_this_machine_is_looked_at() -> None:
+    status, report = doctor()
+    assert (status == 0) is (report.broken == 0)
+    assert {finding.check.split(".")[0] for finding in report.findings} == {
+        "libraries",
+        "rdma",
+        "clock",
+        "memory",
+        "cluster",
+    }
+    assert of(report, "cluster")[""].verdict is Verdict.SKIPPED
+    assert report.file is None
+
+
+def test_each_way_to_be_a_client_moves_64_mib_and_leaves_nothing(any_pool: Pool) -> None:
+    status, report = doctor("-c", str(any_pool.file))
+    (transfer,) = (finding for finding in report.findings if finding.check == "transfer.segment")
+    assert transfer.verdict is Verdict.OK, transfer
+    assert transfer.about == any_pool.segment(0)
+    assert transfer.found.startswith("64.0 MiB: put ")
+    assert keys_of_doctors(any_pool) == []
+    # the file names a second store node, which the fixture does not start
+    assert (status, broken(report)) == (1, {("cluster.segments", "127.0.0.1")})
+
+
+def test_a_dead_master_is_broken_and_nothing_is_waited_for_long(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool().start()
+    pool.kill("master")
+    status, report = doctor("-c", str(pool.file))
+    assert status == 1
+    assert {("cluster.master", ""), ("cluster.node", ""), ("network.from_here", "master")} <= broken(report)
+    assert of(report, "transfer.segment")[""].verdict is Verdict.SKIPPED
+
+
+def test_a_stopped_master_is_broken_too(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool().start()
+    pool.nodes["master"].send(signal.SIGSTOP)
+    stopped = _children(pool, "master")
+    for process in stopped:
+        process.suspend()
+    try:
+        status, report = doctor("-c", str(pool.file))
+    finally:
+        for process in stopped:
+            process.resume()
+    assert status == 1
+    assert {("cluster.master", ""), ("cluster.node", "")} <= broken(report)
+
+
+def test_a_stopped_store_node_breaks_its_segment_within_the_deadline_and_the_process_ends(
+    make_pool: Callable[..., Pool],
+) -> None:
+    pool = make_pool(client_ttl_s=60, segment="64MiB").start("master", "store-0", "store-1")
+    pool.nodes["store-0"].send(signal.SIGSTOP)
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", "doctor", "--json", "-c", str(pool.file)],
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    report = msgspec.json.decode(done.stdout, type=Report)
+    assert done.returncode == 1
+    assert broken(report) == {("transfer.segment", pool.segment(0))}
+    assert of(report, "transfer.segment")[pool.segment(1)].verdict is Verdict.OK
+
+
+def test_a_dead_engine_is_told_by_name_and_by_those_who_reach_it_no_longer(tmp_path: Path) -> None:
+    with started(tmp_path) as cluster:
+        path = tmp_path / "running.yaml"
+        path.write_text(dump_config(cluster.config))
+        kill(cluster, "decode-0")
+        status, report = doctor("-c", str(path))
+    assert status == 1
+    assert {("cluster.node", "decode-0"), ("network.from_here", "decode-0")} <= broken(report)
+    assert of(report, "network.from_nodes")["prefill-0"].verdict is Verdict.OK, "what is dead is told once"
+
+
+def test_a_taken_port_and_a_segment_larger_than_the_machine_are_told_before_anything_runs(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        nodes = [
+            {"name": "m", "role": "master", "port": free_port(), "metrics_port": free_port()},
+            {"name": "s", "role": "store", "segment_size": "100TiB"},
+            {"name": "p", "role": "decode", "port": port},
+        ]
+        status, report = doctor("-c", str(cluster_file(tmp_path, nodes=nodes)))
+    assert status == 1
+    assert {("memory.free", ""), ("network.port", "p"), ("cluster.node", "")} <= broken(report)
+    assert f"sport = :{port}" in of(report, "network.port")["p"].repair
+    assert of(report, "network.port")["m"].verdict is Verdict.OK
+
+
+def test_a_port_whose_holder_speaks_no_http_is_no_answer_for_doctor_and_status(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+
+        def greet() -> None:
+            while True:
+                try:
+                    taken, _ = holder.accept()
+                except OSError:
+                    return
+                with taken:
+                    taken.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        try:
+            nodes = [
+                {"name": "m", "role": "master", "port": free_port(), "metrics_port": free_port()},
+                {"name": "d", "role": "decode", "port": port},
+            ]
+            file = str(cluster_file(tmp_path, nodes=nodes))
+            status, report = doctor("-c", file)
+            told = CliRunner().invoke(main, ["status", "--json", "-c", file])
+        finally:
+            holder.shutdown(socket.SHUT_RDWR)
+            thread.join()
+    assert (status, ("network.port", "d") in broken(report)) == (1, True)
+    states = {one["name"]: one["state"] for one in json.loads(told.stdout)["nodes"]}
+    assert states["d"].startswith("no answer: it does not speak HTTP")
+
+
+def test_rdma_without_a_device_is_broken_and_nothing_runs_over_tcp_instead(file: str, tmp_path: Path) -> None:
+    if Path("/sys/class/infiniband").is_dir():
+        pytest.skip("this machine has RDMA devices")
+    tree = yaml.safe_load(Path(file).read_text())
+    tree["transfer"]["protocol"] = "rdma"
+    path = tmp_path / "rdma.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    status, report = doctor("-c", str(path))
+    assert (status, ("rdma.devices", "") in broken(report)) == (1, True)
+    assert of(report, "transfer.segment")[""].verdict is Verdict.SKIPPED
+
+
+def test_a_full_segment_is_a_warning_and_nobodys_chunks_are_evicted_for_it(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(segment="32MiB").start()
+    module = load_mooncake()
+    client = module.MooncakeDistributedStore()
+    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", pool.address) == 0
+    try:
+        pinned = module.ReplicateConfig()
+        pinned.with_hard_pin = True
+        stored = [key for key in (f"k{index}" for index in range(8)) if client.put(key, bytes(4 << 20), pinned) == 0]
+    finally:
+        client.close()
+    assert len(stored) > 6
+    _, report = doctor("-c", str(pool.file))
+    finding = of(report, "transfer.segment")[pool.segment(0)]
+    assert (finding.verdict, "not measured: it has no room" in finding.found) == (Verdict.WARNING, True)
+    assert set(pool.ask("/get_all_keys").split()) == set(stored)
+
+
+def _probe(pool: Pool) -> list[Finding]:
+    metrics = f"http://127.0.0.1:{pool.metrics_port}"
+    return list(probe_findings(load_config(pool.file), segments_at(metrics), metrics, "127.0.0.1"))
+
+
+def test_what_a_probe_put_is_removed_when_it_is_interrupted(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def stopped(*_: Any, **__: Any) -> Any:
+        seen.extend(keys_of_doctors(pool))
+        raise StoppedError(signal.SIGTERM)
+
+    monkeypatch.setattr(MooncakeStore, "start_get", stopped)
+    with pytest.raises(StoppedError):
+        _probe(pool)
+    assert len(seen) == 16
+    assert keys_of_doctors(pool) == []
+
+
+def test_bytes_that_come_back_changed_are_broken(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    get = MooncakeStore.start_get
+
+    def damaged(store: MooncakeStore, keys: Any, slots: Any, *, timeout: float) -> Pending[GetResult]:
+        pending = get(store, keys, slots, timeout=timeout)
+        pending.results()
+        slots[3].view[100] ^= 1
+        return pending
+
+    monkeypatch.setattr(MooncakeStore, "start_get", damaged)
+    (finding,) = _probe(pool)
+    assert finding.verdict is Verdict.BROKEN
+    assert "other bytes" in finding.found
+
+
+def test_an_object_that_landed_elsewhere_does_not_count_for_the_segment(pool: Pool) -> None:
+    metrics = f"http://127.0.0.1:{pool.metrics_port}"
+    nobody = Segment("127.0.0.1:9", 256 << 20, "127.0.0.1:9")  # Mooncake ignores a segment that it does not know
+    (finding,) = probe_findings(load_config(pool.file), [nobody], metrics, "127.0.0.1")
+    assert finding.verdict is Verdict.WARNING
+    assert "16 of 16 objects were put elsewhere" in finding.found
+
+
+# --- what nodes tell -------------------------------------------------------------------------------------------------
+
+
+def test_a_node_tells_whom_it_reaches_and_cannot_be_told_whom_to_try(cluster: Cluster) -> None:
+    with socket.socket() as bait:
+        bait.bind(("127.0.0.1", 0))
+        bait.listen()
+        bait.settimeout(0)
+        address = f"127.0.0.1:{bait.getsockname()[1]}"
+        for name in ("proxy", "prefill-0"):
+            asked = f"{cluster.urls[name]}/peers?address={address}&target={address}"
+            with urllib.request.urlopen(asked, timeout=20) as answer:
+                report = msgspec.json.decode(answer.read(), type=PeerReport)
+            assert report.node == name
+            assert all(one.ok for one in report.reached)
+            assert {one.target.what for one in report.reached} == {"service", "metrics", "segment"}
+            assert name not in {one.target.peer for one in report.reached}
+        with pytest.raises(BlockingIOError):
+            bait.accept()
+
+
+def test_however_many_ask_one_round_is_under_way(cluster: Cluster) -> None:
+    async def ask() -> int:
+        checks = PeerChecks(cluster.config, "observer")
+        reports = await asyncio.gather(*(checks.report() for _ in range(50)))
+        reports.append(await checks.report())
+        return len({id(report) for report in reports})
+
+    assert asyncio.run(ask()) == 1
+
+
+def test_nodes_tell_their_version(cluster: Cluster) -> None:
+    for name in ("proxy", "prefill-0", "decode-0"):
+        with urllib.request.urlopen(f"{cluster.urls[name]}/health", timeout=5) as answer:
+            assert json.load(answer)["version"] == pd_cache.__version__
+
+
+def _children(pool: Pool, name: str) -> list[psutil.Process]:
+    return list(psutil.Process(pool.nodes[name].process.pid).children(recursive=True))

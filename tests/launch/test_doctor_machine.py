@@ -1,0 +1,419 @@
+"""What the doctor makes of a machine: fabricated `/sys`, `/proc` and `/dev` trees, one thing wrong in each."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import pd_cache
+from launch.discovery import Capacity, NodeRecord, View
+from launch.doctor import Finding, Verdict
+from launch.doctor.clock import clock_finding, offset, skew_finding
+from launch.doctor.cluster import fingerprint_findings, node_findings, segment_findings, version_findings
+from launch.doctor.libraries import cuda_runtimes, library_findings, link_findings, unresolved
+from launch.doctor.memory import Need, available, memlock_finding, memory_findings, needs
+from launch.doctor.network import advertised_findings, peer_findings, port_findings
+from launch.doctor.rdma import rdma_findings
+from launch.reachability import PeerReport, Reach, Segment, Target, targets_of
+from launch.status import ClusterStatus, NodeStatus
+from pd_cache.config import ClusterConfig, ProxyNode, decode_custom
+from tests.support.cluster import ENGINE
+from transfer.settings import TransferSettings
+
+RDMA = TransferSettings(protocol="rdma")
+ROCE = "0000:0000:0000:0000:0000:ffff:0a00:0001"
+LINK_LOCAL = "fe80:0000:0000:0000:0202:c9ff:fe00:0001"
+NOTHING = "fe80:0000:0000:0000:0000:0000:0000:0000"
+
+
+def write(root: Path, path: str, text: str) -> None:
+    file = root / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text + "\n")
+
+
+def device(root: Path, name: str = "mlx5_0", *, state: str = "4: ACTIVE", layer: str = "Ethernet", gids: dict[str, str]) -> None:  # fmt: skip
+    """An RDMA device with one port. `gids`: kind by GID, in their order."""
+    port = f"sys/class/infiniband/{name}/ports/1"
+    for key, value in {"state": state, "phys_state": "5: LinkUp", "link_layer": layer, "rate": "100 Gb/sec"}.items():
+        write(root, f"{port}/{key}", value)
+    for index, (gid, kind) in enumerate(gids.items()):
+        write(root, f"{port}/gids/{index}", gid)
+        write(root, f"{port}/gid_attrs/types/{index}", kind)
+    write(root, "dev/infiniband/uverbs0", "")
+
+
+def by_check(findings: Iterable[Finding]) -> dict[str, Finding]:
+    """The worst of each check."""
+    order = list(Verdict)
+    return {
+        finding.check: finding
+        for finding in sorted(findings, key=lambda one: (one.verdict is Verdict.BROKEN, order.index(one.verdict)))
+    }
+
+
+def config(**changes: Any) -> ClusterConfig:
+    tree = {"engine": ENGINE, "nodes": [{"name": "m", "role": "master"}], **changes}
+    return msgspec.convert(tree, ClusterConfig, dec_hook=decode_custom)
+
+
+def node(name: str, role: str = "prefill", address: str = "http://10.0.0.1:8100", **fields: Any) -> NodeStatus:
+    state = fields.pop("state", "up")
+    difference = fields.pop("difference", "")
+    return NodeStatus(
+        record=NodeRecord(name=name, role=role, address=address, **fields), state=state, difference=difference
+    )
+
+
+# --- libraries -------------------------------------------------------------------------------------------------------
+
+
+def test_the_wheel_of_this_environment_is_found_whole() -> None:
+    found = list(library_findings())
+    assert [finding for finding in found if finding.verdict is not Verdict.OK] == []
+    assert {finding.check for finding in found} == {"libraries.wheel", "libraries.linked", "libraries.import"}
+
+
+def test_a_library_that_the_loader_does_not_find_is_named_with_its_package(tmp_path: Path) -> None:
+    import mooncake
+
+    whole = Path(mooncake.__file__).parent / "store.so"
+    broken = tmp_path / "store.so"
+    broken.write_bytes(whole.read_bytes().replace(b"libibverbs.so.1\0", b"libibverbs.so.9\0"))
+    missing = unresolved(broken)
+    assert missing is not None
+    assert "libibverbs.so.9" in missing
+    (finding,) = link_findings("store.so", ["libibverbs.so.9"], {})
+    assert (finding.verdict, finding.repair) == (Verdict.BROKEN, "apt-get install libibverbs1")
+
+
+def test_a_file_that_is_no_program_is_not_judged(tmp_path: Path) -> None:
+    write(tmp_path, "store.so", "text")
+    assert unresolved(tmp_path / "store.so") is None
+    (finding,) = link_findings("store.so", None, {})
+    assert finding.verdict is Verdict.SKIPPED
+
+
+@pytest.mark.parametrize(
+    ("there", "verdict", "repair"),
+    [
+        ([], Verdict.BROKEN, "'pd-cache[cpu]'"),
+        (["usr/local/cuda-13.0/lib64/libcudart.so.13"], Verdict.BROKEN, "'pd-cache[cuda13]'"),
+        (["usr/local/cuda-11.8/lib64/libcudart.so.11"], Verdict.BROKEN, "nvidia-cuda-runtime-cu12"),
+        (["site/nvidia/cuda_runtime/lib/libcudart.so.12"], Verdict.WARNING, "export LD_LIBRARY_PATH="),
+    ],
+)
+def test_a_cuda_runtime_of_the_wrong_major_version_is_told_with_what_fits(
+    tmp_path: Path, there: list[str], verdict: Verdict, repair: str
+) -> None:
+    for path in there:
+        write(tmp_path, path, "")
+    (finding,) = link_findings("store.so", ["libcudart.so.12"], cuda_runtimes(tmp_path, [tmp_path / "site"]))
+    assert (finding.check, finding.verdict) == ("libraries.cuda", verdict)
+    assert "needs the CUDA 12 runtime (libcudart.so.12)" in finding.found
+    assert repair in finding.repair
+
+
+def test_a_wheel_for_gpus_on_a_machine_without_nvidias_driver() -> None:
+    (finding,) = link_findings("store.so", ["libcuda.so.1"], {})
+    assert finding.verdict is Verdict.BROKEN
+    assert "NVIDIA's driver" in finding.found
+
+
+# --- rdma ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_device_rdma_is_broken_where_the_file_wants_it_and_skipped_elsewhere(tmp_path: Path) -> None:
+    assert [one.verdict for one in rdma_findings(RDMA, tmp_path)] == [Verdict.BROKEN]
+    assert [one.verdict for one in rdma_findings(TransferSettings(), tmp_path)] == [Verdict.SKIPPED]
+    assert [one.verdict for one in rdma_findings(None, tmp_path)] == [Verdict.SKIPPED]
+
+
+def test_a_roce_port_that_is_active_and_routable_is_well(tmp_path: Path) -> None:
+    device(tmp_path, gids={LINK_LOCAL: "IB/RoCE v1", ROCE: "RoCE v2"})
+    found = by_check(rdma_findings(RDMA, tmp_path))
+    assert {finding.verdict for finding in found.values()} == {Verdict.OK}
+    assert found["rdma.link"].found == "ACTIVE (LinkUp), Ethernet, 100 Gb/sec"
+    assert "at index 1 (10.0.0.1)" in found["rdma.gids"].found
+
+
+@pytest.mark.parametrize("state", ["1: DOWN", "2: INIT"])
+def test_a_port_that_is_not_active_is_broken_with_rdma_and_a_warning_with_tcp(tmp_path: Path, state: str) -> None:
+    device(tmp_path, state=state, gids={ROCE: "RoCE v2"})
+    assert by_check(rdma_findings(RDMA, tmp_path))["rdma.link"].verdict is Verdict.BROKEN
+    assert by_check(rdma_findings(None, tmp_path))["rdma.link"].verdict is Verdict.WARNING
+
+
+@pytest.mark.parametrize("gids", [{}, {NOTHING: "RoCE v2"}, {LINK_LOCAL: "RoCE v2"}, {ROCE: "IB/RoCE v1"}])
+def test_an_ethernet_port_without_a_routable_gid_is_broken(tmp_path: Path, gids: dict[str, str]) -> None:
+    device(tmp_path, gids=gids)
+    assert by_check(rdma_findings(RDMA, tmp_path))["rdma.gids"].verdict is Verdict.BROKEN
+
+
+def test_an_infiniband_port_needs_no_ipv4_gid(tmp_path: Path) -> None:
+    device(tmp_path, layer="InfiniBand", gids={LINK_LOCAL: "IB/RoCE v1"})
+    assert by_check(rdma_findings(RDMA, tmp_path))["rdma.gids"].verdict is Verdict.OK
+
+
+def test_a_device_that_the_file_names_and_the_machine_lacks(tmp_path: Path) -> None:
+    device(tmp_path, gids={ROCE: "RoCE v2"})
+    settings = TransferSettings(protocol="rdma", devices=("mlx5_7",))
+    finding = by_check(rdma_findings(settings, tmp_path))["rdma.devices"]
+    assert (finding.verdict, finding.about) == (Verdict.BROKEN, "mlx5_7")
+    assert "which has mlx5_0" in finding.found
+
+
+def test_a_container_that_was_not_given_the_verbs_devices(tmp_path: Path) -> None:
+    device(tmp_path, gids={ROCE: "RoCE v2"})
+    (tmp_path / "dev/infiniband/uverbs0").unlink()
+    finding = by_check(rdma_findings(RDMA, tmp_path))["rdma.verbs"]
+    assert finding.verdict is Verdict.BROKEN
+    assert "--device=/dev/infiniband" in finding.repair
+
+
+@pytest.mark.parametrize(
+    ("driver", "release", "peermem", "verdict"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550", "5.15.0-1", False, Verdict.WARNING),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550", "5.15.0-1", True, Verdict.OK),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550", "5.15.0-1", False, Verdict.OK),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550", "5.4.0-1", False, Verdict.WARNING),
+    ],
+)
+def test_the_nic_reaches_a_gpus_memory_by_peermem_or_dma_buf(
+    tmp_path: Path, driver: str, release: str, peermem: bool, verdict: Verdict
+) -> None:
+    device(tmp_path, gids={ROCE: "RoCE v2"})
+    assert "rdma.gpu" not in by_check(rdma_findings(RDMA, tmp_path)), "no GPU, nothing to say"
+    write(tmp_path, "proc/driver/nvidia/version", driver)
+    write(tmp_path, "proc/sys/kernel/osrelease", release)
+    if peermem:
+        write(tmp_path, "sys/module/nvidia_peermem/refcnt", "0")
+    assert by_check(rdma_findings(RDMA, tmp_path))["rdma.gpu"].verdict is verdict
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+GIB = 1 << 30
+
+
+def machine(root: Path, *, total: int = 64 * GIB, free: int = 32 * GIB) -> Path:
+    write(root, "proc/meminfo", f"MemTotal: {total >> 10} kB\nMemAvailable: {free >> 10} kB\nHugepagesize: 2048 kB")
+    write(root, "sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never")
+    return root
+
+
+def stores(*sizes: str, **transfer: Any) -> ClusterConfig:
+    nodes = [{"name": f"s{index}", "role": "store", "segment_size": size} for index, size in enumerate(sizes)]
+    return config(nodes=[{"name": "m", "role": "master"}, *nodes], transfer=transfer)
+
+
+def free(cluster: ClusterConfig, root: Path, running: Iterable[str] = ()) -> Finding:
+    return by_check(memory_findings(cluster, cluster.nodes, set(running), root))["memory.free"]
+
+
+def test_segments_that_the_machine_can_never_hold_are_broken_even_while_they_do_not_run(tmp_path: Path) -> None:
+    finding = free(stores("40GiB", "40GiB"), machine(tmp_path))
+    assert finding.verdict is Verdict.BROKEN
+    assert "need 80GiB (s0 40GiB, s1 40GiB), and it has 64GiB" in finding.found
+
+
+def test_what_others_use_of_the_memory_counts_until_the_node_runs(tmp_path: Path) -> None:
+    cluster, root = stores("40GiB"), machine(tmp_path)
+    assert free(cluster, root).verdict is Verdict.BROKEN
+    assert free(stores("30GiB"), root).verdict is Verdict.WARNING
+    assert free(stores("8GiB"), root).verdict is Verdict.OK
+    assert free(cluster, root, {"s0"}).verdict is Verdict.OK, "it has its memory already"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_cgroup_that_allows_less_than_the_machine_has_decides(tmp_path: Path, version: int) -> None:
+    root = machine(tmp_path)
+    if version == 2:
+        write(root, "proc/self/cgroup", "0::/pod/container")
+        files = {"memory.max": 8 * GIB, "memory.current": 5 * GIB, "memory.stat": f"inactive_file {GIB}"}
+        folder = "sys/fs/cgroup/pod"  # of the parent
+    else:
+        write(root, "proc/self/cgroup", "4:memory:/of/the/host")
+        files = {
+            "memory.limit_in_bytes": 8 * GIB,
+            "memory.usage_in_bytes": 5 * GIB,
+            "memory.stat": f"total_inactive_file {GIB}",
+        }
+        folder = "sys/fs/cgroup/memory"  # a container sees only its own, at the top
+    for name, value in files.items():
+        write(root, f"{folder}/{name}", str(value))
+    assert available(root) == (8 * GIB, 4 * GIB, "its cgroup")
+    assert free(stores("6GiB"), root).verdict is Verdict.BROKEN
+
+
+def test_an_engine_that_leaves_its_cache_to_a_server_needs_neither_segment_nor_staging() -> None:
+    nodes = [
+        {"name": "m", "role": "master"},
+        {"name": "c", "role": "cache-server", "segment_size": "1GiB"},
+        {"name": "p", "role": "prefill", "cache_server": "c"},
+        {"name": "d", "role": "decode"},
+    ]
+    tiers = [{"kind": "local", "capacity": "2GiB"}, {"kind": "mooncake"}]
+    cluster = config(nodes=nodes, transfer={"staging_size": "1GiB"}, cache={"tiers": tiers})
+    assert needs(cluster, cluster.nodes) == [Need("c", GIB, 3 * GIB), Need("d", 0, 3 * GIB)]
+
+
+def test_locked_memory_matters_to_rdma_only_and_not_to_who_may_exceed_it(tmp_path: Path) -> None:
+    wanted = [Need("s", 4 * GIB, GIB)]
+    assert memlock_finding(wanted, 8 << 20, tmp_path, rdma=False).verdict is Verdict.SKIPPED
+    assert memlock_finding(wanted, None, tmp_path, rdma=True).verdict is Verdict.OK
+    assert memlock_finding(wanted, 5 * GIB, tmp_path, rdma=True).verdict is Verdict.OK
+    finding = memlock_finding(wanted, 8 << 20, tmp_path, rdma=True)
+    assert finding.verdict is Verdict.BROKEN
+    assert "the largest process locks 5GiB" in finding.found
+    write(tmp_path, "proc/self/status", "Name: x\nCapEff:\t0000000000004000")
+    assert memlock_finding(wanted, 8 << 20, tmp_path, rdma=True).verdict is Verdict.OK
+
+
+def test_huge_pages_that_are_off_are_a_warning_and_unreserved_ones_that_are_asked_for_are_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, cluster = machine(tmp_path), stores("1GiB")
+    write(root, "sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]")
+    monkeypatch.setenv("MC_STORE_USE_HUGEPAGE", "1")
+    found = by_check(memory_findings(cluster, cluster.nodes, (), root))
+    assert found["memory.huge_pages"].verdict is Verdict.WARNING
+    assert found["memory.hugetlb"].verdict is Verdict.BROKEN
+    assert "vm.nr_hugepages=512" in found["memory.hugetlb"].repair
+
+
+# --- clock -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_kernels_answer_about_its_clock() -> None:
+    assert clock_finding(0).verdict is Verdict.OK
+    assert clock_finding(5).verdict is Verdict.WARNING
+    assert clock_finding(-1).verdict is Verdict.SKIPPED
+    assert clock_finding().check == "clock.synchronized"
+
+
+def test_a_date_that_was_cut_to_whole_seconds_is_no_skew() -> None:
+    now = float(int(time.time())) + 0.7
+    assert offset(formatdate(int(now), usegmt=True), now, now + 0.1) == 0.0
+    assert offset(formatdate(int(now) + 60, usegmt=True), now, now + 0.1) == pytest.approx(59.2, abs=0.01)
+    assert offset(formatdate(int(now) - 60, usegmt=True), now, now + 0.1) == pytest.approx(-59.7, abs=0.01)
+    assert offset(None, now, now) is None
+    assert skew_finding("n", 1.0).verdict is Verdict.OK
+    assert skew_finding("n", -59.7).verdict is Verdict.WARNING
+    assert skew_finding("n", -59.7).found == "60 s behind ours"
+
+
+# --- network ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_is_free_or_held_by_the_node_itself_or_taken() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        proxy = ProxyNode(name="proxy", port=port)
+        assert [one.verdict for one in port_findings([proxy], ())] == [Verdict.BROKEN]
+        assert [one.verdict for one in port_findings([proxy], {f"127.0.0.1:{port}"})] == [Verdict.OK]
+    assert [one.found for one in port_findings([proxy], ())] == [f"127.0.0.1:{port} is free"]
+
+
+def test_a_nodes_report_is_broken_where_it_misses_what_we_reach_and_not_for_what_is_dead() -> None:
+    live, dead = Target("store", "service", "10.0.0.3:1"), Target("gone", "service", "10.0.0.4:1")
+    reached = [Reach(live), Reach(dead, "refused")]
+    rows = [node("a"), node("b", address="http://10.0.0.2:8100"), node("v", address="http://10.0.0.9:8100")]
+    reports = {
+        "a": PeerReport("a", [Reach(live, "timed out"), Reach(dead, "refused")]),
+        "b": PeerReport("b", [Reach(live), Reach(dead, "refused")]),
+    }
+    found = {one.about: one for one in peer_findings(rows, reports, reached, {"10.0.0.1"})}
+    assert found["a"].verdict is Verdict.BROKEN
+    assert "service of store at 10.0.0.3:1: timed out" in found["a"].found
+    assert "gone" not in found["a"].found
+    assert found["b"].verdict is Verdict.OK
+    assert (found[""].verdict, found[""].found) == (
+        Verdict.SKIPPED,
+        "no node tells what is reached from 10.0.0.9 (v)",
+    )
+
+
+def test_segments_given_out_as_loopback_are_broken_in_a_cluster_of_several_hosts() -> None:
+    segments = [Segment("127.0.0.1:50052", GIB, "127.0.0.1:15001"), Segment("10.0.0.1:50052", GIB, "10.0.0.1:15001")]
+    found = list(advertised_findings({"10.0.0.1", "10.0.0.2"}, segments))
+    assert [one.about for one in found] == ["127.0.0.1:50052"]
+    assert list(advertised_findings({"127.0.0.1"}, segments)) == []
+
+
+def test_only_addresses_of_the_clusters_own_hosts_are_tried() -> None:
+    records = (
+        NodeRecord(name="p", role="prefill", address="http://10.0.0.1:8100"),
+        NodeRecord(name="c", role="cache-server", address="ipc:///tmp/x.sock", metrics="http://10.0.0.1:9100"),
+        NodeRecord(name="s", role="store", address="10.0.0.2:0"),
+        NodeRecord(name="z", role="decode", address="http://10.0.0.5:0"),
+    )
+    segments = [Segment("10.0.0.2:1", GIB, "10.0.0.2:15001"), Segment("x", GIB, "169.254.169.254:80")]
+    cluster = config(transfer={"metadata": "http://10.0.0.1:8080/metadata"})
+    assert [(one.peer, one.address) for one in targets_of(cluster, View(records), segments)] == [
+        ("p", "10.0.0.1:8100"),
+        ("c", "10.0.0.1:9100"),
+        ("10.0.0.2:1", "10.0.0.2:15001"),
+        ("metadata server", "10.0.0.1:8080"),
+    ]
+
+
+def test_of_elected_masters_only_the_leader_takes_calls() -> None:
+    masters = [
+        NodeRecord(name=f"m{n}", role="master", address=f"10.0.0.{n}:1", metrics=f"http://10.0.0.{n}:2") for n in (1, 2)
+    ]
+    cluster = config(
+        master={"ha": True},
+        discovery={"kind": "etcd", "endpoints": ["10.0.0.9:2379"]},
+        nodes=[{"name": f"m{n}", "role": "master", "client_ttl_s": 20} for n in (1, 2)],
+    )
+    tried = {one.address for one in targets_of(cluster, View(tuple(masters)), (), "m2")}
+    assert tried == {"10.0.0.1:2", "10.0.0.2:1", "10.0.0.2:2", "10.0.0.9:2379"}
+
+
+# --- cluster ---------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_of_another_version_are_a_warning() -> None:
+    rows = [node("a", version="0.0.9"), node("b", version=pd_cache.__version__), node("c")]
+    found = {one.about: one.verdict for one in version_findings(rows)}
+    assert found == {"a": Verdict.WARNING, "": Verdict.OK}
+
+
+@pytest.mark.parametrize(("model", "verdict"), [("m", Verdict.BROKEN), ("other", Verdict.WARNING)])
+def test_a_node_that_never_shares_a_hit_is_broken_unless_it_serves_another_model(model: str, verdict: Verdict) -> None:
+    rows = [
+        node("a", model="m", fingerprint="1"),
+        node("b", model="m", fingerprint="1"),
+        node("c", model=model, fingerprint="2", difference="chunk_size 64 here, 256 on a: these two never share a hit"),
+    ]
+    assert [(one.about, one.verdict) for one in fingerprint_findings(rows)] == [("c", verdict)]
+
+
+def test_a_cluster_where_nobody_answers_is_one_finding_and_one_silent_node_is_another() -> None:
+    silent = [node("a", state="no answer: refused"), node("b", state="no answer: refused")]
+    assert [one.verdict for one in node_findings(ClusterStatus("static", silent))] == [Verdict.BROKEN]
+    rows = [silent[0], node("b"), node("c", state="degraded: /health answers 503"), node("s", state="not asked: store")]
+    assert {one.about: one.verdict for one in node_findings(ClusterStatus("static", rows))} == {
+        "a": Verdict.BROKEN,
+        "b": Verdict.OK,
+        "c": Verdict.BROKEN,
+    }
+
+
+def test_memory_that_nodes_promise_and_the_pool_lacks_is_broken() -> None:
+    rows = [node("s", "store", "10.0.0.1:0", capacity=Capacity(segment_bytes=GIB))]
+    assert [one.verdict for one in segment_findings(rows, [Segment("10.0.0.1:9", GIB, "")])] == [Verdict.OK]
+    assert [one.verdict for one in segment_findings(rows, [Segment("10.0.0.2:9", GIB, "")])] == [Verdict.BROKEN]
+    assert [one.verdict for one in segment_findings([node("p")], [])] == [Verdict.BROKEN]
