@@ -1,4 +1,4 @@
-"""A pool for a bench: a master and one store node, each in a process of its own, on this machine."""
+"""Pools for benches, of their own: what is measured neither disturbs the cluster's pool nor is disturbed by it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from launch.up import quiet, running
-from pd_cache.config import ClusterConfig, MasterNode, StoreNode, dump_config, read_config
+from pd_cache.config import ClusterConfig, MasterNode, Node, StoreNode, dump_config, read_config
 from transfer.environment import prepare
 from transfer.settings import ByteSize, TransferSettings
 from transfer.store import load_mooncake
@@ -32,11 +34,35 @@ def host_pool(segment_size: int) -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def _pool(segment_size: int, transfer: TransferSettings) -> Iterator[ClusterConfig]:
-    nodes = (
-        MasterNode(name="master", port=0, metrics_port=0),
-        StoreNode(name="store", segment_size=ByteSize(segment_size)),
+def own_master(config: ClusterConfig, host: str, segment_size: int = 0, **changes: Any) -> Iterator[str]:
+    """`host:port` of a master on this machine, for clients with `bench_transfer(config)` on any machine.
+
+    It is set as the file's master is, but for `changes` (fields of `MasterNode`), and nobody else knows of it. Beside it a store
+    node with `segment_size` bytes, prefaulted, if that is not 0.
+    """
+    usual = next((node for node in config.nodes if isinstance(node, MasterNode)), MasterNode(name="master"))
+    master = msgspec.structs.replace(usual, host=host, port=0, metrics_port=0, **changes)
+    stores = [StoreNode(name="store", host=host, segment_size=ByteSize(segment_size))] if segment_size else []
+    with _running(bench_transfer(config), master, *stores) as own:
+        yield own.master_address
+
+
+def bench_transfer(config: ClusterConfig) -> TransferSettings:
+    """The file's `transfer` section for a client of a bench's own pool: embedded, without a segment unless it is given one."""
+    return msgspec.structs.replace(
+        config.transfer, client="embedded", client_address="", metadata="P2PHANDSHAKE", segment_size=ByteSize(0)
     )
+
+
+@contextmanager
+def _pool(segment_size: int, transfer: TransferSettings) -> Iterator[ClusterConfig]:
+    master = MasterNode(name="master", port=0, metrics_port=0)
+    with _running(transfer, master, StoreNode(name="store", segment_size=ByteSize(segment_size))) as config:
+        yield config
+
+
+@contextmanager
+def _running(transfer: TransferSettings, *nodes: Node) -> Iterator[ClusterConfig]:
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
         file = Path(folder) / "pool.yaml"
         file.write_text(dump_config(ClusterConfig(name="bench", transfer=transfer, nodes=nodes)))
@@ -46,11 +72,13 @@ def _pool(segment_size: int, transfer: TransferSettings) -> Iterator[ClusterConf
 
 
 @contextmanager
-def raw_client(master: str) -> Iterator[Any]:
+def raw_client(master: str, host: str = "127.0.0.1", transfer: TransferSettings | None = None) -> Iterator[Any]:
     """A bare Mooncake client without a segment: the raw thing that benches compare with, in the same environment."""
-    prepare(TransferSettings())  # read at the first setup() of a process, and this is it
+    settings = transfer or TransferSettings()
+    prepare(settings)  # read at the first setup() of a process, and this is it
     client = load_mooncake().MooncakeDistributedStore()
-    code = client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master)
+    devices = ",".join(settings.devices)
+    code = client.setup(host, "P2PHANDSHAKE", 0, 16 << 20, settings.protocol, devices, master)
     if code != 0:
         raise RuntimeError(f"raw Mooncake setup answered {code}")
     try:

@@ -441,11 +441,11 @@ def write_plots(folder: Path, figures: dict[str, Any], sizes: Sequence[int]) -> 
     )
     bars = [Bars(label, (figures[ours], figures[limit])) for label, ours, limit in pairs]
     (folder / "tiers.svg").write_text(
-        bar_plot("Storage tiers, each beside its limit in the same run", "GB/s", ("tier", "limit"), bars)
+        bar_plot("Storage tiers, each beside its limit in the same run", "GB/s", ("tier", "limit"), bars).svg()
     )
     lines = {policy: [(float(n), float(figures[f"evict_us_{policy}_{n}"])) for n in sizes] for policy in POLICIES}
     (folder / "eviction.svg").write_text(
-        line_plot("Evicting an entry and taking in another", "entries in the index", "µs an entry", lines)
+        line_plot("Evicting an entry and taking in another", "entries in the index", "µs an entry", lines).svg()
     )
 
 

@@ -33,6 +33,8 @@ def client_variables(settings: TransferSettings, election: str | None = None) ->
         "MC_TCP_STATUS_TIMEOUT_SEC": stall_seconds,
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384",
         "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "16384",
+        # of a TransferEngine used directly; the store does not read it
+        "MC_TRANSFER_TIMEOUT": str(max(5, slowest // 1000)),
         "MC_LOG_LEVEL": "ERROR",
         # which masters' election to follow; without it a client of elected masters cannot set up
         **({"MC_STORE_CLUSTER_ID": election} if election is not None else {}),

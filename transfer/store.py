@@ -21,8 +21,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-import msgspec
-
 from transfer.breaker import CircuitBreaker
 from transfer.calls import Call, CallThreads
 from transfer.environment import MAX_TRANSFERS, prepare, split_master
@@ -330,10 +328,16 @@ class MooncakeStore:
         )
 
     def start_put(
-        self, keys: list[str], slots: Sequence[Slot], sizes: Sequence[int], *, timeout: float, segment: str = ""
+        self,
+        keys: list[str],
+        slots: Sequence[Slot],
+        sizes: Sequence[int],
+        *,
+        timeout: float,
+        placement: Placement | None = None,
     ) -> Pending[Status]:
-        """Begin to write the first `sizes[i]` bytes of each slot as key i, where the store's placement says, or into
-        `segment` if it has room (Mooncake takes another one without a word).
+        """Begin to write the first `sizes[i]` bytes of each slot as key i, where `placement`, or else the store's own, says; where
+        there is no room, Mooncake takes another segment without a word.
 
         OK also means that the key was there before: contents are addressed by their key, so the bytes are the same.
         """
@@ -342,11 +346,7 @@ class MooncakeStore:
         if len(lengths) != len(keys) or any(n < 1 or n > slot.size for n, slot in zip(lengths, slots, strict=True)):
             raise ValueError("start_put needs one size per key, between 1 and its slot's size")
 
-        config = self._put_config
-        if segment:
-            config = _replicate_config(
-                load_mooncake(), msgspec.structs.replace(self._placement, preferred_segment=segment)
-            )
+        config = self._put_config if placement is None else self._config_of(placement)
 
         def put() -> list[int]:
             codes = self._client.batch_put_from(keys, addresses, lengths, config)
@@ -379,6 +379,12 @@ class MooncakeStore:
         return value or None
 
     # --- inside --------------------------------------------------------------------------------------------------
+
+    def _config_of(self, placement: Placement) -> Any:
+        config = _replicate_config(load_mooncake(), placement)
+        if placement.preferred_segment == "own" and (self.segment_size or self._shared):
+            config.preferred_segment = self.hostname
+        return config
 
     def _check_batch(self, keys: Sequence[str], slots: Sequence[Slot]) -> None:
         if not keys or len(keys) != len(slots) or len(keys) > MAX_TRANSFERS:

@@ -109,19 +109,19 @@ class _Pause:
         self._next = min(2 * self._next, _LONGEST_PAUSE_S)
 
 
-def prefix_of(cluster: str) -> str:
-    """Where a cluster's nodes are in etcd; the name of each follows."""
-    return f"/pd-cache/{cluster}/nodes/"
+def prefix_of(cluster: str, folder: str = "nodes") -> str:
+    """Where a cluster's nodes, or what else it keeps there, are in etcd; the name of each follows."""
+    return f"/pd-cache/{cluster}/{folder}/"
 
 
 class EtcdRegistration:
     """Keeps one node's record in etcd under a lease, until closed. Thread-safe."""
 
-    def __init__(self, settings: EtcdDiscovery, cluster: str) -> None:
-        """Nothing is sent yet. ConfigError as of the settings' files."""
+    def __init__(self, settings: EtcdDiscovery, cluster: str, *, folder: str = "nodes") -> None:
+        """Nothing is sent yet. `folder`: as of `prefix_of`. ConfigError as of the settings' files."""
         self._connector = _Connector(settings)
         self._ttl_s = settings.ttl_s
-        self._prefix = prefix_of(cluster)
+        self._prefix = prefix_of(cluster, folder)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._lease: int | None = None
@@ -218,15 +218,16 @@ class EtcdWatch:
         settings: EtcdDiscovery,
         cluster: str,
         *,
+        folder: str = "nodes",
         seeds: Iterable[NodeRecord] = (),
         on_change: Callable[[View], None] | None = None,
     ) -> None:
-        """Begin to follow. `seeds`: nodes to believe in until etcd was read for the first time.
+        """Begin to follow. `folder`: as of `prefix_of`. `seeds`: nodes to believe in until etcd was read for the first time.
 
         `on_change` is called with each new view, one after the other, on threads of ours: it must return quickly.
         """
         self._connector = _Connector(settings)
-        self._prefix = prefix_of(cluster)
+        self._prefix = prefix_of(cluster, folder)
         self._tick_s = min(_LONGEST_TICK_S, settings.ttl_s / 4)
         self._on_change = on_change
         # a node that is alive registers again within two pauses and a call; its lease allows it this long anyway

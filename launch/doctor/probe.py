@@ -24,7 +24,7 @@ from launch.status import shown_bytes
 from pd_cache.config import ClusterConfig, MasterNode
 from transfer import ByteSize, MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
 from transfer.errors import TransferError
-from transfer.settings import Breaker, Timeouts
+from transfer.settings import Breaker, Placement, Timeouts
 
 PREFIX = "pdc1/doctor"
 _OBJECT = 4 << 20
@@ -142,7 +142,7 @@ class _Probe:
             slot.view[:8] = index.to_bytes(8, "little")
         started = time.perf_counter()
         put = self._store.start_put(
-            self._keys, slots, [_OBJECT] * len(slots), timeout=_DEADLINE_S, segment=name
+            self._keys, slots, [_OBJECT] * len(slots), timeout=_DEADLINE_S, placement=Placement(preferred_segment=name)
         ).results()
         put_s = time.perf_counter() - started
         if failed := [status for status in put if status is not Status.OK]:

@@ -7,6 +7,7 @@ from pd_cache.config.reader import Source, decode_custom, dump_config, load_conf
 from pd_cache.config.schema import (
     ROLES,
     Argument,
+    BenchConfig,
     CacheConfig,
     CacheServerNode,
     ClusterConfig,
@@ -43,6 +44,7 @@ from pd_cache.config.schema import (
 __all__ = [
     "ROLES",
     "Argument",
+    "BenchConfig",
     "CacheConfig",
     "CacheServerNode",
     "ClusterConfig",

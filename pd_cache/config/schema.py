@@ -393,6 +393,13 @@ class SupervisorConfig(_Section, frozen=True, kw_only=True):
     stop_grace_s: Seconds = 10.0
 
 
+class BenchConfig(_Section, frozen=True, kw_only=True):
+    """The `bench` section: `pd-cache bench` across machines."""
+
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 50_070
+    """Where the coordinator listens, on its node's host; with etcd it takes a free port, which the others find there."""
+
+
 class ClusterConfig(_Section, frozen=True, kw_only=True):
     """The whole file."""
 
@@ -407,6 +414,7 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     discovery: DiscoveryConfig = StaticDiscovery()
     masters: MastersConfig = msgspec.field(name="master", default=MastersConfig())
     supervisor: SupervisorConfig = SupervisorConfig()
+    bench: BenchConfig = BenchConfig()
     nodes: Annotated[tuple[Node, ...], msgspec.Meta(min_length=1)]
 
     @property

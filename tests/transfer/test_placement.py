@@ -69,16 +69,19 @@ def test_a_preferred_segment_gets_the_bytes_and_any_spreads_them(two_segments: P
         assert two_segments.used(1)
 
 
-def test_one_put_may_name_another_segment_than_the_stores_placement_does(two_segments: Pool) -> None:
+def test_a_put_with_a_placement_of_its_own_goes_there_and_the_next_where_the_store_says(two_segments: Pool) -> None:
     with opened(two_segments, placement=Placement(preferred_segment=two_segments.segment(0))) as (store, staging):
-        slots = leased(staging, 8)
-        there = store.start_put(fresh(8), slots, [SLOT] * 8, timeout=5, segment=two_segments.segment(1)).results()
-        for slot in slots:
-            slot.release()
-        assert there == [Status.OK] * 8
-        assert (two_segments.used(0), two_segments.used(1)) == (0, 8 * SLOT)
-        assert put(store, staging, fresh(4)) == [Status.OK] * 4
-        assert two_segments.used(0) == 4 * SLOT
+        slots = leased(staging, 4)
+        try:
+            there = Placement(preferred_segment=two_segments.segment(1))
+            put_there = store.start_put(fresh(4), slots, [SLOT] * 4, timeout=5, placement=there)
+            assert put_there.results() == [Status.OK] * 4
+        finally:
+            for slot in slots:
+                slot.release()
+        assert (two_segments.used(0), two_segments.used(1)) == (0, 4 * SLOT)
+        assert put(store, staging, fresh(2)) == [Status.OK] * 2
+        assert (two_segments.used(0), two_segments.used(1)) == (2 * SLOT, 4 * SLOT)
 
 
 def test_own_is_the_segment_of_the_hosts_mooncake_client(make_pool: Callable[..., Pool]) -> None:

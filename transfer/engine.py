@@ -1,0 +1,89 @@
+"""TransferEngine: one process reads and writes the registered memory of another, without keys, leases or a master.
+
+What the store's transfers are made of. Whoever uses it brings addresses and liveness itself: a peer that is started again has another
+address, and nothing here tells that it died but the transfers that fail.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from transfer.calls import CallThreads
+from transfer.environment import MAX_TRANSFERS, prepare
+from transfer.errors import MissingLibraryError, Status, TransferError
+from transfer.settings import TransferSettings
+from transfer.staging import Slot
+from transfer.store import load_mooncake
+
+
+class _Batch(Protocol):
+    def __call__(self, peer: str, local: list[int], remote: list[int], sizes: list[int]) -> int: ...
+
+
+class DirectEngine:
+    """An engine of this process. Thread-safe. A call that outlives its deadline is abandoned; its slots are held until it returns."""
+
+    def __init__(self, settings: TransferSettings, host: str) -> None:
+        """`host`: the address that peers reach this process at. TransferError if Mooncake refuses; MissingLibraryError."""
+        prepare(settings)
+        load_mooncake()  # tells what is missing, where something is
+        try:
+            from mooncake.engine import TransferEngine
+        except ImportError as error:
+            raise MissingLibraryError(f"mooncake.engine cannot be imported: {error}") from error
+        self._engine: Any = TransferEngine()
+        code = self._engine.initialize(host, "P2PHANDSHAKE", settings.protocol, ",".join(settings.devices))
+        if code != 0:
+            raise TransferError(f"TransferEngine on {host} over {settings.protocol}: initialize() answered {code}")
+        self.address = f"{host}:{self._engine.get_rpc_port()}"
+        """What peers have to be told; another one after each start."""
+        self._threads = CallThreads("mooncake-engine", settings.threads, yields=settings.yield_cpu)
+        self._registered: list[int] = []
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Let peers read and write this memory, which must stay mapped until `close`. TransferError if Mooncake refuses."""
+        code = self._engine.register_memory(address, nbytes)
+        if code != 0:
+            raise TransferError(f"TransferEngine {self.address} refused to register {nbytes} bytes ({code})")
+        self._registered.append(address)
+
+    def write(self, peer: str, slots: Sequence[Slot], remote: Sequence[int], *, timeout: float) -> Status:
+        """Write each slot to the address of the same index in the peer's registered memory; OK when all are there."""
+        return self._batch(self._engine.batch_transfer_sync_write, peer, slots, remote, timeout)
+
+    def read(self, peer: str, slots: Sequence[Slot], remote: Sequence[int], *, timeout: float) -> Status:
+        """Fill each slot from the address of the same index in the peer's registered memory; OK when all are full."""
+        return self._batch(self._engine.batch_transfer_sync_read, peer, slots, remote, timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Wait for the calls under way, then take the memory back. False if some still run after `timeout` seconds."""
+        ended = self._threads.close(timeout)
+        while ended and self._registered:
+            self._engine.unregister_memory(self._registered.pop())
+        return ended
+
+    def _batch(
+        self, function: _Batch, peer: str, slots: Sequence[Slot], remote: Sequence[int], timeout: float
+    ) -> Status:
+        if len(slots) != len(remote) or not 1 <= len(slots) <= MAX_TRANSFERS:
+            raise ValueError(f"{len(slots)} slots and {len(remote)} addresses: one each, 1 to {MAX_TRANSFERS} of them")
+        held, addresses = list(slots), list(remote)
+        for slot in held:
+            slot.retain()
+
+        def transfer() -> list[int]:
+            return [function(peer, [slot.address for slot in held], addresses, [slot.size for slot in held])]
+
+        def let_go() -> None:
+            for slot in held:
+                slot.release()
+
+        call = self._threads.submit(transfer, time.monotonic() + timeout, let_go)
+        if call is None:
+            return Status.OVERLOADED
+        codes = call.outcome([])
+        if not codes:
+            return Status.TIMEOUT
+        return Status.OK if codes == [0] else Status.TRANSFER_FAILED
