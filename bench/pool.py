@@ -18,9 +18,11 @@ from transfer.store import load_mooncake
 
 
 @contextmanager
-def local_pool(segment_size: int) -> Iterator[str]:
-    """`host:port` of the master of a pool with `segment_size` bytes of memory, prefaulted."""
-    with _pool(segment_size, TransferSettings()) as config:
+def local_pool(
+    segment_size: int, *, transfer: TransferSettings | None = None, master: MasterNode | None = None
+) -> Iterator[str]:
+    """`host:port` of the master of a pool with `segment_size` bytes of memory, prefaulted. `master` tells how it evicts."""
+    with _pool(segment_size, transfer or TransferSettings(), master) as config:
         yield config.master_address
 
 
@@ -55,9 +57,9 @@ def bench_transfer(config: ClusterConfig) -> TransferSettings:
 
 
 @contextmanager
-def _pool(segment_size: int, transfer: TransferSettings) -> Iterator[ClusterConfig]:
-    master = MasterNode(name="master", port=0, metrics_port=0)
-    with _running(transfer, master, StoreNode(name="store", segment_size=ByteSize(segment_size))) as config:
+def _pool(segment_size: int, transfer: TransferSettings, master: MasterNode | None = None) -> Iterator[ClusterConfig]:
+    own = msgspec.structs.replace(master or MasterNode(name="master"), port=0, metrics_port=0)
+    with _running(transfer, own, StoreNode(name="store", segment_size=ByteSize(segment_size))) as config:
         yield config
 
 

@@ -2,15 +2,13 @@
 
 The router is the proxy's own (`launch/proxy/routing.py`), with simulated time. A prefill node is modelled as a queue that
 computes one prompt after the other, at a steady rate of tokens that its cache lacks; its cache keeps the blocks used last. The
-trace is in the format of Mooncake's FAST'25 traces: one JSON object a line, with `timestamp` (ms), `input_length` (tokens) and
-`hash_ids` (one a block of 512 tokens, equal where everything up to there is), gzipped or not.
+format of traces is told in `bench/trace.py`.
 
     pd-cache bench routing --trace FILE --json         or  python -m bench.routing --trace FILE --json
 """
 
 from __future__ import annotations
 
-import gzip
 import heapq
 import statistics
 from collections import deque
@@ -20,22 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-import msgspec
 
 from bench.report import Check, finish, progress
+from bench.trace import BLOCK_TOKENS, Request, read_trace
 from launch.proxy.prefixes import PrefixIndex, Prompt
 from launch.proxy.routing import NodePool, Policy, Target
 
-_BLOCK_TOKENS = 512
 _POLICIES: tuple[Policy, ...] = ("round_robin", "least_loaded", "prefix_aware")
-
-
-class Request(msgspec.Struct):
-    """A line of the trace."""
-
-    timestamp: float
-    input_length: int
-    hash_ids: list[int]
 
 
 class Outcome(NamedTuple):
@@ -58,14 +47,6 @@ class _Node:
         self.cache = PrefixIndex(cache_tokens)
         self.queue: deque[_Waiting] = deque()
         self.busy: _Waiting | None = None
-
-
-def read_trace(file: Path) -> list[Request]:
-    """The requests of a trace, in the order of their times."""
-    raw = file.read_bytes()
-    lines = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).splitlines()
-    decoder = msgspec.json.Decoder(Request)
-    return sorted((decoder.decode(line) for line in lines), key=lambda request: request.timestamp)
 
 
 def simulate(requests: Iterable[Request], policy: Policy, nodes: int, cache_tokens: int, rate: float) -> Outcome:
@@ -101,7 +82,7 @@ def simulate(requests: Iterable[Request], policy: Policy, nodes: int, cache_toke
     for request in requests:
         now = request.timestamp / 1000
         finish_until(now)
-        prompt = Prompt(request.input_length, request.hash_ids, _BLOCK_TOKENS)
+        prompt = Prompt(request.input_length, request.hash_ids, BLOCK_TOKENS)
         url = pool.pick(now, prompt)
         assert url is not None
         done = ExitStack()

@@ -186,7 +186,9 @@ def config_check(file: Path, file_only: bool) -> None:
 @main.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
 @click.argument(
     "name",
-    type=click.Choice(("bandwidth", "engine", "host_mode", "lookup", "proxy", "routing", "server", "tiers", "ttft")),
+    type=click.Choice(
+        ("bandwidth", "engine", "host_mode", "lookup", "proxy", "replay", "routing", "serve", "server", "tiers", "ttft")
+    ),
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(name: str, arguments: Sequence[str]) -> None:

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import random
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from bench.routing import Request, compare, ideal_hit_rate, main, read_trace, simulate
-
-BLOCK = 512
-
-
-def conversations(count: int, turns: int, seed: int = 0) -> list[Request]:
-    """Conversations that take turns: each turn repeats all that was said, and says three blocks more."""
-    rng, requests = random.Random(seed), []
-    for turn in range(turns):
-        for one in range(count):
-            blocks = [one * 1000 + block for block in range(3 * (turn + 1))]
-            requests.append(Request((turn * count + one) * 100.0 + rng.random(), len(blocks) * BLOCK, blocks))
-    return requests
+from bench.routing import compare, ideal_hit_rate, main, simulate
+from bench.trace import BLOCK_TOKENS, Request
+from tests.support.traces import conversations, write_trace
 
 
 def test_with_one_node_that_never_forgets_every_repetition_is_a_hit() -> None:
@@ -30,30 +18,21 @@ def test_with_one_node_that_never_forgets_every_repetition_is_a_hit() -> None:
 
 
 def test_an_idle_node_makes_nobody_wait_and_a_busy_one_makes_the_next_wait_for_what_is_left() -> None:
-    alone = simulate([Request(0, 1000, []), Request(2000, 1000, [])], "round_robin", 1, BLOCK, rate=1000)
+    alone = simulate([Request(0, 1000, []), Request(2000, 1000, [])], "round_robin", 1, BLOCK_TOKENS, rate=1000)
     assert alone.queueing == [0, 0]
-    queued = simulate([Request(0, 1000, []), Request(400, 1000, [])], "round_robin", 1, BLOCK, rate=1000)
+    queued = simulate([Request(0, 1000, []), Request(400, 1000, [])], "round_robin", 1, BLOCK_TOKENS, rate=1000)
     assert queued.queueing == pytest.approx([0, 0.6])
 
 
 def test_prefix_aware_keeps_conversations_where_they_are() -> None:
-    rows = {row["policy"]: row for row in compare(conversations(13, 6), 4, 40 * BLOCK * 3, rate=1e5)}
+    rows = {row["policy"]: row for row in compare(conversations(13, 6), 4, 40 * BLOCK_TOKENS * 3, rate=1e5)}
     assert rows["prefix_aware"]["hit_rate"] > 2 * rows["round_robin"]["hit_rate"]
     assert rows["prefix_aware"]["queueing_p99_s"] <= rows["round_robin"]["queueing_p99_s"]
 
 
-def test_a_trace_is_read_gzipped_or_not_and_reported_as_json(tmp_path: Path) -> None:
-    lines = "\n".join(
-        json.dumps(
-            {"timestamp": r.timestamp, "input_length": r.input_length, "hash_ids": r.hash_ids, "output_length": 1}
-        )
-        for r in conversations(8, 4)
-    ).encode()
-    plain, packed = tmp_path / "trace.jsonl", tmp_path / "trace.jsonl.gz"
-    plain.write_bytes(lines)
-    packed.write_bytes(gzip.compress(lines))
-    assert read_trace(plain) == read_trace(packed) == conversations(8, 4)
-    result = CliRunner().invoke(main, ["--trace", str(packed), "--cache", "50000", "--json"])
+def test_a_trace_is_reported_as_json(tmp_path: Path) -> None:
+    file = write_trace(tmp_path / "trace.jsonl.gz", conversations(8, 4))
+    result = CliRunner().invoke(main, ["--trace", str(file), "--cache", "50000", "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert [row["policy"] for row in report["results"]] == ["round_robin", "least_loaded", "prefix_aware"]

@@ -1,0 +1,28 @@
+"""Small traces of conversations, made up, in the format of the public ones."""
+
+from __future__ import annotations
+
+import gzip
+import random
+from pathlib import Path
+
+import msgspec
+
+from bench.trace import BLOCK_TOKENS, Request
+
+
+def conversations(count: int, turns: int, seed: int = 0) -> list[Request]:
+    """Conversations that take turns: each turn repeats all that was said, and says three blocks more."""
+    rng, requests = random.Random(seed), []
+    for turn in range(turns):
+        for one in range(count):
+            blocks = [one * 1000 + block for block in range(3 * (turn + 1))]
+            requests.append(Request((turn * count + one) * 100.0 + rng.random(), len(blocks) * BLOCK_TOKENS, blocks))
+    return requests
+
+
+def write_trace(file: Path, requests: list[Request]) -> Path:
+    """The file, gzipped if its name says so."""
+    lines = b"\n".join(map(msgspec.json.encode, requests)) + b"\n"
+    file.write_bytes(gzip.compress(lines) if file.suffix == ".gz" else lines)
+    return file
