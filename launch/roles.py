@@ -61,11 +61,12 @@ def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
             member.announce(url)
 
         if isinstance(node, MasterNode):
-            run_master(config, node, announce)
+            run_master(config, node, announce, member)
         elif isinstance(node, ProxyNode):
-            run_proxy_node(config, node, announce)
+            run_proxy_node(config, node, announce, member)
         else:
             config = find_master(config, config.supervisor.ready_timeout_s)
+            member.master = config.master_address
             if isinstance(node, StoreNode):
                 run_store(config, node, announce, member)
             elif isinstance(node, CacheServerNode):
@@ -116,18 +117,21 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
     ]
 
 
-def run_master(config: ClusterConfig, node: MasterNode, ready: Ready) -> None:
+def run_master(config: ClusterConfig, node: MasterNode, ready: Ready, member: Member) -> None:
     """Run Mooncake's master as a child that dies with this process. One of several is ready as leader or as standby."""
     command, settings = master_command(config, node), config.supervisor
     spawn = functools.partial(spawn_child, command, stdout=subprocess.DEVNULL)
     with stop_on_signals() as stop, ForeignProgram("mooncake_master", spawn, settings.stop_grace_s) as master:
-        master.run(
-            stop,
-            serving=lambda: _serving(node, config.masters.ha),
-            ready=lambda: ready(f"{node.host}:{node.port}"),
-            deadline=time.monotonic() + settings.ready_timeout_s,
-            hint=lambda: f"are the ports {node.port} and {node.metrics_port} of {node.host} free?",
-        )
+        try:
+            master.run(
+                stop,
+                serving=lambda: _serving(node, config.masters.ha),
+                ready=lambda: ready(f"{node.host}:{node.port}"),
+                deadline=time.monotonic() + settings.ready_timeout_s,
+                hint=lambda: f"are the ports {node.port} and {node.metrics_port} of {node.host} free?",
+            )
+        finally:
+            member.leave()  # first, so that nobody who starts now looks for it there
 
 
 def client_command(config: ClusterConfig, node: StoreNode) -> list[str]:
@@ -327,11 +331,11 @@ def run_reference_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, 
                 cache.close()
 
 
-def run_proxy_node(config: ClusterConfig, node: ProxyNode, ready: Ready) -> None:
+def run_proxy_node(config: ClusterConfig, node: ProxyNode, ready: Ready, member: Member) -> None:
     """Route requests to the prefill and decode nodes that discovery finds."""
     from launch.proxy import run_proxy
 
-    run_proxy(config, node, ready)
+    run_proxy(config, node, ready, on_stop=member.leave)
 
 
 def _serving(node: MasterNode, elected: bool) -> bool:

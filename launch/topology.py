@@ -92,6 +92,7 @@ def machine_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
                 path, f"with the other segments here makes {_gib(total)}, more than the memory of {_gib(memory)}"
             )
     yield from _model_problems(config, chosen)
+    yield from _secret_problems(config, chosen)
     if config.transfer.staging_size > memory:
         yield Problem(("transfer", "staging_size"), f"is more than this machine's memory of {_gib(memory)}")
     for index, tier in enumerate(config.cache.tiers):
@@ -156,6 +157,20 @@ def _model_problems(config: ClusterConfig, chosen: set[str]) -> Iterator[Problem
         path, where = engine.model.path, ("engine", "model", "path")
     if path is not None and not (Path(path) / "config.json").is_file():
         yield Problem(where, "is no Hugging Face model folder on this machine: it has no config.json")
+
+
+def _secret_problems(config: ClusterConfig, chosen: set[str]) -> Iterator[Problem]:
+    """Files of keys, passwords and certificates that this machine's processes could not read."""
+    files: dict[tuple[str | int, ...], str | None] = {}
+    if any(node.name in chosen for node in config.by_role("proxy")):
+        files["proxy", "api_keys_file"] = config.proxy.api_keys_file
+    if chosen and isinstance(config.discovery, EtcdDiscovery):
+        files["discovery", "password_file"] = config.discovery.password_file
+        if (tls := config.discovery.tls) is not None:
+            files |= {("discovery", "tls", name): getattr(tls, name) for name in tls.__struct_fields__}
+    for path, file in files.items():
+        if file is not None and not os.access(file, os.R_OK):
+            yield Problem(path, "cannot be read on this machine, or is not there")
 
 
 def _device_problems(config: ClusterConfig) -> Iterator[Problem]:

@@ -9,7 +9,15 @@ Only processes of the launcher use this; no engine imports it. `record` and `mem
 `stubs` imports its package, `directory` is the one interface to both kinds.
 """
 
-from launch.discovery.directory import Directory, Member, describe_node, file_records, find_master, open_directory
+from launch.discovery.directory import (
+    Directory,
+    Member,
+    describe_node,
+    file_records,
+    find_master,
+    known_master,
+    open_directory,
+)
 from launch.discovery.membership import View
 from launch.discovery.record import Capacity, Namespaced, NodeRecord, decode_record, differences
 
@@ -25,5 +33,6 @@ __all__ = [
     "differences",
     "file_records",
     "find_master",
+    "known_master",
     "open_directory",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -21,10 +22,15 @@ from pd_cache.config import (
     Node,
     ReferenceEngineConfig,
 )
+from pd_cache.config.checks import ELECTION_S
 from pd_cache.errors import ConfigError
 from pd_cache.tokens import Namespace
 
+log = logging.getLogger(__name__)
+
 OnChange = Callable[[View], None]
+
+_PROMISE_S = 10.0
 
 
 class Directory:
@@ -94,6 +100,8 @@ class Member:
         self._announced = False
         self.namespace: Namespace | None = None
         """To be set before `announce`, by a node that keeps a cache and knows its namespace."""
+        self.master: str | None = None
+        """To be set before `announce`, by a client of the pool: where it takes the master to be."""
         if isinstance(config.discovery, EtcdDiscovery):
             from launch.discovery.etcd import EtcdRegistration
 
@@ -107,6 +115,7 @@ class Member:
     def announce(self, address: str) -> None:
         """Tell the others that this node can be used, at `address`. Returns at once, whatever etcd does."""
         record = describe_node(self._config, self._node, address, self.namespace)
+        record = msgspec.structs.replace(record, master=self.master)
         if self._registration is not None and not self._announced:
             self._announced = True
             self._registration.announce(record)
@@ -164,28 +173,43 @@ def _url_known(config: ClusterConfig, node: CacheServerNode) -> bool:
     return bool(node.url or isinstance(config.discovery, EtcdDiscovery) or config.master.port)
 
 
-def find_master(config: ClusterConfig, timeout_s: float) -> ClusterConfig:
-    """The same cluster with the master's address in it: the file's own, or the one that registered.
-
-    ConfigError if no master is found within `timeout_s`.
-    """
-    discovery = config.discovery
+def known_master(config: ClusterConfig) -> str | None:
+    """What Mooncake's clients are given, as far as the file alone tells it."""
     written = any(isinstance(node, MasterNode) and node.port for node in config.nodes)
-    if config.masters.ha or written or not isinstance(discovery, EtcdDiscovery):
+    return config.master_address if config.masters.ha or written else None
+
+
+def find_master(config: ClusterConfig, timeout_s: float) -> ClusterConfig:
+    """The same cluster with its masters in it: the file's own, or those that registered.
+
+    ConfigError if no master is found within `timeout_s`. Elected ones are found without us; what they promise is not, and
+    is waited for no longer than a few seconds.
+    """
+    discovery, elected = config.discovery, config.masters.ha
+    if not isinstance(discovery, EtcdDiscovery) or (config.by_role("master") if elected else known_master(config)):
         return config
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + (min(timeout_s, _PROMISE_S) if elected else timeout_s)
     with EtcdDirectory(config, discovery) as directory:
-        while True:
-            for record in directory.view().by_role("master"):
-                host, _, port = record.address.rpartition(":")
-                others = tuple(node for node in config.nodes if node.role != "master")
-                master = MasterNode(name=record.name, host=host, port=int(port))
-                if record.lease_ttl_ms:
-                    master = msgspec.structs.replace(master, lease_ttl_ms=record.lease_ttl_ms)
-                return msgspec.structs.replace(config, nodes=(*others, master))
+        while not (found := directory.view().by_role("master")):
             if time.monotonic() > deadline:
+                if elected:
+                    log.warning(
+                        "no elected master has registered yet; each is taken to protect a key for %d ms",
+                        config.lease_ttl_ms,
+                    )
+                    return config
                 raise ConfigError(
                     f"no master of the cluster {config.name} registered in etcd ({', '.join(discovery.endpoints)}) "
                     f"within {timeout_s:g} s; is one running, and is `name` the same in its file?"
                 )
             time.sleep(0.05)
+    others = (node for node in config.nodes if node.role != "master")
+    return msgspec.structs.replace(config, nodes=(*others, *map(_master, found if elected else found[:1])))
+
+
+def _master(record: NodeRecord) -> MasterNode:
+    host, _, port = record.address.rpartition(":")
+    lease = record.lease_ttl_ms or MasterNode(name="default").lease_ttl_ms
+    return MasterNode(
+        name=record.name, host=host, port=int(port), metrics_port=0, lease_ttl_ms=lease, client_ttl_s=ELECTION_S
+    )

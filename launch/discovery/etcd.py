@@ -178,23 +178,27 @@ class EtcdRegistration:
             self._compare(client, record)
             return
         found, _ = client.get(self._prefix + record.name)
-        if found is None:
+        if found is None or not self._stays(found, record):
             self._put(client, record)
-        elif found != record.encode():
-            self._tell_double(found, record)
 
     def _put(self, client: Any, record: NodeRecord) -> None:
         client.put(self._prefix + record.name, record.encode(), lease=self._lease)
 
-    def _tell_double(self, found: bytes, record: NodeRecord) -> None:
-        with contextlib.suppress(RecordError):
+    def _stays(self, found: bytes, record: NodeRecord) -> bool:
+        """False for what is no record, and can go. Another node's stays: two that overwrite each other help nobody."""
+        try:
             other = decode_record(found)
-            if other.instance != self._double:
-                self._double = other.instance
-                log.warning(
-                    "another process registered as %s, at %s (this one is at %s): a name belongs to one node",
-                    record.name, other.address, record.address,
-                )  # fmt: skip
+        except RecordError:
+            return False
+        if other.name != record.name:
+            return False
+        if other.instance not in (record.instance, self._double):
+            self._double = other.instance
+            log.warning(
+                "another process registered as %s, at %s (this one is at %s): a name belongs to one node",
+                record.name, other.address, record.address,
+            )  # fmt: skip
+        return True
 
     def _compare(self, client: Any, record: NodeRecord) -> None:
         others = [other for _, other in _records(client.get_prefix_response(self._prefix).kvs, self._prefix)]

@@ -72,6 +72,8 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     """Where its metrics are, if not at `address`."""
     lease_ttl_ms: Count = 0
     """Of a master: for how long it protects a key that was looked up."""
+    master: Annotated[str, msgspec.Meta(max_length=2048)] | None = None
+    """Of a client of the pool: where it takes the master to be."""
     instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Differs from one start of the node to the next."""
     model: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
@@ -100,13 +102,24 @@ def decode_record(raw: bytes) -> NodeRecord:
 
 
 def differences(records: Iterable[NodeRecord]) -> dict[str, str]:
-    """For each node whose namespace is not that of most: in what it differs, in words, by the node's name."""
-    known = sorted((record for record in records if record.fingerprint), key=lambda record: record.name)
+    """For each node that shares no hit with most: in what it differs, in words, by the node's name.
+
+    That is its namespace, or that it follows a master which has moved since it was started.
+    """
+    nodes = list(records)
+    masters = sorted(record.address for record in nodes if record.role == "master")
+    stranded = {
+        record.name: f"takes the master to be at {record.master}, and it registered at {', '.join(masters)}: "
+        "start the node again, or it shares no hit"
+        for record in nodes
+        if masters and record.master and not record.master.startswith("etcd://") and record.master not in masters
+    }
+    known = sorted((record for record in nodes if record.fingerprint), key=lambda record: record.name)
     counts = Counter(record.fingerprint for record in known)
     if len(counts) < 2:
-        return {}
+        return stranded
     usual = next(record for record in known if counts[record.fingerprint] == max(counts.values()))
-    return {
+    return stranded | {
         record.name: f"{_difference(record, usual)}: these two never share a hit"
         for record in known
         if record.fingerprint != usual.fingerprint

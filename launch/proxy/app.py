@@ -332,8 +332,9 @@ class Proxy:
                 raise HopError("error", f"status {answer.status}")
             finally:
                 answer.close()
-        except asyncio.CancelledError:  # too slow, or the client went away
-            self._tokenize_after = now + _NO_TOKENIZE_S
+        except asyncio.CancelledError:
+            if exchange.request.transport is not None:  # it was too slow; else the client went away
+                self._tokenize_after = now + _NO_TOKENIZE_S
             raise
         except (HopError, ValueError) as error:
             self._tokenize_after = now + _NO_TOKENIZE_S

@@ -48,21 +48,35 @@ class DirectRule:
         self._timeout_s = timeout_s
         self._pool: Pool | None = None
         self._client: LookupClient | None = None
+        self.blind = "nothing is known of the pool yet"
+        """Why no prompt is looked up; empty while they are."""
         self._waiting = 0
         self._closed = False
         self._executor: ThreadPoolExecutor | None = None
 
-    def use(self, pool: Pool | None) -> None:
-        """From now on look there; None: nowhere."""
-        if self._open is None or self._tokens == 0 or pool == self._pool or self._closed:
+    def use(self, pool: Pool | str) -> None:
+        """From now on look there; nowhere, if it is the reason why that cannot be done."""
+        if self._closed:
             return
-        self._retire(self._client)
-        self._pool, self._client = pool, None
-        if pool is not None:
+        if self._open is None or self._tokens == 0:
+            self._tell("direct_tokens is 0" if self._tokens == 0 else "this proxy has no client of the pool")
+        elif isinstance(pool, str):
+            self._retire()
+            self._tell(pool)
+        elif pool != self._pool:
+            self._retire()
+            self._pool = pool
             try:
                 self._client = self._open(pool)
+                self._tell("")
             except Exception as error:  # noqa: BLE001 - without lookups prompts take the usual way
-                log.warning("no lookups, so only short prompts go to decode nodes directly: %s", error)
+                self._tell(str(error))
+
+    def _tell(self, blind: str) -> None:
+        if blind != self.blind:
+            self.blind = blind
+            if self._tokens:
+                log.info("prompts are looked up" if not blind else f"no prompt is looked up: {blind}")
 
     async def why(
         self,
@@ -112,15 +126,15 @@ class DirectRule:
             self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="proxy-lookup")
         return self._executor
 
-    def _retire(self, client: LookupClient | None) -> None:
-        if client is not None:
-            self._threads().submit(client.close)  # takes up to a second
+    def _retire(self) -> None:
+        if self._client is not None:
+            self._threads().submit(self._client.close)  # takes up to a second
+        self._client = self._pool = None
 
     def close(self) -> None:
         """Close the client, for good. Waits for lookups under way, which have deadlines of their own."""
         self._closed = True
-        self._retire(self._client)
-        self._client = self._pool = None
+        self._retire()
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=False)
             self._executor = None

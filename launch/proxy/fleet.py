@@ -65,17 +65,23 @@ class Fleet:
 
     def describe(self, now: float) -> dict[str, Any]:
         """For `/health`."""
-        return {"discovery_stale_s": round(self.stale_s(now), 1), "differences": self._differences}
+        lookups = f"off: {self._direct.blind}" if self._direct.blind else "on"
+        return {"discovery_stale_s": round(self.stale_s(now), 1), "differences": self._differences, "lookups": lookups}
 
     def _compare(self) -> None:
         records = [self._completed(record) for record in self._view.by_role(*_HOPS)]
-        found = differences(records)
+        found = differences([*records, *self._view.by_role("master")])
         for name, difference in found.items():
             if self._differences.get(name) != difference:
                 log.warning("%s: %s", name, difference)
         self._differences = found
         namespace, master = _usual(records), self._master(self._view)
-        self._direct.use(Pool(namespace, master) if namespace is not None and master is not None else None)
+        if namespace is None:
+            self._direct.use("no decode node tells how its chunks are named, as none with vLLM does")
+        elif master is None:
+            self._direct.use("no master of the pool is known")
+        else:
+            self._direct.use(Pool(namespace, master))
 
     def _completed(self, record: NodeRecord) -> NodeRecord:
         told = self._told.get(record.address.rstrip("/"))

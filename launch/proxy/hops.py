@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -15,6 +16,16 @@ from pd_cache.errors import PdCacheError
 _KEEPALIVE_S = 4.0
 """Below the 5 s after which a uvicorn node closes an idle connection, so that no request meets a closing one."""
 _LARGE_BODY = 1 << 20
+_SILENCE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
+)
+"""A host that lost its power or its cable says nothing, not even that the connection is over. The kernel asks it, and ends the
+connection after 10 s without an answer: the request fails then, and not at its deadline. A node that only computes for long
+has a kernel that answers."""
 
 
 class HopError(PdCacheError):
@@ -28,12 +39,26 @@ class HopError(PdCacheError):
 def new_session(connections: int, connect_timeout_s: float) -> aiohttp.ClientSession:
     """The session for all nodes: at most `connections` in all, no limit per node, answers' bytes left as they are."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=connections, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S),
+        connector=aiohttp.TCPConnector(
+            limit=connections, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_socket
+        ),
         # `connect` covers name resolution, too; the total is the caller's deadline
         timeout=aiohttp.ClientTimeout(total=None, connect=connect_timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
     )
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    try:
+        for level, option, value in _SILENCE:
+            made.setsockopt(level, option, value)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 async def send(

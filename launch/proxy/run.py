@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
-from launch.discovery import View, open_directory
+from launch.discovery import View, known_master, open_directory
 from launch.proxy.app import Proxy
 from launch.proxy.direct import DirectRule, Pool
 from launch.reachability import PeerChecks
@@ -21,11 +21,16 @@ _SYNC_S = 2.0
 """How long a proxy that starts waits to hear from discovery; then it goes by the nodes of the file."""
 
 
-def run_proxy(config: ClusterConfig, node: ProxyNode, ready: Callable[[str], None]) -> None:
+def run_proxy(
+    config: ClusterConfig,
+    node: ProxyNode,
+    ready: Callable[[str], None],
+    on_stop: Callable[[], None] = lambda: None,
+) -> None:
     """Serve until told to stop (`stop_signals`), then drain. Main thread only.
 
-    `ready` is called with the base URL once connections are taken; port 0 means any. OSError if the address cannot be bound,
-    ConfigError as of `Proxy` and `open_directory`.
+    `ready` is called with the base URL once connections are taken; port 0 means any. `on_stop` is called on a thread when the
+    drain begins. OSError if the address cannot be bound, ConfigError as of `Proxy` and `open_directory`.
     """
     timeout_s = config.transfer.timeouts.exist_ms / 1000 + 0.1
     tokens = config.proxy.direct_tokens
@@ -35,17 +40,21 @@ def run_proxy(config: ClusterConfig, node: ProxyNode, ready: Callable[[str], Non
         timeout_s=timeout_s,
     )
     proxy = Proxy(config.proxy, direct, master=lambda view: master_of(config, view))
-    asyncio.run(_serve(config, proxy, node, ready))
+    asyncio.run(_serve(config, proxy, node, ready, on_stop))
 
 
 def master_of(config: ClusterConfig, view: View) -> str | None:
     """Where the pool's master is: as the file says, or who registered. None if neither tells."""
-    if config.masters.ha or any(getattr(node, "port", 0) for node in config.by_role("master")):
-        return config.master_address
-    return next((record.address for record in view.by_role("master")), None)
+    return known_master(config) or next((record.address for record in view.by_role("master")), None)
 
 
-async def _serve(config: ClusterConfig, proxy: Proxy, node: ProxyNode, ready: Callable[[str], None]) -> None:
+async def _serve(
+    config: ClusterConfig,
+    proxy: Proxy,
+    node: ProxyNode,
+    ready: Callable[[str], None],
+    on_stop: Callable[[], None],
+) -> None:
     host, checks = node.host, PeerChecks(config, node.name)
 
     async def peers(_: web.Request) -> web.Response:
@@ -70,9 +79,11 @@ async def _serve(config: ClusterConfig, proxy: Proxy, node: ProxyNode, ready: Ca
         bound = runner.addresses[0][1]
         ready(f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}")
         await stop.wait()
+        leaving = asyncio.create_task(asyncio.to_thread(on_stop))  # etcd may be slow; nobody who is served waits for it
     finally:
         await runner.cleanup()
         await asyncio.to_thread(directory.close)
+    await leaving
 
 
 def _open_lookup(config: ClusterConfig, host: str, pool: Pool) -> LookupClient:

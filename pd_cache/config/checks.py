@@ -29,8 +29,8 @@ _LONGEST_SOCKET = 100
 
 KeyPath = tuple[str | int, ...]
 
-_ELECTION_S = 20
-
+ELECTION_S = 20
+"""The least `client_ttl_s` of elected masters: an election takes up to 18 s."""
 
 _OURS = frozenset(("host", "port", "kv-transfer-config", "served-model-name", "model"))
 """Flags of `vllm serve` that follow from the rest of the file."""
@@ -76,6 +76,7 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
     static = isinstance(config.discovery, StaticDiscovery)
     if static and any(isinstance(node, ProxyNode) for node in config.nodes) and not config.by_role("decode"):
         yield Problem(("nodes",), "a proxy needs at least one decode node to send requests to")
+    yield from _proxy_problems(config)
     yield from _engine_problems(config)
     yield from _tier_problems(config.cache.tiers)
     pool = any(isinstance(tier, MooncakeTier) for tier in config.cache.tiers)
@@ -105,16 +106,33 @@ def _master_problems(config: ClusterConfig, masters: list[int]) -> Iterator[Prob
                 "Mooncake's election knows neither users nor TLS; give it an etcd without, or one master",
             )
         for index, node in enumerate(config.nodes):
-            if isinstance(node, MasterNode) and node.client_ttl_s < _ELECTION_S:
+            if isinstance(node, MasterNode) and node.client_ttl_s < ELECTION_S:
                 yield Problem(
                     ("nodes", index, "client_ttl_s"),
                     f"segments, and the keys in them, must outlive an election, which takes up to 18 s; "
-                    f"make this at least {_ELECTION_S}",
+                    f"make this at least {ELECTION_S}",
                 )
     elif len(masters) > 1:
         yield Problem(("nodes", masters[1]), f"{found}; there must be exactly one, unless `master: {{ha: true}}`")
     elif not masters and isinstance(discovery, StaticDiscovery):
         yield Problem(("nodes",), f"{found}; there must be exactly one")
+
+
+def _proxy_problems(config: ClusterConfig) -> Iterator[Problem]:
+    if not config.by_role("proxy"):
+        return
+    proxy, grace = config.proxy, config.supervisor.stop_grace_s
+    if proxy.drain_s >= grace:
+        yield Problem(
+            ("proxy", "drain_s"),
+            f"is no less than supervisor.stop_grace_s, {grace:g} s, after which `up` kills the proxy and what it serves",
+        )
+    if proxy.prefill_timeout_s >= proxy.request_timeout_s:
+        yield Problem(
+            ("proxy", "prefill_timeout_s"),
+            f"is {proxy.prefill_timeout_s:g} s, and request_timeout_s {proxy.request_timeout_s:g} s: a prefill node that hangs "
+            "would leave the decode node no time; make this less",
+        )
 
 
 def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ import msgspec
 import yaml
 
 from pd_cache.config.checks import KeyPath, Problem, consistency_problems
-from pd_cache.config.schema import ClusterConfig
+from pd_cache.config.schema import ClusterConfig, Endpoint, Name
 from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize
 
@@ -132,6 +132,8 @@ def decode_custom(kind: type, value: object) -> object:
 _AT = re.compile(r"(?s)(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>.*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
+_IN_WORDS = {meta.pattern: meta.description for kind in (Name, Endpoint) for meta in typing.get_args(kind)[1:]}
+"""What a value must look like, by the pattern that checks it."""
 
 
 def _explain(text: str, tree: Any) -> Problem:
@@ -160,6 +162,9 @@ def _explain(text: str, tree: Any) -> Problem:
         near = difflib.get_close_matches(str(value), options, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         return Problem(path, f"must be one of {', '.join(options)}{hint}")
+    for pattern, words in _IN_WORDS.items():
+        if repr(pattern) in what:
+            return Problem(path, f"must be {words}")
     return Problem(path, what[0].lower() + what[1:])
 
 

@@ -13,7 +13,13 @@ import msgspec
 from transfer.settings import ByteSize, Placement, Positive, TransferSettings
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
-Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+Name = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
+        description="1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first",
+    ),
+]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
 
@@ -297,7 +303,14 @@ ROLES = ("master", "store", "cache-server", "prefill", "decode", "proxy")
 
 # --- discovery -------------------------------------------------------------------------------------------------------
 
-Endpoint = Annotated[str, msgspec.Meta(pattern=r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
+_PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+Endpoint = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=rf"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):{_PORT}$",
+        description="`host:port` without a scheme, e.g. 10.0.0.1:2379",
+    ),
+]
 
 
 class StaticDiscovery(_Section, frozen=True, kw_only=True, tag_field="kind", tag="static"):

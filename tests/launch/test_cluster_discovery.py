@@ -11,7 +11,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,20 @@ import pytest
 from click.testing import CliRunner
 
 from launch.cli import main
+from launch.discovery import Member, find_master
 from launch.doctor import Report, Verdict
 from launch.up import Cluster
+from pd_cache.config import ClusterConfig, MasterNode, MastersConfig, StoreNode
+from pd_cache.config.checks import consistency_problems
 from tests.support.cluster import CHUNK, Answer, cluster_file, complete, started
 from tests.support.etcd import Etcd
 from tests.support.pool import Node
 from tests.support.waiting import wait_for
+from transfer.settings import ByteSize, Timeouts, TransferSettings
 
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian's etcd-server)")
 TTL_S = 2
+QUICK = TransferSettings(timeouts=Timeouts(get_ms=1000, put_ms=1000))
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +260,27 @@ def test_without_a_master_in_the_file_or_in_etcd_a_node_says_so(make_etcd: Calla
     )
     with pytest.raises(AssertionError, match=r"no master of the cluster test registered in etcd .* within 1 s"):
         Node("store", "s", file)
+
+
+def test_what_elected_masters_promise_is_found_where_the_file_names_none(make_etcd: Callable[..., Etcd]) -> None:
+    etcd = make_etcd().start()
+    config = ClusterConfig(
+        name="test",
+        discovery=etcd.settings(),
+        masters=MastersConfig(ha=True),
+        nodes=(StoreNode(name="s", segment_size=ByteSize(64 << 20)),),
+    )
+    assert find_master(config, 0.1) == config, "not found: an engine starts all the same"
+    with ExitStack() as stack:
+        for number, lease_ttl_ms in enumerate((20_000, 3_000)):
+            master = MasterNode(name=f"m{number}", port=50051 + number, lease_ttl_ms=lease_ttl_ms)
+            member = stack.enter_context(Member(config, master))
+            member.announce(f"10.0.0.1:{master.port}")
+        wait_for(lambda: _registered(etcd) == ["m0", "m1"], 5, "both registered")
+        found = find_master(config, 5)
+    assert (found.lease_ttl_ms, len(found.by_role("master"))) == (3_000, 2)
+    assert found.master_address == config.master_address, "clients still follow the election"
+    assert not list(consistency_problems(msgspec.structs.replace(found, transfer=QUICK)))
 
 
 def _registered(etcd: Etcd) -> list[str]:

@@ -122,6 +122,20 @@ def test_every_field_that_differs_is_named() -> None:
     }
 
 
+def test_a_node_whose_master_has_moved_is_told_to_be_started_again() -> None:
+    def node(
+        name: str, role: str = "decode", address: str = "http://10.0.0.2:1", master: str | None = None
+    ) -> NodeRecord:
+        return NodeRecord(name=name, role=role, address=address, master=master)
+
+    old, new = "10.0.0.1:50051", "10.0.0.1:50052"
+    nodes = [node("a", master=old), node("b", master=new), node("c", master="etcd://10.0.0.1:2379/c"), node("d")]
+    assert differences(nodes) == {}, "nobody knows where the master is"
+    assert differences([*nodes, node("m", "master", new)]) == {
+        "a": f"takes the master to be at {old}, and it registered at {new}: start the node again, or it shares no hit"
+    }
+
+
 def test_nodes_without_a_cache_differ_from_nobody() -> None:
     assert differences([node("proxy"), node("a", NAMESPACE), node("b", NAMESPACE)]) == {}
 

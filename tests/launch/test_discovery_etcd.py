@@ -110,7 +110,7 @@ def test_a_lease_is_kept_alive_for_longer_than_it_lasts(etcd: Etcd) -> None:
         assert seen == [["a"]], "it was there all the time"
 
 
-def test_a_node_registers_again_when_its_lease_or_its_record_is_taken_away(etcd: Etcd) -> None:
+def test_a_node_registers_again_when_its_lease_or_its_record_is_taken_away_or_spoiled(etcd: Etcd) -> None:
     with registered(etcd.settings(), "a") as registration, EtcdWatch(etcd.settings(), CLUSTER) as watch:
         wait_for(sees(watch, "a"), 5, "seen")
         with closing(etcd.client()) as client:
@@ -120,6 +120,8 @@ def test_a_node_registers_again_when_its_lease_or_its_record_is_taken_away(etcd:
             client.delete(prefix_of(CLUSTER) + "a")
             wait_for(sees(watch), 2, "gone")
             wait_for(sees(watch, "a"), 3, "registered again")
+            client.put(prefix_of(CLUSTER) + "a", b"garbage")
+            wait_for(lambda: client.get(prefix_of(CLUSTER) + "a")[0] == record("a").encode(), 3, "written over")
 
 
 def test_a_name_that_is_used_twice_is_told_and_not_fought_over(etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:

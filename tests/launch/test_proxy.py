@@ -840,6 +840,7 @@ async def test_health_names_the_nodes() -> None:
             "prefill": {c.prefill[0].url: True},
             "decode": {c.decode[0].url: True},
             "discovery_stale_s": 0.0,
+            "lookups": "off: direct_tokens is 0",
             "differences": {},
         }
 
@@ -994,6 +995,8 @@ async def test_a_lookup_that_hangs_or_cannot_be_made_costs_its_deadline_and_noth
         async with c.post({"prompt": [7] * 1000}) as response:
             assert response.status == 200
         assert len(c.prefill[0].bodies) == 1
+        async with c.get("/health") as response:
+            assert (await response.json())["lookups"] == "off: no Mooncake here"
 
 
 @scenario
@@ -1033,6 +1036,53 @@ async def test_a_node_that_does_not_tell_a_texts_tokens_is_not_asked_again_at_on
                 assert response.status == 200
         assert len(c.prefill[0].bodies) == 2
         assert len(asked) == 1
+
+
+@scenario
+async def test_a_client_that_goes_away_says_nothing_about_the_node_that_was_asked_for_tokens() -> None:
+    asked = []
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        asked.append(1)
+        if len(asked) == 1:
+            return await hangs(request)
+        return web.json_response({"tokens": [7] * 1000})
+
+    async with cluster(direct=rule(Lookups(1024), timeout_s=10)) as c:
+        c.decode[0].tokenize = slow
+        going = asyncio.ensure_future(c.post({"prompt": "x" * 5000}).__aenter__())
+        await until(lambda: asked, "a node is asked")
+        going.cancel()
+        await asyncio.wait({going})
+        await until(lambda: not c.proxy._running, "the proxy let go")
+        async with c.post({"prompt": "x" * 5000}) as response:
+            assert response.status == 200
+        assert (len(asked), c.prefill[0].bodies) == (2, [])
+
+
+@scenario
+async def test_health_says_why_no_prompt_is_looked_up() -> None:
+    told = []
+    direct = DirectRule(256, lambda pool: Lookups(0))
+    async with cluster(direct=direct, health_interval_s=0.02) as c:
+
+        async def lookups() -> str:
+            async with c.get("/health") as response:
+                return str((await response.json())["lookups"])
+
+        told.append(await lookups())
+        c.decode[0].health = answers(200, describe_namespace(NAMESPACE))
+        await until(lambda: direct.blind == "no master of the pool is known", "the namespace is known")
+        told.append(await lookups())
+        direct.use(Pool(NAMESPACE, "127.0.0.1:1"))
+        told.append(await lookups())
+    assert told == [
+        "off: no decode node tells how its chunks are named, as none with vLLM does",
+        "off: no master of the pool is known",
+        "on",
+    ]
+    async with cluster() as c, c.get("/health") as response:
+        assert (await response.json())["lookups"] == "off: direct_tokens is 0"
 
 
 @scenario
@@ -1232,7 +1282,8 @@ from pd_cache.config import ClusterConfig, DecodeNode, ProxyNode
 url = sys.argv[1].removeprefix("http://").split(":")
 node = ProxyNode(name="p", port=int(sys.argv[2]))
 nodes = (DecodeNode(name="d", host=url[0], port=int(url[1])), node)
-run_proxy(ClusterConfig(nodes=nodes), node, lambda url: print("ready", url, flush=True))
+run_proxy(ClusterConfig(nodes=nodes), node, lambda url: print("ready", url, flush=True),
+          on_stop=lambda: print("leaves", flush=True))
 print("drained", flush=True)
 """
 
@@ -1263,6 +1314,7 @@ async def test_run_proxy_serves_until_it_is_told_to_stop_and_ends_what_it_began(
         ):
             await response.content.readexactly(len(EVENTS[0]))
             process.send_signal(signum)
+            assert await asyncio.wait_for(process.stdout.readline(), 5) == b"leaves\n", "while it still serves"
 
             async def closed() -> None:
                 while True:

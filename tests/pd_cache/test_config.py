@@ -176,7 +176,7 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         ("kind: reference", "kind: refrence", "engine.kind: 'refrence': must be one of reference"),
         ("name: tiny, random: {seed: 1}", "name: tiny", "engine.model: exactly one of `path`"),
         ("name: d0", "name: p0", "c.yaml:10: nodes[2].name: 'p0': is also the name of nodes[1]"),
-        ("name: d0", "name: 'd 0'", "nodes[2].name: 'd 0': expected `str` matching regex"),
+        ("name: d0", "name: 'd 0'", "nodes[2].name: 'd 0': must be 1 to 63 letters"),
         ("role: master, port: 0, metrics_port: 0", "role: store, segment_size: 16MiB", "0 nodes have the role master"),
         ("role: prefill, segment_size: 512MiB", "role: master", "c.yaml:9: nodes[1]: 2 nodes have the role master"),
         ("name: test", "master: {ha: 1}", "c.yaml:1: master.ha: 1: expected `bool`, got `int`"),
@@ -191,7 +191,23 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         (
             "name: test",
             "discovery: {kind: etcd, endpoints: ['http://a:1']}",
-            "endpoints[0]: 'http://a:1': expected `str`",
+            "endpoints[0]: 'http://a:1': must be `host:port` without a scheme, e.g. 10.0.0.1:2379",
+        ),
+        (
+            "name: test",
+            "discovery: {kind: etcd, endpoints: ['a:65536']}",
+            "endpoints[0]: 'a:65536': must be `host:port`",
+        ),
+        ("name: test", "name: -test", "c.yaml:1: name: '-test': must be 1 to 63 letters, digits, dots"),
+        (
+            "name: test",
+            "proxy: {drain_s: 10}",
+            "proxy.drain_s: 10: is no less than supervisor.stop_grace_s, 10 s, after which `up` kills the proxy and",
+        ),
+        (
+            "name: test",
+            "proxy: {request_timeout_s: 60}",
+            "proxy.prefill_timeout_s: is 120 s, and request_timeout_s 60 s: a prefill node that hangs would leave the decode",
         ),
         (
             "name: test",

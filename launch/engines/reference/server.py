@@ -227,7 +227,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise
         headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
         status = 400 if error.status == 413 else error.status
-        return web.json_response(error_body(error.text or error.reason, status), status=status, headers=headers)
+        what = error.text or error.reason
+        if error.status in (404, 405):  # said of the path: the client may see this behind a proxy that knows it
+            what = f"this node has no {request.method} {request.path[:200]}"
+        return web.json_response(error_body(what, status), status=status, headers=headers)
     except (ConnectionError, asyncio.CancelledError):
         raise
     except Exception as error:  # the edge: a client gets an error in OpenAI's shape, whatever went wrong
