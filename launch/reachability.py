@@ -2,7 +2,7 @@
 
 A node that connects wherever it is told to is a port scanner for whoever can reach it. So nobody tells: a node tries the
 addresses that its own file or discovery names, and of the segments in the master's list those on the same hosts. What it found
-is kept for a few seconds, and one round at a time is under way, however many ask.
+is kept for a second, and one round at a time is under way, however many ask.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ CONNECT_S = 1.0
 MAX_TARGETS = 256
 """Addresses that one round tries; what is more is left out, and counted."""
 _AT_A_TIME = 32
-_FRESH_S = 5.0
+_FRESH_S = 1.0
+"""Who repairs something and asks again is not told what was."""
 _SYNC_S = 2.0
 _ANSWER_S = 2.0
 LARGEST_ANSWER = 16 << 20
@@ -187,7 +188,7 @@ class PeerChecks:
         self._looked_at = float("-inf")
 
     async def report(self) -> PeerReport:
-        """What this node reaches: of the last few seconds, or of the round under way, or of a new one."""
+        """What this node reaches: of the last second, or of the round under way, or of a new one."""
         if self._task is None or (self._task.done() and time.monotonic() - self._looked_at > _FRESH_S):
             self._task = asyncio.create_task(self._look())
         return await asyncio.shield(self._task)

@@ -53,9 +53,8 @@ def reach_findings(reached: Sequence[Reach]) -> Iterator[Finding]:
         yield ok(check, f"{len(good)} addresses of {peers} nodes, segments and services take connections")
     for one in reached:
         if not one.ok:
-            yield broken(
-                check, f"{_named(one.target)}: {one.error}", one.target.peer, why=_WHY_HERE, repair=_open(one.target)
-            )
+            found = f"{one.target.what} at {one.target.address}: {one.error}"
+            yield broken(check, found, one.target.peer, why=_WHY_HERE, repair=_open(one.target))
 
 
 def reach_from_here(targets: Iterable[Target]) -> list[Reach]:
