@@ -236,7 +236,7 @@ def _evictions(context: click.Context, option: click.Parameter, values: tuple[st
     "evictions",
     multiple=True,
     callback=_evictions,
-    help="The master's eviction_high_watermark and eviction_ratio, by default 0.9,0.1; may be given several times.",
+    help=f"The master's eviction_high_watermark and eviction_ratio, by default {_DEFAULT_EVICTION.watermark},{_DEFAULT_EVICTION.ratio}; may be given several times.",
 )
 @click.option(
     "--lease-ms",
