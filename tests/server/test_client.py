@@ -134,7 +134,7 @@ def test_engines_choose_how_chunks_are_named_where_the_file_leaves_it_open(serve
         workers = [Worker(server.url, model, **way) for way in ways]
         for one in workers:
             stack.callback(one.client.close)
-        assert len({model.database.namespace.fingerprint() for model in server._models.values()}) == 3
+        assert len({model.database.namespace.fingerprint() for model in server.models}) == 3
         _, one, other = workers
         names = one.client.name_chunks(None, hashes)
         answer = one.move(Store, WHOLE, names)
