@@ -110,7 +110,7 @@ def demo(file: Path | None, as_json: bool) -> None:
 def status(file: Path, as_json: bool, watch: bool) -> None:
     """Who is in the cluster, and what each is doing: roles, up since, hit rate, bytes by tier, in flight, errors by reason.
 
-    Exits with 1 unless everybody answers and nobody's chunks differ from the others'.
+    Exits with 1 unless discovery and everybody in it answers, and nobody's chunks differ from the others'.
     """
     from rich.console import Console
 

@@ -66,7 +66,10 @@ def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
             run_proxy_node(config, node, announce, member)
         else:
             config = find_master(config, config.supervisor.ready_timeout_s)
-            member.master = config.master_address
+            if isinstance(node, StoreNode) or (
+                config.transfer.client == "embedded" and node in config.caching_nodes()
+            ):  # the others leave the pool to their host's cache server or `mooncake_client`
+                member.master = config.master_address
             if isinstance(node, StoreNode):
                 run_store(config, node, announce, member)
             elif isinstance(node, CacheServerNode):

@@ -97,12 +97,14 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
     source: str
     """Where the list of nodes is from, and whether that still answers."""
+    fresh: bool
+    """Whether discovery answers: else there may be nodes that are not in the list, and none of some that are."""
     nodes: list[NodeStatus]
 
     @property
     def well(self) -> bool:
-        """Whether everybody answers and nobody differs."""
-        return all(node.well for node in self.nodes)
+        """Whether discovery and everybody answers and nobody differs."""
+        return self.fresh and all(node.well for node in self.nodes)
 
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
@@ -124,7 +126,7 @@ def _look(config: ClusterConfig, directory: Directory) -> ClusterStatus:
         row.difference = differing.get(row.name, "")
         if row.name in view.doubted:
             row.state += "; not registered again since discovery was away"
-    return ClusterStatus(_source(config, view, synced), rows)
+    return ClusterStatus(_source(config, view, synced), synced and view.stale_since is None, rows)
 
 
 def _source(config: ClusterConfig, view: View, synced: bool) -> str:

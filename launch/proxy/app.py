@@ -21,6 +21,7 @@ from launch.proxy.admission import Admission, read_keys
 from launch.proxy.answers import ApiError, overloaded
 from launch.proxy.completion import Completion, Handoff, read_handoff, read_tokens
 from launch.proxy.direct import DirectRule
+from launch.proxy.exchange import ID_HEADER, ClientGone, Exchange, client_headers
 from launch.proxy.fleet import Fleet
 from launch.proxy.health import HealthChecks
 from launch.proxy.hops import HopError, new_session, read_all, read_some, send
@@ -40,59 +41,12 @@ _NO_TOKENIZE_S = 30.0
 _LAST_WORDS_S = 1.0
 """How long a client may take to be told that its stream broke."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_TO_NODE = ("Authorization", "Traceparent", "Tracestate")
-_TO_CLIENT = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
 _CHAT = "/v1/chat/completions"
-_ID_HEADER = "X-Request-Id"
 _request_id: ContextVar[str] = ContextVar("request_id")
 """Set at the edge, for the handler within."""
 
 
-class _ClientGone(Exception):
-    """The client closed its connection."""
-
-
-class _Exchange:
-    """One request under way, and how far it got."""
-
-    def __init__(self, request: web.Request) -> None:
-        self.request = request
-        self.id = _request_id.get()
-        self.started = time.monotonic()
-        self.path = request.path
-        self.client = ""
-        """Who asks, where keys tell."""
-        self.nodes: dict[str, str] = {}
-        self.received = False
-        self.response: web.StreamResponse | None = None
-        """Set when the first byte is about to be sent."""
-        self.event_ended = True
-        """Whether what was sent so far ends with a blank line, as each server-sent event does."""
-
-    def told(self) -> str:
-        """For the log: who asked, and which nodes answered."""
-        parts = {**({"client": self.client} if self.client else {}), **self.nodes}
-        return " ".join(f"{name}={value}" for name, value in parts.items())
-
-    def headers(self, guarded: bool) -> dict[str, str]:
-        """For a node. Where the proxy is `guarded` by keys of its own, they stay here."""
-        given = self.request.headers
-        headers = {
-            name: given[name] for name in _TO_NODE if name in given and not (guarded and name == "Authorization")
-        }
-        # bytes go through as they come: what we would accept, the client might not
-        return {**headers, _ID_HEADER: self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
-
-    async def write(self, data: bytes) -> None:
-        assert self.response is not None
-        try:
-            await self.response.write(data)
-        except ConnectionError as error:
-            raise _ClientGone from error
-        self.event_ended = data.endswith((b"\n\n", b"\r\n\r\n"))
-
-
-_Serve = Callable[[_Exchange], Awaitable[web.StreamResponse]]
+_Serve = Callable[[Exchange], Awaitable[web.StreamResponse]]
 
 
 class Proxy:
@@ -143,7 +97,7 @@ class Proxy:
     async def _edge(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        given = request.headers.get(_ID_HEADER, "")
+        given = request.headers.get(ID_HEADER, "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         _request_id.set(request_id)
         response: web.StreamResponse
@@ -160,7 +114,7 @@ class Proxy:
             log.exception("request %s: unexpected error", request_id)
             response = ApiError(500, "Internal error of the proxy", code="internal_error").response()
         if not response.prepared:
-            response.headers[_ID_HEADER] = request_id
+            response.headers[ID_HEADER] = request_id
         return response
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -191,7 +145,7 @@ class Proxy:
         return await self._bounded(request, self._complete, self._config.request_timeout_s)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        async def serve(exchange: _Exchange) -> web.StreamResponse:
+        async def serve(exchange: Exchange) -> web.StreamResponse:
             exchange.received = True
             return await self._decode(exchange, "GET", None)
 
@@ -201,7 +155,7 @@ class Proxy:
 
     async def _bounded(self, request: web.Request, serve: _Serve, limit_s: float) -> web.StreamResponse:
         """`serve`, if there is room, answered within `limit_s` and ended with the client's connection."""
-        exchange = _Exchange(request)
+        exchange = Exchange(request, _request_id.get())
         status = 499
         try:
             exchange.client = self._admission.identify(request.headers.get("Authorization"))
@@ -211,7 +165,7 @@ class Proxy:
         except ApiError as error:
             status = error.status
             raise
-        except _ClientGone as error:
+        except ClientGone as error:
             # aiohttp needs something to return; nobody reads it
             log.debug("request %s: the client is gone", exchange.id, exc_info=error)
             return exchange.response or web.Response(status=499)
@@ -236,7 +190,7 @@ class Proxy:
             task.exception()  # retrieved, also where the client's disconnect came first
 
     async def _finish(
-        self, exchange: _Exchange, task: asyncio.Task[web.StreamResponse], limit_s: float
+        self, exchange: Exchange, task: asyncio.Task[web.StreamResponse], limit_s: float
     ) -> web.StreamResponse:
         # A task of its own, so that the deadline, a shutdown (`_drain` cancels it) and the client's disconnect (cancels us)
         # can be told apart.
@@ -255,20 +209,20 @@ class Proxy:
         except HopError as error:
             what = f"The decode node failed while it answered: {error.reason}"
             return await self._cut(exchange, ApiError(502, what, code="node_failed"))
-        except _ClientGone:
+        except ClientGone:
             raise
         except Exception:  # the edge: a client is told in OpenAI's shape, whatever went wrong
             log.exception("request %s: unexpected error", exchange.id)
             return await self._cut(exchange, ApiError(500, "Internal error of the proxy", code="internal_error"))
 
-    def _why_cut(self, exchange: _Exchange, closing: bool, limit_s: float) -> ApiError:
+    def _why_cut(self, exchange: Exchange, closing: bool, limit_s: float) -> ApiError:
         if closing:
             return overloaded("The proxy is shutting down")
         if not exchange.received:
             return ApiError(408, f"The body did not arrive within {limit_s:g} s", code="timeout")
         return ApiError(504, f"No complete answer within {limit_s:g} s", code="timeout")
 
-    async def _cut(self, exchange: _Exchange, error: ApiError) -> web.StreamResponse:
+    async def _cut(self, exchange: Exchange, error: ApiError) -> web.StreamResponse:
         """Tell the client: by a status before the first byte, by an event in a stream, by breaking off otherwise."""
         response = exchange.response
         if response is None or not response.prepared:
@@ -281,21 +235,21 @@ class Proxy:
             try:
                 await asyncio.wait_for(self._last_words(exchange, event), _LAST_WORDS_S)
                 return response
-            except (asyncio.TimeoutError, _ClientGone):
+            except (asyncio.TimeoutError, ClientGone):
                 pass
         transport = exchange.request.transport
         if transport is not None:
             transport.abort()
         return response
 
-    async def _last_words(self, exchange: _Exchange, event: bytes) -> None:
+    async def _last_words(self, exchange: Exchange, event: bytes) -> None:
         assert exchange.response is not None
         await exchange.write(event)
         await exchange.response.write_eof()
 
     # --- the two hops --------------------------------------------------------------------------------------------
 
-    async def _complete(self, exchange: _Exchange) -> web.StreamResponse:
+    async def _complete(self, exchange: Exchange) -> web.StreamResponse:
         completion = Completion(await self._body(exchange), prompt="messages" if exchange.path == _CHAT else "prompt")
         prompt = completion.prompt()
         handoff: Handoff | None = None
@@ -314,7 +268,7 @@ class Proxy:
         self.metrics.handoffs.labels(result).inc()
         return await self._decode(exchange, "POST", completion.for_decode(handoff))
 
-    async def _tokenize(self, exchange: _Exchange, completion: Completion) -> list[int] | None:
+    async def _tokenize(self, exchange: Exchange, completion: Completion) -> list[int] | None:
         """A prompt's token ids, by a decode node. None if it does not tell."""
         now = time.monotonic()
         node = self._pools["decode"].well(now)
@@ -341,7 +295,7 @@ class Proxy:
             log.info("request %s: node %s does not tell a text's tokens: %s", exchange.id, node, error)
             return None
 
-    async def _body(self, exchange: _Exchange) -> bytes:
+    async def _body(self, exchange: Exchange) -> bytes:
         request = exchange.request
         try:
             if (request.content_length or 0) > MAX_BODY:
@@ -351,13 +305,13 @@ class Proxy:
             what = f"The body is larger than {MAX_BODY} bytes"
             raise ApiError(413, what, code="request_too_large") from None
         except ConnectionError as error:
-            raise _ClientGone from error
+            raise ClientGone from error
         except (web.RequestPayloadError, http_exceptions.HttpProcessingError) as error:
             raise ApiError(400, f"The body cannot be read: {error}", code="invalid_body") from None
         exchange.received = True
         return body
 
-    async def _prefill(self, exchange: _Exchange, body: bytes, prompt: Prompt) -> web.Response | Handoff | None:
+    async def _prefill(self, exchange: Exchange, body: bytes, prompt: Prompt) -> web.Response | Handoff | None:
         """What a prefill node handed over; its refusal of the request; None if all of them failed."""
         until = time.monotonic() + self._config.prefill_timeout_s
         pool = self._pools["prefill"]
@@ -375,7 +329,7 @@ class Proxy:
                 return answer
         return None
 
-    async def _prefill_at(self, exchange: _Exchange, node: str, body: bytes) -> web.Response | Handoff:
+    async def _prefill_at(self, exchange: Exchange, node: str, body: bytes) -> web.Response | Handoff:
         answer = await self._send(exchange, "prefill", node, "POST", body)
         try:
             if answer.status == 200:
@@ -389,7 +343,7 @@ class Proxy:
         finally:
             answer.close()
 
-    async def _decode(self, exchange: _Exchange, method: str, body: bytes | None) -> web.StreamResponse:
+    async def _decode(self, exchange: Exchange, method: str, body: bytes | None) -> web.StreamResponse:
         pool = self._pools["decode"]
         attempts = Attempts(pool)
         busy: web.Response | None = None
@@ -421,11 +375,11 @@ class Proxy:
         raise overloaded("No decode node could answer", pool.retry_after(time.monotonic()))
 
     async def _relay(
-        self, exchange: _Exchange, node: str, answer: aiohttp.ClientResponse, first: bytes
+        self, exchange: Exchange, node: str, answer: aiohttp.ClientResponse, first: bytes
     ) -> web.StreamResponse:
         """The node's answer, from its first bytes on, as it comes. HopError if it breaks off."""
-        response = web.StreamResponse(status=answer.status, headers=_client_headers(answer))
-        response.headers[_ID_HEADER] = exchange.id
+        response = web.StreamResponse(status=answer.status, headers=client_headers(answer))
+        response.headers[ID_HEADER] = exchange.id
         exchange.response = response
         try:
             await response.prepare(exchange.request)
@@ -438,18 +392,18 @@ class Proxy:
             self._note(exchange, "decode", node, None, error)
             raise
         except ConnectionError as error:
-            raise _ClientGone from error
+            raise ClientGone from error
         return response
 
     async def _send(
-        self, exchange: _Exchange, hop: Hop, node: str, method: str, body: bytes | None
+        self, exchange: Exchange, hop: Hop, node: str, method: str, body: bytes | None
     ) -> aiohttp.ClientResponse:
         assert self._session is not None
         exchange.nodes[hop] = node
         headers = exchange.headers(self._admission.guarded)
         return await send(self._session, method, node + exchange.path, headers, body)
 
-    def _note(self, exchange: _Exchange, hop: Hop, node: str, attempts: Attempts | None, error: HopError) -> None:
+    def _note(self, exchange: Exchange, hop: Hop, node: str, attempts: Attempts | None, error: HopError) -> None:
         self.metrics.hop_failures.labels(hop, error.reason).inc()
         log.warning("request %s: %s node %s: %s: %s", exchange.id, hop, node, error.reason, error)
         if attempts is not None:
@@ -487,11 +441,7 @@ class Proxy:
 async def _whole(answer: aiohttp.ClientResponse) -> web.Response:
     """A node's refusal, to be passed on as it is."""
     body = await read_all(answer, _MAX_ANSWER)
-    response = web.Response(status=answer.status, body=body, headers=_client_headers(answer))
+    response = web.Response(status=answer.status, body=body, headers=client_headers(answer))
     if answer.status == 503:
         response.headers.setdefault("Retry-After", "1")
     return response
-
-
-def _client_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
-    return {name: answer.headers[name] for name in _TO_CLIENT if name in answer.headers}

@@ -808,6 +808,30 @@ async def test_a_request_id_goes_to_both_hops_and_back() -> None:
         assert c.prefill[0].headers[0]["X-Request-Id"] == c.decode[0].headers[0]["X-Request-Id"] == "abc-123.x:y_Z"
 
 
+def test_the_log_of_the_proxy_tells_each_request_by_its_id(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("alice sk-0123456789abcdef\n")
+    caplog.set_level("INFO", logger="launch.proxy")
+
+    @scenario
+    async def asked() -> None:
+        async with cluster(1, 2, api_keys_file=str(tmp_path / "keys")) as c:
+            c.prefill[0].default = disconnects
+            key = {"Authorization": "Bearer sk-0123456789abcdef"}
+            async with c.post(headers={"X-Request-Id": "it-is-me", **key}) as response:
+                assert response.status == 200
+            async with c.post(headers={"X-Request-Id": "nobody"}) as response:
+                assert response.status == 401
+            url = c.prefill[0].url
+        (failed,) = [line for line in caplog.messages if line.startswith(f"request it-is-me: prefill node {url}: ")]
+        assert "disconnected" in failed
+        (ended,) = [line for line in caplog.messages if line.startswith("request it-is-me: 200 in ")]
+        assert re.search(rf"client=alice prefill={url} decode=http://", ended)
+        assert any(line.startswith("request nobody: 401 in ") for line in caplog.messages)
+        assert "sk-0123456789abcdef" not in caplog.text
+
+    asked()
+
+
 @pytest.mark.parametrize("given", ["", "x" * 129, "a b", "a\tb", "é", 'a"b'])
 @scenario
 async def test_a_request_id_that_is_missing_or_strange_is_replaced(given: str) -> None:

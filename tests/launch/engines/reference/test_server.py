@@ -231,6 +231,19 @@ def test_beyond_the_queue_is_503_with_retry_after(make_engine):
     asyncio.run(run())
 
 
+def test_the_log_tells_a_request_by_the_id_that_the_proxy_gave_it(make_engine, caplog):
+    caplog.set_level("INFO", logger="launch.engines.reference")
+
+    async def run():
+        async with served(make_engine()) as client:
+            body = {"model": "tiny", "prompt": [1], "max_tokens": 1}
+            async with client.post("/v1/completions", json=body, headers={"X-Request-Id": "it-is-me"}) as response:
+                assert response.status == 200
+
+    asyncio.run(run())
+    assert any(line.startswith("request it-is-me: 200 in ") for line in caplog.messages)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_ends_its_request(make_engine, stream):
     models = []

@@ -1,0 +1,61 @@
+"""One request on its way through the proxy, and what of it, and of its answer, each side may see."""
+
+from __future__ import annotations
+
+import time
+
+import aiohttp
+from aiohttp import web
+
+ID_HEADER = "X-Request-Id"
+_TO_NODE = ("Authorization", "Traceparent", "Tracestate")
+_TO_CLIENT = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
+
+
+class ClientGone(Exception):
+    """The client closed its connection."""
+
+
+class Exchange:
+    """One request under way, and how far it got."""
+
+    def __init__(self, request: web.Request, request_id: str) -> None:
+        self.request = request
+        self.id = request_id
+        self.started = time.monotonic()
+        self.path = request.path
+        self.client = ""
+        """Who asks, where keys tell."""
+        self.nodes: dict[str, str] = {}
+        self.received = False
+        self.response: web.StreamResponse | None = None
+        """Set when the first byte is about to be sent."""
+        self.event_ended = True
+        """Whether what was sent so far ends with a blank line, as each server-sent event does."""
+
+    def told(self) -> str:
+        """For the log: who asked, and which nodes answered."""
+        parts = {**({"client": self.client} if self.client else {}), **self.nodes}
+        return " ".join(f"{name}={value}" for name, value in parts.items())
+
+    def headers(self, guarded: bool) -> dict[str, str]:
+        """For a node. Where the proxy is `guarded` by keys of its own, they stay here."""
+        given = self.request.headers
+        headers = {
+            name: given[name] for name in _TO_NODE if name in given and not (guarded and name == "Authorization")
+        }
+        # bytes go through as they come: what we would accept, the client might not
+        return {**headers, ID_HEADER: self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
+
+    async def write(self, data: bytes) -> None:
+        assert self.response is not None
+        try:
+            await self.response.write(data)
+        except ConnectionError as error:
+            raise ClientGone from error
+        self.event_ended = data.endswith((b"\n\n", b"\r\n\r\n"))
+
+
+def client_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
+    """What of a node's headers the client is given."""
+    return {name: answer.headers[name] for name in _TO_CLIENT if name in answer.headers}
