@@ -56,6 +56,8 @@ class Open(msgspec.Struct, frozen=True):
 class Opened(msgspec.Struct, frozen=True):
     """What the others need to reach this node's memory, and what it is."""
 
+    node: str
+    host: str
     segment: str
     engine: str
     address: int
@@ -120,14 +122,22 @@ class BandwidthSite(Site):
         self._stride = stride
         link = link_of(self.place.host, settings)
         return Opened(
-            store.hostname, engine.address, self._memory.address, link.what, link.gbit, machine(), settings.timeouts
+            self.place.node,
+            self.place.host,
+            store.hostname,
+            engine.address,
+            self._memory.address,
+            link.what,
+            link.gbit,
+            machine(),
+            settings.timeouts,
         )
 
     @step
     def transfer(self, job: Transfer) -> Timed:
         """One batch, timed. TransferError if not all of it got there."""
         keys = [f"pdc1/bench/{job.run}/{self.place.node}/{index}" for index in range(len(self._source))]
-        what = f"{job.part} {'to' if job.part in ('put', 'raw_write') else 'from'} {job.to.segment}"
+        what = f"{job.part} {'to' if job.part in ('put', 'raw_write') else 'from'} {job.to.node} ({job.to.host})"
         if job.part == "get":
             for slot in self._target:
                 slot.view[:64] = bytes(64)

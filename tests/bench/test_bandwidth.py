@@ -91,7 +91,7 @@ def test_at_once_every_node_sends_to_one_and_receives_from_one_at_a_time(count: 
 
 
 def _opened(gbit: float | None) -> Opened:
-    return Opened("segment", "engine", 0, "eth0", gbit, "machine", Timeouts())
+    return Opened("a", "host", "segment", "engine", 0, "eth0", gbit, "machine", Timeouts())
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,15 @@ def test_lines_stay_inside_of_the_plot(points: list[tuple[float, float]], log_x:
         assert 0 <= y <= plot.height
 
 
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [("/somewhere/bench/lookup.py", "pd-cache bench lookup --rounds 5"), ("/usr/bin/mine", "mine --rounds 5")],
+)
+def test_the_command_is_told_as_it_can_be_typed_again(program: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [program, "--rounds", "5"])
+    assert about()["command"] == told
+
+
 def test_what_is_told_about_a_run_names_the_settings_that_are_not_the_defaults() -> None:
     config = ClusterConfig(
         nodes=(MasterNode(name="m"),), transfer=TransferSettings(threads=3), cache=CacheConfig(chunk_size=64)
