@@ -1,7 +1,8 @@
-# make demo | test | test-vllm | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3
+# make demo | test | test-vllm | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3 JOBS=2
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 PYTHON ?= python3
+JOBS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: install demo test install-vllm test-vllm check format clean
@@ -16,7 +17,7 @@ demo: install
 	$(BIN)/pd-cache demo
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile  # most tests wait for something, a file's tests share servers
 
 install-vllm: $(VLLM_VENV)/.installed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from tests.support.leaks import no_leaks
 from tests.support.pool import Pool
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+# what runs in the background may have been started with these ignored, and so would be what it starts; tests send them
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 @pytest.fixture(scope="session")

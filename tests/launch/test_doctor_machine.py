@@ -403,9 +403,9 @@ def test_a_node_that_never_shares_a_hit_is_broken_unless_it_serves_another_model
 
 def test_a_cluster_where_nobody_answers_is_one_finding_and_one_silent_node_is_another() -> None:
     silent = [node("a", state="no answer: refused"), node("b", state="no answer: refused")]
-    assert [one.verdict for one in node_findings(ClusterStatus("static", silent))] == [Verdict.BROKEN]
+    assert [one.verdict for one in node_findings(ClusterStatus("static", True, silent))] == [Verdict.BROKEN]
     rows = [silent[0], node("b"), node("c", state="degraded: /health answers 503"), node("s", state="not asked: store")]
-    assert {one.about: one.verdict for one in node_findings(ClusterStatus("static", rows))} == {
+    assert {one.about: one.verdict for one in node_findings(ClusterStatus("static", True, rows))} == {
         "a": Verdict.BROKEN,
         "b": Verdict.OK,
         "c": Verdict.BROKEN,
