@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import re
@@ -28,10 +29,20 @@ from transfer.store import load_mooncake
 ROOT = Path(__file__).resolve().parents[2]
 
 
+_PORTS = 4000
+"""Of each worker of a parallel run, from 20000 on: below those that the kernel gives out, and above Mooncake's own."""
+_next_port = itertools.count()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody has, and that nobody else will be given: what was stopped finds it free when it is started again."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for _ in range(_PORTS):
+        port = 20_000 + worker * _PORTS + next(_next_port) % _PORTS
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 class Node:
