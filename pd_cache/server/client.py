@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 import pd_cache
+from pd_cache.config import CacheConfig
 from pd_cache.layout import PageKind
 from pd_cache.server.channel import (
     CacheServerError,
@@ -45,7 +46,7 @@ from pd_cache.server.messages import (
     join_names,
 )
 from pd_cache.server.sharing import Shared, SharingError, close_all, event_handle, share_tensors
-from pd_cache.tokens import ExtraKey, Tokens, hash_tokens, stride_hashes
+from pd_cache.tokens import CacheMetadata, ExtraKey, Tokens, hash_tokens, stride_hashes
 
 log = logging.getLogger(__name__)
 
@@ -174,6 +175,30 @@ class CacheClient:
             except BaseException:
                 self.close()
                 raise
+
+    @classmethod
+    def of(
+        cls,
+        url: str,
+        context: Context[Any] | None,
+        kind: Literal["scheduler", "worker"],
+        metadata: CacheMetadata,
+        cache: CacheConfig,
+    ) -> CacheClient:
+        """For a rank's part of chunks that `metadata` describes, sized and named as `cache` says. Waits for nothing."""
+        return cls(
+            url,
+            context,
+            kind=kind,
+            model=metadata.model,
+            world_size=metadata.world_size,
+            rank=metadata.rank,
+            block_size=metadata.block_size,
+            chunk_size=cache.chunk_size,
+            hash_mode=cache.named_by,
+            hash_seed=cache.hash_seed,
+            held=metadata.held,
+        )
 
     # --- what is known -------------------------------------------------------------------------------------------
 

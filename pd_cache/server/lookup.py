@@ -34,19 +34,7 @@ class ServerLookupClient(LookupClient):
         super().__init__(metrics)
         self._database = ChunkedTokenDatabase(metadata.namespace(config.cache))
         self._timeout_s = timeout_s
-        self._client = CacheClient(
-            url,
-            context,
-            kind="scheduler",
-            model=metadata.model,
-            world_size=metadata.world_size,
-            rank=metadata.rank,
-            block_size=metadata.block_size,
-            chunk_size=config.cache.chunk_size,
-            hash_mode=config.cache.named_by,
-            hash_seed=config.cache.hash_seed,
-            held=metadata.held,
-        )
+        self._client = CacheClient.of(url, context, "scheduler", metadata, config.cache)
 
     @property
     def available(self) -> bool:

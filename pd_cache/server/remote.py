@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pd_cache.config import CacheConfig
 from pd_cache.engine import check_slot_mapping, unwanted_prefix
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
@@ -57,17 +58,7 @@ class RemoteCache:
         self._lookup_timeout_s = lookup_timeout_s
         self._move_timeout_s = move_timeout_s
         self._tensors = list(kv_caches.values())
-        self._client = CacheClient(
-            server_url,
-            context,
-            kind="worker",
-            model=metadata.model,
-            world_size=metadata.world_size,
-            rank=metadata.rank,
-            block_size=layout.block_size,
-            chunk_size=chunk_size,
-            held=metadata.held,
-        )
+        self._client = CacheClient.of(server_url, context, "worker", metadata, CacheConfig(chunk_size=chunk_size))
         try:
             self._client.register(kv_caches, layout.kind)
         except BaseException:

@@ -198,20 +198,7 @@ def _open_server(
     kv_caches: Sequence[torch.Tensor],
     metrics: CacheMetrics,
 ) -> Chunks:
-    cache = settings.node.cache
-    client = CacheClient(
-        url,
-        None,
-        kind="worker",
-        model=metadata.model,
-        world_size=metadata.world_size,
-        rank=metadata.rank,
-        held=metadata.held,
-        block_size=metadata.block_size,
-        chunk_size=cache.chunk_size,
-        hash_mode=cache.named_by,
-        hash_seed=cache.hash_seed,
-    )
+    client = CacheClient.of(url, None, "worker", metadata, settings.node.cache)
     try:
         try:
             client.wait_ready(_CONNECT_S)
