@@ -106,7 +106,7 @@ def test_a_producer_started_by_hand_with_tiers_of_its_own_finds_what_the_pool_ha
             assert client.remove_by_regex("^pdc1/", True) > 0
         answer = server.complete(prompt)
         assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
-        server.forget_prefixes()  # what is still being stored again keeps its blocks, and stays
+        server.forget_prefixes()
         prompts = [prompt + new_prompt(100 + 10 * index) for index in range(4)]
         answers = server.complete_all(prompts)
         assert [answer.tokens for answer in answers] == [plain.tokens(one) for one in prompts]
