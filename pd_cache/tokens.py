@@ -165,6 +165,19 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
             held=held,
         )
 
+    @classmethod
+    def within(cls, namespace: Namespace) -> CacheMetadata:
+        """The converse of `namespace`, for the first of as many ranks as there are shards."""
+        return cls(
+            model=namespace.model,
+            kv_dtype=namespace.kv_dtype,
+            page_format=namespace.layout,
+            layers=namespace.layers,
+            block_size=namespace.block_size,
+            page_bytes=namespace.page_bytes,
+            world_size=namespace.shards,
+        )
+
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is outside of world_size {self.world_size}")

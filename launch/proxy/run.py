@@ -93,15 +93,7 @@ def _open_lookup(config: ClusterConfig, host: str, pool: Pool) -> LookupClient:
     cache = msgspec.structs.replace(
         config.cache, chunk_size=space.chunk_size, hash_mode=space.hash_mode, hash_seed=space.hash_seed
     )
-    metadata = CacheMetadata(
-        model=space.model,
-        kv_dtype=space.kv_dtype,
-        page_format=space.layout,
-        layers=space.layers,
-        block_size=space.block_size,
-        page_bytes=space.page_bytes,
-        world_size=space.shards,
-    )
+    metadata = CacheMetadata.within(space)
     if metadata.namespace(cache) != space:
         raise ValueError(f"this version makes another namespace of {space}")
     # beside a proxy there need be no mooncake_client

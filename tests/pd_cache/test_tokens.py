@@ -193,3 +193,9 @@ def test_metadata_and_cache_settings_make_the_namespace() -> None:
         CacheMetadata(
             model="m", kv_dtype="float32", page_format="x", layers=1, block_size=4, page_bytes=8, world_size=2, rank=2
         )
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_metadata_within_a_namespace_gives_that_namespace(shards: int) -> None:
+    space = database(shards=shards).namespace
+    assert CacheMetadata.within(space).namespace(CacheConfig(chunk_size=space.chunk_size)) == space

@@ -169,8 +169,9 @@ def load_model(config: ReferenceEngineConfig) -> PagedModel:
         paged.probe()
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"model {_describe(source)} cannot be served: {error}") from None
-    except Exception as error:
-        # What transformers raises for a folder that it cannot make a model of has no common root.
+    except (
+        Exception
+    ) as error:  # what transformers raises for a folder that it cannot make a model of has no common root
         raise UnsupportedModelError(
             f"model {_describe(source)} cannot be served: {type(error).__name__}: {error}"
         ) from error
