@@ -98,16 +98,15 @@ def test_a_producer_started_by_hand_with_tiers_of_its_own_finds_what_the_pool_ha
     file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, cache=TIERS)
     flag = connector("kv_producer", config_file=str(file))
     with by_hand(model, flag, "--async-scheduling") as server:
-        prompt = new_prompt(LENGTH)
-        server.complete(prompt, 1)
+        prompts = [new_prompt(LENGTH) for _ in range(4)]
+        for prompt in prompts:
+            server.complete(prompt, 1)
         wait_for(lambda: not server.blocks_in_use)
         server.forget_prefixes()
         with vllm_pool.bare_client() as client:
             assert client.remove_by_regex("^pdc1/", True) > 0
-        answer = server.complete(prompt)
-        assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
-        server.forget_prefixes()
-        prompts = [prompt + new_prompt(100 + 10 * index) for index in range(4)]
         answers = server.complete_all(prompts)
-        assert [answer.tokens for answer in answers] == [plain.tokens(one) for one in prompts]
-        assert server.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded") >= WHOLE
+        assert [(answer.cached, answer.tokens) for answer in answers] == [
+            (WHOLE, plain.tokens(prompt)) for prompt in prompts
+        ]
+        assert server.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded") == 4 * WHOLE
