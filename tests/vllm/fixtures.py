@@ -26,7 +26,7 @@ class Pair(NamedTuple):
 @pytest.fixture(scope="session")
 def vllm_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """A pool that a test may break, if it mends it before it ends."""
-    pool = Pool(tmp_path_factory.mktemp("pool"), client_ttl_s=5)
+    pool = Pool(tmp_path_factory.mktemp("pool"), client_ttl_s=5, lease_ttl_ms=30_000)
     try:
         yield pool.start()
     finally:

@@ -187,12 +187,14 @@ def cluster_file(
     nodes: dict[str, dict[str, Any]],
     *,
     args: dict[str, Any] | None = None,
+    connector: dict[str, Any] | None = None,
     mode: str = "in-process",
     **sections: Any,
 ) -> Path:
     """A file that describes prefill and decode nodes (`prefill-0`, …) over a pool that runs already.
 
-    In the mode `server` the cache of all of them is in one cache server.
+    In the mode `server` the cache of all of them is in one cache server. Lookups have a second, not 50 ms: the machine has few
+    cores, and every one of these servers computes on all of them.
     """
     described: list[dict[str, Any]] = [
         {"name": name, "role": role_of(name), "port": 0, "segment_size": 0, **options}
@@ -204,7 +206,7 @@ def cluster_file(
         described.append(
             {"name": CACHE, "role": "cache-server", "metrics_port": free_port(), "segment_size": 0, "session_s": 15}
         )
-    master = {"name": "master", "role": "master", "port": pool.port, "metrics_port": pool.metrics_port}
+    master = yaml.safe_load(pool.file.read_text())["nodes"][0]
     tree = {
         "transfer": {"staging_size": "32MiB", "prefault": False, "timeouts": {"get_ms": 4000, "put_ms": 4000}},
         "cache": {"chunk_size": CHUNK},
@@ -215,6 +217,7 @@ def cluster_file(
             "args": {**ARGS, **(args or {})},
             "env": ENV,
         },
+        "connector": {"lookup_timeout_ms": 1000, **(connector or {})},
         "handoff": {"wait_ms": 3000},
         "supervisor": {"ready_timeout_s": _READY_S, "stop_grace_s": 30},
         "nodes": [master, *described],

@@ -26,20 +26,36 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LENGTH = 1000
 WHOLE = LENGTH // CHUNK * CHUNK
 
+PATIENT = {
+    "transfer": {
+        "staging_size": "32MiB",
+        "prefault": False,
+        "timeouts": {"exist_ms": 10_000, "get_ms": 10_000, "put_ms": 30_000},
+    },
+    "connector": {"lookup_timeout_ms": 10_000, "load_timeout_ms": 60_000},
+}
+"""For more ranks than cores: those of a tensor parallel vLLM wait for each other with `sched_yield` in a loop, and threads that had
+work to do, the pool's too, were seen to wait for a core for seconds."""
+
 
 def test_tensor_parallel_nodes_share_with_each_other_and_with_nodes_of_another_size(
     model: Path, vllm_pool: Pool, plain: Reference, mode: str, new_prompt: NewPrompt, tmp_path: Path
 ) -> None:
     two = {"args": {"tensor-parallel-size": 2}, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
     nodes = {"prefill-0": two, "decode-0": two, "decode-1": {}}
-    file = cluster_file(tmp_path, vllm_pool, model, nodes, mode=mode)
+    file = cluster_file(tmp_path, vllm_pool, model, nodes, mode=mode, **PATIENT)
     with running(file, *nodes) as (prefill, *readers):
-        prompt = new_prompt(LENGTH)
-        assert prefill.complete(prompt).tokens == plain.tokens(prompt)
-        wait_for(lambda: not prefill.blocks_in_use, 30)
-        for reader in readers:
+
+        def passed_on(reader: PdCacheServer) -> bool:
+            prompt = new_prompt(LENGTH)
+            assert prefill.complete(prompt).tokens == plain.tokens(prompt)
+            wait_for(lambda: not prefill.blocks_in_use, 120)
             answer = reader.complete(prompt)
-            assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
+            assert answer.tokens == plain.tokens(prompt)
+            return answer.cached == WHOLE
+
+        for name, reader in zip(("decode-0", "decode-1"), readers, strict=True):
+            wait_for(lambda reader=reader: passed_on(reader), 150, f"a prompt of prefill-0 that {name} loads whole")  # type: ignore[misc]
 
 
 def test_the_same_name_with_other_weights_shares_nothing(
