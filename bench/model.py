@@ -42,7 +42,11 @@ def write_model(
     model.save_pretrained(folder)
     tokenizer = Tokenizer(WordLevel({f"t{index}": index for index in range(VOCABULARY)}, unk_token="t2"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="t0", eos_token="t1", unk_token="t2").save_pretrained(
-        folder
-    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="t0",
+        eos_token="t1",
+        unk_token="t2",
+        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
+    ).save_pretrained(folder)
     return folder

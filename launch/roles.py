@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     import torch
 
     from launch.engines.reference import KVCache
+    from pd_cache.tokens import Namespace
 
 Ready = Callable[[str], None]
 """Called once, with the node's URL (or an empty string), as soon as it can be used."""
@@ -273,7 +274,11 @@ def run_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Rea
     if isinstance(config.engine, VllmEngineConfig):
         from launch.engines.vllm import serve_vllm
 
-        serve_vllm(config, config.engine, node, ready, on_stop=member.leave)
+        def serving(url: str, namespace: Namespace | None) -> None:
+            member.namespace = namespace
+            ready(url)
+
+        serve_vllm(config, config.engine, node, serving, on_stop=member.leave)
     else:
         run_reference_engine(config, node, ready, member)
 

@@ -57,6 +57,18 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
         """The namespace in words: canonical JSON, keys sorted."""
         return msgspec.json.encode({"format": KEY_FORMAT, **msgspec.to_builtins(self)}, order="sorted")
 
+    @classmethod
+    def read(cls, manifest: bytes) -> Namespace:
+        """The converse of `manifest`. ValueError for what is none, or another version's."""
+        told = msgspec.json.decode(manifest, type=dict[str, str | int])
+        if told.pop("format", None) != KEY_FORMAT:
+            raise ValueError(f"no manifest of format {KEY_FORMAT}: {manifest[:200]!r}")
+        return msgspec.convert(told, cls)
+
+    def described(self) -> dict[str, Any]:
+        """The two fields by which a node tells its namespace."""
+        return {"fingerprint": self.fingerprint(), "namespace": msgspec.to_builtins(self)}
+
     def fingerprint(self) -> str:
         """16 hex digits that are equal exactly where every field is."""
         return hashlib.sha256(self.manifest()).hexdigest()[:16]

@@ -12,7 +12,7 @@ import msgspec
 
 import pd_cache
 from launch.discovery.membership import View
-from launch.discovery.record import Capacity, NodeRecord, describe_namespace
+from launch.discovery.record import Capacity, NodeRecord
 from pd_cache.config import (
     CacheServerNode,
     ClusterConfig,
@@ -109,7 +109,7 @@ class Member:
 
     def about(self) -> dict[str, Any]:
         """Version and namespace, for a node's `/health`: where the file is all there is, this is how others learn them."""
-        namespace = describe_namespace(self.namespace) if self.namespace is not None else {}
+        namespace = self.namespace.described() if self.namespace is not None else {}
         return {"version": pd_cache.__version__, **namespace}
 
     def announce(self, address: str) -> None:
@@ -153,7 +153,7 @@ def describe_node(config: ClusterConfig, node: Node, address: str, namespace: Na
         model=model,
         capacity=capacity,
         version=pd_cache.__version__,
-        **(describe_namespace(namespace) if namespace is not None else {}),
+        **(namespace.described() if namespace is not None else {}),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -40,7 +40,10 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says about its cache, in its record and in its `/health`. Fields that a newer version adds are ignored."""
+    """What a node says about its cache, in its record and in its `/health`: `Namespace.described`.
+
+    Fields that a newer version adds are ignored.
+    """
 
     fingerprint: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     """Of the namespace; nodes share hits where it is equal. None where the node keeps no cache, or cannot say."""
@@ -84,11 +87,6 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     def encode(self) -> bytes:
         """As JSON."""
         return msgspec.json.encode(self)
-
-
-def describe_namespace(namespace: Namespace) -> dict[str, Any]:
-    """The two fields of a record that tell a namespace."""
-    return {"fingerprint": namespace.fingerprint(), "namespace": msgspec.to_builtins(namespace)}
 
 
 def decode_record(raw: bytes) -> NodeRecord:

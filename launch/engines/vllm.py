@@ -26,6 +26,8 @@ from pd_cache.config import (
     VllmEngineConfig,
     dump_config,
 )
+from pd_cache.tokens import Namespace
+from pd_cache.vllm.health import NAMESPACE_FILE, TellNamespace, read_namespace
 
 _REFUSAL = re.compile(r"\bpd_cache\.[\w.]+Error: (.+)")
 
@@ -34,20 +36,22 @@ def serve_vllm(
     config: ClusterConfig,
     engine: VllmEngineConfig,
     node: PrefillNode | DecodeNode,
-    ready: Callable[[str], None],
+    ready: Callable[[str, Namespace | None], None],
     on_stop: Callable[[], None],
 ) -> None:
     """Run vLLM until SIGTERM. RoleError if it is not installed, ends by itself or is not ready in time.
 
-    `on_stop` is called first of all when it has to end, so that no proxy sends anything more; it must not raise.
+    `ready` gets its base URL and the namespace of its cache. `on_stop` is called first of all when it has to end, so that no
+    proxy sends anything more; it must not raise.
     """
     settings = config.supervisor
     with stop_on_signals() as stop, tempfile.TemporaryDirectory(prefix="pd-cache-") as folder:
-        file = Path(folder) / "cluster.yaml"
+        file, namespace = Path(folder) / "cluster.yaml", Path(folder) / "namespace.json"
         file.write_text(dump_config(config), encoding="utf-8")
         # vLLM starts processes of its own, which a guard ends with it, however that ends
         guarded = LocalProcesses(settings.stop_grace_s)
-        program = Program(node.name, tuple(command(engine, node, file)), {**engine.env, **node.env})
+        environment = {**engine.env, **node.env, NAMESPACE_FILE: str(namespace)}
+        program = Program(node.name, tuple(command(engine, node, file, namespace)), environment)
         output = _Output()
         # it has to be gone before whoever stops us loses patience
         vllm = ForeignProgram("vLLM", lambda: guarded.spawn(program, output.pass_on), 0.8 * settings.stop_grace_s)
@@ -56,7 +60,7 @@ def serve_vllm(
                 vllm.run(
                     stop,
                     serving=lambda: healthy(node.host, node.port),
-                    ready=lambda: ready(f"http://{node.host}:{node.port}"),
+                    ready=lambda: ready(f"http://{node.host}:{node.port}", read_namespace(namespace)),
                     deadline=time.monotonic() + settings.ready_timeout_s,
                     hint=lambda: output.refusal or "its last lines say why, and a large model needs time",
                 )
@@ -64,7 +68,7 @@ def serve_vllm(
                 on_stop()
 
 
-def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path) -> list[str]:
+def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path, namespace_file: Path) -> list[str]:
     """`vllm serve` for a node of `file`. RoleError if there is no vLLM."""
     arguments = {name.replace("_", "-"): value for name, value in (*engine.args.items(), *node.args.items())}
     connector = {
@@ -72,7 +76,11 @@ def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path
         "kv_connector_module_path": "pd_cache.vllm.connector",
         "kv_role": "kv_both" if isinstance(node, PrefillNode) else "kv_consumer",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"config_file": str(file), "node": node.name},
+        "kv_connector_extra_config": {
+            "config_file": str(file),
+            "node": node.name,
+            "namespace_file": str(namespace_file),
+        },
     }
     return [
         executable(engine.executable),
@@ -82,6 +90,7 @@ def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path
         f"--port={node.port}",
         f"--served-model-name={engine.name or engine.model}",
         f"--kv-transfer-config={json.dumps(connector)}",
+        f"--middleware={TellNamespace.__module__}.{TellNamespace.__name__}",
         *flags(arguments),
     ]
 

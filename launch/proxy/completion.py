@@ -86,6 +86,13 @@ class Completion:
         except msgspec.DecodeError:
             return None
 
+    def model(self) -> str | None:
+        """Whose answer is asked for; None where it is not said, or not in a string."""
+        try:
+            return msgspec.json.decode(bytes(self._fields.get("model", b"null")), type=str | None)
+        except msgspec.ValidationError:
+            return None
+
     def cache_salt(self) -> str | None:
         """What keeps the request's cache apart from others'. ValueError for what is no salt."""
         return msgspec.json.decode(bytes(self._fields.get("cache_salt", b"null")), type=str | None)

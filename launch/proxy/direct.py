@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from launch.proxy.completion import Completion
 from launch.proxy.prefixes import Prompt
+from pd_cache.block_hashes import BlockHasher
 from pd_cache.lookup import LookupClient
 from pd_cache.tokens import Namespace, salt_keys
 
@@ -32,10 +33,27 @@ class Pool(NamedTuple):
 
     namespace: Namespace
     master: str
+    model: str | None = None
+    """What clients write into `model` for it; others' KV, a LoRA adapter's say, has other names. None for all."""
 
 
 OpenLookup = Callable[[Pool], LookupClient]
 """Must return quickly; may raise anything."""
+
+
+class _Eyes(NamedTuple):
+    """What looking takes."""
+
+    client: LookupClient
+    hasher: BlockHasher | None
+    """Where chunks are named by the engine's block hashes."""
+    model: str | None
+
+    def find(self, tokens: list[int], salt: str | None, request_id: str) -> int:
+        """How long a prefix the pool holds, in tokens."""
+        if self.hasher is None:
+            return self.client.lookup(tokens, request_id, {"extra_keys": salt_keys(salt)})
+        return self.client.lookup(None, request_id, block_hashes=self.hasher.hashes(tokens, salt))
 
 
 class DirectRule:
@@ -47,7 +65,7 @@ class DirectRule:
         self._open = open_lookup
         self._timeout_s = timeout_s
         self._pool: Pool | None = None
-        self._client: LookupClient | None = None
+        self._eyes: _Eyes | None = None
         self.blind = "nothing is known of the pool yet"
         """Why no prompt is looked up; empty while they are."""
         self._waiting = 0
@@ -67,7 +85,9 @@ class DirectRule:
             self._retire()
             self._pool = pool
             try:
-                self._client = self._open(pool)
+                space = pool.namespace
+                hasher = BlockHasher(space.block_size, space.hash_seed) if space.hash_mode == "blocks" else None
+                self._eyes = _Eyes(self._open(pool), hasher, pool.model)
                 self._tell("")
             except Exception as error:  # noqa: BLE001 - without lookups prompts take the usual way
                 self._tell(str(error))
@@ -88,12 +108,14 @@ class DirectRule:
         """Why a prompt needs no prefill node; None if it does. `tokenize` is asked where the prompt is text."""
         if prompt.tokens < self._tokens:
             return "short"
-        client = self._client
-        if client is None or self._tokens == 0 or self._waiting >= _MAX_WAITING:
+        eyes = self._eyes
+        if eyes is None or self._tokens == 0 or self._waiting >= _MAX_WAITING:
             return None
         self._waiting += 1
         try:
-            return await asyncio.wait_for(self._look(client, completion, request_id, tokenize), self._timeout_s)
+            if eyes.model is not None and completion.model() != eyes.model:
+                return None
+            return await asyncio.wait_for(self._look(eyes, completion, request_id, tokenize), self._timeout_s)
         except (ValueError, asyncio.TimeoutError):
             return None
         finally:
@@ -101,7 +123,7 @@ class DirectRule:
 
     async def _look(
         self,
-        client: LookupClient,
+        eyes: _Eyes,
         completion: Completion,
         request_id: str,
         tokenize: Callable[[], Awaitable[list[int] | None]],
@@ -113,13 +135,9 @@ class DirectRule:
             return None
         if len(tokens) < self._tokens:
             return "short"
-        found = await self._find(client, tokens, completion.cache_salt(), request_id)
+        loop, salt = asyncio.get_running_loop(), completion.cache_salt()
+        found = await loop.run_in_executor(self._threads(), eyes.find, tokens, salt, request_id)
         return "in_pool" if len(tokens) - found < self._tokens else None
-
-    async def _find(self, client: LookupClient, tokens: list[int], salt: str | None, request_id: str) -> int:
-        configs = {"extra_keys": salt_keys(salt)}
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads(), client.lookup, tokens, request_id, configs)
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._executor is None:
@@ -127,9 +145,9 @@ class DirectRule:
         return self._executor
 
     def _retire(self) -> None:
-        if self._client is not None:
-            self._threads().submit(self._client.close)  # takes up to a second
-        self._client = self._pool = None
+        if self._eyes is not None:
+            self._threads().submit(self._eyes.client.close)  # takes up to a second
+        self._eyes = self._pool = None
 
     def close(self) -> None:
         """Close the client, for good. Waits for lookups under way, which have deadlines of their own."""

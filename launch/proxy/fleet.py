@@ -75,13 +75,14 @@ class Fleet:
             if self._differences.get(name) != difference:
                 log.warning("%s: %s", name, difference)
         self._differences = found
-        namespace, master = _usual(records), self._master(self._view)
-        if namespace is None:
-            self._direct.use("no decode node tells how its chunks are named, as none with vLLM does")
+        usual, master = _usual(records), self._master(self._view)
+        if usual is None:
+            self._direct.use("no decode node tells how its chunks are named")
         elif master is None:
             self._direct.use("no master of the pool is known")
         else:
-            self._direct.use(Pool(namespace, master))
+            namespace, model = usual
+            self._direct.use(Pool(namespace, master, model))
 
     def _completed(self, record: NodeRecord) -> NodeRecord:
         told = self._told.get(record.address.rstrip("/"))
@@ -90,9 +91,13 @@ class Fleet:
         return msgspec.structs.replace(record, fingerprint=told.fingerprint, namespace=told.namespace)
 
 
-def _usual(records: list[NodeRecord]) -> Namespace | None:
-    """The namespace of most decode nodes: they are who would find what a lookup found."""
-    known = [space for record in records if record.role == "decode" and (space := record.cache_namespace) is not None]
+def _usual(records: list[NodeRecord]) -> tuple[Namespace, str | None] | None:
+    """Namespace and model of most decode nodes: they are who would find what a lookup found."""
+    known = [
+        (space, record.model)
+        for record in records
+        if record.role == "decode" and (space := record.cache_namespace) is not None
+    ]
     return Counter(known).most_common(1)[0][0] if known else None
 
 

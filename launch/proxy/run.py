@@ -88,8 +88,6 @@ async def _serve(
 
 def _open_lookup(config: ClusterConfig, host: str, pool: Pool) -> LookupClient:
     space = pool.namespace
-    if space.hash_mode != "tokens":
-        raise ValueError("chunks are named by the engine's block hashes, which only the engine can compute")
     cache = msgspec.structs.replace(
         config.cache, chunk_size=space.chunk_size, hash_mode=space.hash_mode, hash_seed=space.hash_seed
     )

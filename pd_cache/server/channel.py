@@ -59,6 +59,9 @@ _SILENCE_MS = 5_000
 """A server that ZMQ has not heard of for so long counts as gone: it is stopped, or its host is. Requests have deadlines of
 their own, and one that dies closes its sockets: this is for those that only seem to be there."""
 _WAIT_SLICE_S = 0.5
+_AWAKE_S = 0.0002
+"""For so long who waits for an answer looks for it again and again: a lookup takes less, and to fall asleep and be woken would
+take as long as all the rest of it."""
 
 
 class CacheServerError(PdCacheError):
@@ -123,9 +126,15 @@ class _Wire:
         """Whether a message is there. Call with the lock."""
         return not self._closed and bool(int(self._socket.getsockopt(_EVENTS)) & _READABLE)
 
-    def wait(self, timeout: float) -> None:
-        """Return when a message may be there, after `wake`, or after `timeout` seconds. One thread, without the lock."""
-        for descriptor, _ in self._poll.poll(max(0.0, timeout) * 1000):
+    def wait(self, timeout: float, awake: float = 0.0) -> None:
+        """Return when a message may be there, after `wake`, or after `timeout` seconds. One thread, without the lock.
+
+        For the first `awake` seconds of these the thread does not sleep.
+        """
+        ready, asleep = self._poll.poll(0), time.monotonic() + min(awake, timeout)
+        while not ready and time.monotonic() < asleep:
+            ready = self._poll.poll(0)
+        for descriptor, _ in ready or self._poll.poll(max(0.0, timeout) * 1000):
             if descriptor == self._wakeup:
                 try:
                     os.eventfd_read(self._wakeup)
@@ -315,7 +324,7 @@ class ClientChannel:
                     continue
                 self._waited_for = future
             try:
-                self._wire.wait(min(remaining, _WAIT_SLICE_S))
+                self._wire.wait(min(remaining, _WAIT_SLICE_S), _AWAKE_S)
             finally:
                 with self._changed:
                     self._waited_for = None

@@ -10,10 +10,10 @@ logged, and answers as if there were no cache.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -37,6 +37,7 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
+from pd_cache.block_hashes import describe_hashes
 from pd_cache.config import NodeSettings
 from pd_cache.engine import CacheEngine, CacheEngineBuilder
 from pd_cache.errors import ConfigError
@@ -46,6 +47,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.server.lookup import ServerLookupClient
 from pd_cache.vllm.chunks import open_chunks
 from pd_cache.vllm.compat import check_version
+from pd_cache.vllm.health import write_namespace
 from pd_cache.vllm.messages import Handshake, StepMetadata
 from pd_cache.vllm.model import UnsupportedModelError, check_supported, model_identity, place_of
 from pd_cache.vllm.scheduler import Lookup, SchedulerSide
@@ -220,6 +222,9 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                     f"{self._vllm_config.model_config.model}: its ranks have different KV: {first.metadata} and {other.metadata}"
                 )
         self._scheduler.open(first.metadata, self._open_lookup(first))
+        if (file := self._settings.namespace_file) is not None:
+            namespace = first.metadata.namespace(cache)
+            self._safely("namespace", lambda: write_namespace(Path(file), namespace), None)
 
     def _open_lookup(self, worker: Handshake) -> Lookup:
         """Ask whoever knows most: the cache server, the worker's engine, or else the pool's master."""
@@ -376,7 +381,7 @@ def with_hash_seed(settings: Settings, vllm_config: VllmConfig) -> Settings:
             "could ever find a chunk. Set PYTHONHASHSEED to the same value everywhere, use sha256, or set cache.hash_mode to tokens"
         )
     seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
-    described = f"{algorithm}:{hashlib.sha256(seed.encode()).hexdigest()[:16]}:{cache.hash_seed}"
+    described = describe_hashes(algorithm, seed, cache.hash_seed)
     node = msgspec.structs.replace(settings.node, cache=msgspec.structs.replace(cache, hash_seed=described))
     return msgspec.structs.replace(settings, node=node)
 

@@ -42,6 +42,8 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Which of its nodes this is; needed where several could be meant."""
     host: str = "127.0.0.1"
     """Without a node: the address that the pool's other nodes reach this one at."""
+    namespace_file: str | None = None
+    """Where to write the namespace of the cache once it is known, for who has started this vLLM (`pd_cache.vllm.health`)."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +56,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Into how many parts a chunk's KV heads are cut; 0 for as many as this engine's ranks."""
     server_url: str | None = None
     """The cache server that holds this engine's cache; None for a cache in each worker."""
+    namespace_file: str | None = None
+    """As in `ExtraConfig`."""
 
 
 def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
@@ -96,6 +100,7 @@ def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
         handoff_wait_s=config.handoff.wait_ms / 1000,
         shards=config.shards if is_vllm else config.cache.shards,
         server_url=server_url,
+        namespace_file=given.namespace_file,
     )
 
 
@@ -124,6 +129,7 @@ def _of_server(given: ExtraConfig) -> Settings:
         handoff_wait_s=HandoffConfig().wait_ms / 1000,
         shards=0,
         server_url=given.server_url,
+        namespace_file=given.namespace_file,
     )
 
 

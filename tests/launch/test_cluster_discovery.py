@@ -152,7 +152,9 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
 
 
 VLLM = """#!{python}
-import http.server, signal, sys, threading, time
+import http.server, json, pathlib, signal, sys, time
+from pd_cache.tokens import Namespace
+from pd_cache.vllm.health import write_namespace
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -166,12 +168,17 @@ def stop(*_):
     sys.exit(0)
 
 signal.signal(signal.SIGTERM, stop)
-port = next(flag for flag in sys.argv if flag.startswith("--port=")).partition("=")[2]
+flags = dict(flag.split("=", 1) for flag in sys.argv[3:])
+extra = json.loads(flags["--kv-transfer-config"])["kv_connector_extra_config"]
+write_namespace(pathlib.Path(extra["namespace_file"]), Namespace(
+    model="some", kv_dtype="float32", layout="l", layers=1, block_size=16, page_bytes=64, chunk_size=32, shards=1, hash_mode="blocks"
+))
+port = flags["--port"]
 http.server.HTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
 """
 
 
-def test_a_vllm_node_registers_without_a_namespace_and_leaves_before_vllm_ends(
+def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_before_vllm_ends(
     cluster: Cluster, own_etcd: Etcd, tmp_path: Path
 ) -> None:
     executable = tmp_path / "vllm"
@@ -181,10 +188,10 @@ def test_a_vllm_node_registers_without_a_namespace_and_leaves_before_vllm_ends(
     with joined(own_etcd, tmp_path, "prefill-3", engine=engine) as node:
         wait_for(lambda: health(cluster)["prefill"].get(node.address), 1, "the node is routed to")
         told = status(own_etcd, tmp_path)
-        assert told.exit_code == 0, told.output
+        assert told.exit_code == 1, "it shares no hit with the others"
         found = next(one for one in json.loads(told.stdout)["nodes"] if one["name"] == "prefill-3")
-        assert (found["model"], found["state"], found["fingerprint"]) == ("tiny", "up", None)
-        assert health(cluster)["differences"] == {}
+        assert (found["model"], found["state"]) == ("tiny", "up")
+        assert "hash_mode blocks here, tokens on decode-0" in health(cluster)["differences"]["prefill-3"]
         node.send(signal.SIGTERM)
         wait_for(lambda: node.address not in health(cluster)["prefill"], 1.5, "it left before it ended")
         assert node.process.poll() is None

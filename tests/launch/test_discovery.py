@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from launch.discovery import NodeRecord, View, decode_record, differences
 from launch.discovery.directory import describe_node
 from launch.discovery.membership import MAX_NODES, Membership
-from launch.discovery.record import RecordError, describe_namespace
+from launch.discovery.record import RecordError
 from pd_cache.config import (
     CacheServerNode,
     ClusterConfig,
@@ -31,7 +31,7 @@ NAMESPACE = Namespace(
 
 
 def node(name: str, namespace: Namespace | None = None, instance: str = "") -> NodeRecord:
-    told = describe_namespace(namespace) if namespace else {}
+    told = namespace.described() if namespace else {}
     return NodeRecord(name=name, role="prefill", address="http://10.0.0.2:8100", instance=instance, **told)
 
 

@@ -28,10 +28,10 @@ from aiohttp.test_utils import TestServer
 
 import pd_cache
 from launch.discovery import NodeRecord, View
-from launch.discovery.record import describe_namespace
 from launch.proxy import Proxy
 from launch.proxy import app as app_module
 from launch.proxy.direct import DirectRule, Pool
+from pd_cache.block_hashes import BlockHasher, describe_hashes
 from pd_cache.config import ProxyConfig
 from pd_cache.lookup import LookupClient
 from pd_cache.tokens import Namespace, salt_keys
@@ -954,11 +954,11 @@ class Lookups(LookupClient):
         self.found = found
         self.gate = threading.Event()
         self.gate.set()
-        self.asked: list[tuple[int, object]] = []
+        self.asked: list[tuple[object, object]] = []
         self.closed = False
 
     def _lookup(self, token_ids: Any, block_hashes: Any, held: int, extra_keys: Any, lookup_id: Any) -> int:
-        self.asked.append((len(token_ids), extra_keys))
+        self.asked.append((block_hashes if token_ids is None else len(token_ids), extra_keys))
         self.gate.wait(5)
         return self.found
 
@@ -966,14 +966,17 @@ class Lookups(LookupClient):
         self.closed = True
 
 
-def rule(client: LookupClient | None, tokens: int = 256, **options: float) -> DirectRule:
+POOL = Pool(NAMESPACE, "127.0.0.1:1")
+
+
+def rule(client: LookupClient | None, tokens: int = 256, pool: Pool = POOL, **options: float) -> DirectRule:
     def opens(pool: Pool) -> LookupClient:
         if client is None:
             raise OSError("no Mooncake here")
         return client
 
     direct = DirectRule(tokens, opens, **options)
-    direct.use(Pool(NAMESPACE, "127.0.0.1:1"))
+    direct.use(pool)
     direct.use = lambda pool: None  # type: ignore[method-assign]  # the nodes of these tests keep no cache
     return direct
 
@@ -1004,6 +1007,41 @@ async def test_a_prompt_whose_prefix_is_in_the_pool_goes_to_the_decode_node_dire
         assert len(c.prefill[0].bodies) == (0 if directly else 1)
         assert c.metric("handoffs_total", result="in_pool") == int(directly)
     assert client.asked == [(1000, salt_keys("tenant"))]
+
+
+@scenario
+async def test_chunks_that_vllm_names_are_looked_up_by_its_block_hashes() -> None:
+    client, hashes = Lookups(1024), describe_hashes("sha256", "vllm-none-hash", "")
+    space = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=hashes)
+    async with cluster(direct=rule(client, pool=Pool(space, "127.0.0.1:1"))) as c:
+        async with c.post({"prompt": [7] * 1000, "cache_salt": "tenant"}) as response:
+            assert response.status == 200
+        assert c.prefill[0].bodies == []
+    assert client.asked == [(BlockHasher(space.block_size, hashes).hashes([7] * 1000, "tenant"), ())]
+
+
+@scenario
+async def test_block_hashes_that_only_the_engine_can_compute_are_told_and_not_looked_up() -> None:
+    client, hashes = Lookups(1024), describe_hashes("xxhash", "7", "")
+    space = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=hashes)
+    async with cluster(direct=rule(client, pool=Pool(space, "127.0.0.1:1"))) as c:
+        async with c.post({"prompt": [7] * 1000}) as response:
+            assert response.status == 200
+        assert len(c.prefill[0].bodies) == 1
+        async with c.get("/health") as response:
+            assert "names its blocks by xxhash" in (await response.json())["lookups"]
+    assert client.asked == []
+
+
+@scenario
+async def test_a_prompt_for_another_model_say_an_adapter_is_not_looked_up_under_the_names_of_the_pools() -> None:
+    client = Lookups(1024)
+    async with cluster(direct=rule(client, pool=Pool(NAMESPACE, "127.0.0.1:1", "base"))) as c:
+        for model in ("adapter", "base", 7):
+            async with c.post({"prompt": [7] * 1000, "model": model}) as response:
+                assert response.status == 200
+        assert [body["model"] for body in c.prefill[0].bodies] == ["adapter", 7]
+    assert len(client.asked) == 1
 
 
 @scenario
@@ -1095,13 +1133,13 @@ async def test_health_says_why_no_prompt_is_looked_up() -> None:
                 return str((await response.json())["lookups"])
 
         told.append(await lookups())
-        c.decode[0].health = answers(200, describe_namespace(NAMESPACE))
+        c.decode[0].health = answers(200, NAMESPACE.described())
         await until(lambda: direct.blind == "no master of the pool is known", "the namespace is known")
         told.append(await lookups())
         direct.use(Pool(NAMESPACE, "127.0.0.1:1"))
         told.append(await lookups())
     assert told == [
-        "off: no decode node tells how its chunks are named, as none with vLLM does",
+        "off: no decode node tells how its chunks are named",
         "off: no master of the pool is known",
         "on",
     ]
@@ -1209,8 +1247,8 @@ async def test_refusals_are_never_counted_against_a_node() -> None:
 async def test_nodes_that_never_share_a_hit_are_told_apart_in_health() -> None:
     other = msgspec.structs.replace(NAMESPACE, chunk_size=512)
     async with cluster(1, 1, health_interval_s=0.02) as c:
-        c.prefill[0].health = answers(200, describe_namespace(NAMESPACE))
-        c.decode[0].health = answers(200, describe_namespace(other))
+        c.prefill[0].health = answers(200, NAMESPACE.described())
+        c.decode[0].health = answers(200, other.described())
         told: dict[str, str] = {}
         deadline = time.monotonic() + 5
         while not told and time.monotonic() < deadline:

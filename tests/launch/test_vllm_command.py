@@ -30,7 +30,7 @@ def test_flags_are_those_of_the_engine_and_over_them_those_of_the_node(executabl
         args={"max_model_len": 8192, "enforce-eager": True, "enable-prefix-caching": False, "cudagraph-sizes": [1, 2]},
     )
     node = DecodeNode(name="decode-0", port=8100, args={"max-model-len": 4096})
-    argv = command(engine, node, tmp_path / "c.yaml")
+    argv = command(engine, node, tmp_path / "c.yaml", tmp_path / "n")
     assert argv[:3] == [executable, "serve", "/models/llama"]
     assert [flag for flag in argv if flag.startswith("--max-model-len")] == ["--max-model-len=4096"]
     assert {"--enforce-eager", "--no-enable-prefix-caching", "--port=8100", "--served-model-name=demo"} <= set(argv)
@@ -41,21 +41,26 @@ def test_flags_are_those_of_the_engine_and_over_them_those_of_the_node(executabl
 def test_the_connector_is_told_its_file_node_and_role(
     node: PrefillNode | DecodeNode, role: str, executable: str, tmp_path: Path
 ) -> None:
-    argv = command(VllmEngineConfig(model="m", executable=executable), node, tmp_path / "c.yaml")
+    argv = command(VllmEngineConfig(model="m", executable=executable), node, tmp_path / "c.yaml", tmp_path / "n")
     given = json.loads(next(flag for flag in argv if flag.startswith("--kv-transfer-config=")).partition("=")[2])
     assert given == {
         "kv_connector": "PdCacheConnector",
         "kv_connector_module_path": "pd_cache.vllm.connector",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"config_file": str(tmp_path / "c.yaml"), "node": "a"},
+        "kv_connector_extra_config": {
+            "config_file": str(tmp_path / "c.yaml"),
+            "node": "a",
+            "namespace_file": str(tmp_path / "n"),
+        },
     }
+    assert "--middleware=pd_cache.vllm.health.TellNamespace" in argv
 
 
 def test_a_vllm_that_is_not_there_is_named(tmp_path: Path) -> None:
     engine = VllmEngineConfig(model="m", executable="no-such-vllm")
     with pytest.raises(RoleError, match="no-such-vllm is not installed"):
-        command(engine, DecodeNode(name="a"), tmp_path / "c.yaml")
+        command(engine, DecodeNode(name="a"), tmp_path / "c.yaml", tmp_path / "n")
 
 
 FILE = """

@@ -81,12 +81,20 @@ class Server:
 
     def stream(self, prompt: Sequence[int], max_tokens: int = 6) -> Iterator[list[int]]:
         """The token ids of each event."""
-        request = self._request("/v1/completions", {**self._body(prompt, max_tokens), "stream": True})
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            for line in answer:
-                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                    for choice in json.loads(line[6:])["choices"]:
-                        yield choice.get("token_ids") or []
+        for line in self._lines("/v1/completions", {**self._body(prompt, max_tokens), "stream": True}):
+            for choice in json.loads(line)["choices"]:
+                yield choice.get("token_ids") or []
+
+    def chat(self, text: str, max_tokens: int = 6) -> str:
+        """The content of a streamed chat completion."""
+        messages = [{"role": "user", "content": text}]
+        body = {**self._body([], max_tokens), "messages": messages, "stream": True}
+        del body["prompt"], body["return_token_ids"]
+        content = ""
+        for line in self._lines("/v1/chat/completions", body):
+            for choice in json.loads(line)["choices"]:
+                content += choice["delta"].get("content") or ""
+        return content
 
     @contextlib.contextmanager
     def abandoned(self, prompt: Sequence[int], max_tokens: int = 400) -> Iterator[None]:
@@ -106,6 +114,11 @@ class Server:
         with urllib.request.urlopen(request, timeout=30) as answer:
             assert answer.status == 200
 
+    def health(self) -> dict[str, Any]:
+        """What it tells of itself."""
+        with urllib.request.urlopen(f"{self.url}/health", timeout=30) as answer:
+            return dict(json.load(answer))
+
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric over all label sets that have `labels`."""
         return metric_at(self.url, name, **labels)
@@ -124,6 +137,13 @@ class Server:
             "ignore_eos": True,
             "return_token_ids": True,
         }
+
+    def _lines(self, path: str, body: dict[str, Any]) -> Iterator[bytes]:
+        """The data of each event of a stream."""
+        with urllib.request.urlopen(self._request(path, body), timeout=120) as answer:
+            for line in answer:
+                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                    yield line[6:]
 
     def _request(self, path: str, body: dict[str, Any]) -> urllib.request.Request:
         return urllib.request.Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})

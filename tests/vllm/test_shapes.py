@@ -142,4 +142,22 @@ def test_a_stream_through_the_proxy_of_a_cluster_from_one_file(
             events = list(proxy.stream(prompt, 12))
             assert len(events) > 6, "tokens come as they are made"
             assert [token for event in events for token in event] == plain.tokens(prompt, 12)
-        assert decode.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded") == 768
+
+        def loaded() -> float:
+            return decode.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
+
+        assert loaded() == 768
+        handoffs = "pd_cache_proxy_handoffs_total"
+        assert (proxy.metric(handoffs, result="handed_over"), proxy.metric(handoffs, result="short")) == (1, 1)
+
+        assert decode.health()["namespace"]["hash_mode"] == "blocks"
+        # words that do not begin with a special token, t0 to t2, which the tokenizer would cut off
+        text = " ".join(f"t{3000 + token % 1000}" for token in new_prompt(1000))
+        wait_for(lambda: proxy.health()["lookups"] == "on", 30, "the proxy looks into the pool")
+        answers = [proxy.chat(text), decode.chat(text)]
+        assert answers[0] == answers[1] != ""
+        assert loaded() == 2 * 768
+        decode.forget_prefixes()
+        assert proxy.chat(text) == answers[0]
+        assert proxy.metric(handoffs, result="in_pool") == 1, "what the pool holds needs no prefill node"
+        assert loaded() == 3 * 768

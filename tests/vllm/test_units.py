@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pd_cache.block_hashes import BlockHasher, describe_hashes
 from pd_cache.errors import ConfigError
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.metrics import CacheMetrics
@@ -182,9 +184,29 @@ def test_another_vllm_is_a_warning_and_another_interface_an_error(caplog: pytest
         check_version("0.8.0", object)
 
 
-def test_block_hashes_with_a_random_seed_are_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
+@pytest.mark.parametrize("seed", [None, "7"])
+def test_block_hashes_without_vllm_are_those_of_vllm(seed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core import kv_cache_utils
 
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"", raising=False)
+    monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", None)
+    kv_cache_utils.init_none_hash(sha256)
+    hasher = BlockHasher(16, describe_hashes("sha256", kv_cache_utils.get_none_hash_seed(), "of the file"))
+    for salt in (None, "tenant"):
+        request: Any = SimpleNamespace(
+            block_hashes=[], num_tokens=100, all_token_ids=list(range(100)), mm_features=[], cache_salt=salt,
+            lora_request=None, prompt_embeds=None,
+        )  # fmt: skip
+        theirs = kv_cache_utils.get_request_block_hasher(16, sha256)(request)
+        assert hasher.hashes(range(100), salt) == theirs
+        assert len(theirs) == 6
+
+
+def test_block_hashes_with_a_random_seed_are_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pd_cache.vllm.connector import with_hash_seed
     from pd_cache.vllm.settings import read_settings
 

@@ -1,0 +1,73 @@
+"""vLLM's block hashes without vLLM: for who knows a prompt's tokens and asks the pool what vLLM has stored of it.
+
+In vLLM 0.32 (`v1/core/kv_cache_utils.py`) a block's hash is that of the pickled tuple of the hash of the block before it, its token
+ids, and what its KV depends on besides (of a plain request the `cache_salt`, in the first block). The first block follows the hash
+of a seed: PYTHONHASHSEED where that is set, else a fixed string.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from collections.abc import Sequence
+
+from pd_cache.errors import PdCacheError
+
+_ALGORITHM = "sha256"
+"""vLLM's default."""
+_DEFAULT_SEED = "vllm-none-hash"
+_SEED_VARIABLE = "PYTHONHASHSEED"
+
+
+class UnknownHashesError(PdCacheError):
+    """Block hashes that nobody but the engine can compute."""
+
+
+def describe_hashes(algorithm: str, seed: str, own: str) -> str:
+    """What vLLM's block hashes depend on besides tokens, and `own`, the file's `hash_seed`: for `Namespace.hash_seed`.
+
+    The seed itself may be a secret; its digest tells it from others.
+    """
+    return f"{algorithm}:{_digest(seed)}:{own}"
+
+
+class BlockHasher:
+    """Hashes blocks as the engines of one namespace do."""
+
+    def __init__(self, block_size: int, described: str) -> None:
+        """`described` as `describe_hashes` made it. UnknownHashesError says why the hashes cannot be computed here."""
+        algorithm, _, rest = described.partition(":")
+        if algorithm != _ALGORITHM:
+            known = algorithm or "hashes of its own"
+            raise UnknownHashesError(
+                f"the engine names its blocks by {known}, and only vLLM's {_ALGORITHM} is known here"
+            )
+        digest = rest.partition(":")[0]
+        seeds = (os.environ.get(_SEED_VARIABLE), _DEFAULT_SEED)
+        seed = next((seed for seed in seeds if seed is not None and _digest(seed) == digest), None)
+        if seed is None:
+            raise UnknownHashesError(
+                f"vLLM's block hashes start from another seed than here: set {_SEED_VARIABLE} to what it is there"
+            )
+        self._block_size = block_size
+        self._root = _hash(seed)
+
+    def hashes(self, tokens: Sequence[int], cache_salt: str | None = None) -> list[bytes]:
+        """The chained hash of each whole block: 32 bytes."""
+        step, previous = self._block_size, self._root
+        extra: tuple[tuple[str, str], ...] | None = (("cache_salt", cache_salt),) if cache_salt else None
+        hashes = []
+        for start in range(0, len(tokens) - step + 1, step):
+            previous = _hash((previous, tuple(tokens[start : start + step]), extra))
+            hashes.append(previous)
+            extra = None
+        return hashes
+
+
+def _hash(value: object) -> bytes:
+    return hashlib.sha256(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)).digest()
+
+
+def _digest(seed: str) -> str:
+    return hashlib.sha256(seed.encode()).hexdigest()[:16]

@@ -1,0 +1,83 @@
+"""What vLLM's `/health` tells besides being well: the namespace of its cache, so that a proxy knows whose chunks are whose.
+
+The connector knows the namespace, in vLLM's engine process; its API server, another process, answers `/health`. A file goes from
+one to the other: `pd-cache launch` names it to both, and gives vLLM `TellNamespace` as `--middleware`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import pd_cache
+from pd_cache.tokens import Namespace
+
+NAMESPACE_FILE = "PD_CACHE_NAMESPACE_FILE"
+"""The environment variable by which the API server knows the file."""
+
+_Message = MutableMapping[str, Any]
+_Send = Callable[[_Message], Awaitable[None]]
+_App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[_Message]], _Send], Awaitable[None]]
+
+
+def write_namespace(file: Path, namespace: Namespace) -> None:
+    """Whole or not at all. OSError if it cannot be written."""
+    new = file.with_suffix(".new")
+    new.write_bytes(namespace.manifest())
+    new.replace(file)
+
+
+def read_namespace(file: Path) -> Namespace | None:
+    """What `write_namespace` wrote; None if it has not, or another version of it has."""
+    with contextlib.suppress(OSError, ValueError):
+        return Namespace.read(file.read_bytes())
+    return None
+
+
+class TellNamespace:
+    """ASGI middleware: a `/health` that is answered with 200 has the namespace in its body."""
+
+    def __init__(self, app: _App) -> None:
+        """`app` is vLLM's own."""
+        self._app = app
+        self._file = Path(os.environ.get(NAMESPACE_FILE, ""))
+        self._body = b""
+
+    async def __call__(
+        self, scope: MutableMapping[str, Any], receive: Callable[[], Awaitable[_Message]], send: _Send
+    ) -> None:
+        if scope["type"] == "http" and scope["method"] == "GET" and scope["path"] == "/health":
+            send = self._telling(send)
+        await self._app(scope, receive, send)
+
+    def _telling(self, send: _Send) -> _Send:
+        """`send`, with another body for a 200 that has none."""
+        body = self._told()
+        held: list[_Message] = []
+
+        async def tell(message: _Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200 and body:
+                held.append(message)
+                return
+            if held and message["type"] == "http.response.body":
+                start = held.pop()
+                if not message.get("body") and not message.get("more_body"):
+                    others = [
+                        pair for pair in start["headers"] if pair[0].lower() not in (b"content-length", b"content-type")
+                    ]
+                    about = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+                    start, message = {**start, "headers": others + about}, {**message, "body": body}
+                await send(start)
+            await send(message)
+
+        return tell
+
+    def _told(self) -> bytes:
+        if not self._body and (namespace := read_namespace(self._file)) is not None:
+            self._body = msgspec.json.encode({"version": pd_cache.__version__, **namespace.described()})
+        return self._body
