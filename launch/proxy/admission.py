@@ -45,6 +45,17 @@ def read_keys(file: str) -> dict[str, bytes]:
     return keys
 
 
+def read_node_key(file: str) -> str:
+    """The one key that a file holds. ConfigError where that is not what it holds."""
+    try:
+        key = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"proxy.node_key_file: {file}: cannot be read: {error}") from None
+    if not re.fullmatch(r"[\x21-\x7e]{1,512}", key):
+        raise ConfigError(f"proxy.node_key_file: {file}: must hold one key of 1 to 512 visible ASCII characters")
+    return key
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 

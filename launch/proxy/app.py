@@ -12,14 +12,15 @@ from contextvars import ContextVar
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import http_exceptions, web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import pd_cache
 from launch.discovery import View
-from launch.proxy.admission import Admission, read_keys
+from launch.proxy.admission import Admission, read_keys, read_node_key
 from launch.proxy.answers import ApiError, overloaded
-from launch.proxy.completion import Completion, Handoff, read_handoff, read_tokens
+from launch.proxy.completion import Completion, Handoff, read_handoff, read_models, read_tokens
 from launch.proxy.direct import DirectRule
 from launch.proxy.exchange import ID_HEADER, ClientGone, Exchange, client_headers
 from launch.proxy.fleet import Fleet
@@ -66,6 +67,7 @@ class Proxy:
         self.metrics = ProxyMetrics()
         self._config = config
         keys = None if config.api_keys_file is None else read_keys(config.api_keys_file)
+        self._node_key = None if config.node_key_file is None else read_node_key(config.node_key_file)
         self._admission = Admission(keys, config.max_requests, config.max_requests_per_key)
         self._direct = direct or DirectRule(0)
         self._fleet = Fleet(config, self._direct, master)
@@ -147,6 +149,9 @@ class Proxy:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         async def serve(exchange: Exchange) -> web.StreamResponse:
             exchange.received = True
+            models = sorted(self._pools["decode"].models())
+            if len(models) > 1:
+                return await self._all_models(exchange, models)
             return await self._decode(exchange, "GET", None)
 
         return await self._bounded(request, serve, min(_MAX_MODELS_S, self._config.request_timeout_s))
@@ -252,11 +257,12 @@ class Proxy:
     async def _complete(self, exchange: Exchange) -> web.StreamResponse:
         completion = Completion(await self._body(exchange), prompt="messages" if exchange.path == _CHAT else "prompt")
         prompt = completion.prompt()
+        exchange.model = self._fleet.served(completion.model())
         handoff: Handoff | None = None
         why = await self._direct.why(completion, prompt, exchange.id, lambda: self._tokenize(exchange, completion))
         if why is not None:
             result: str = why
-        elif len(self._pools["prefill"]):
+        elif self._pools["prefill"].count(exchange.model):
             answer = await self._prefill(exchange, completion.for_prefill(), prompt)
             self.metrics.prefill_seconds.observe(time.monotonic() - exchange.started)
             if isinstance(answer, web.Response):
@@ -268,16 +274,45 @@ class Proxy:
         self.metrics.handoffs.labels(result).inc()
         return await self._decode(exchange, "POST", completion.for_decode(handoff))
 
+    async def _all_models(self, exchange: Exchange, models: list[str]) -> web.Response:
+        """What one node of each model answers, in one list. A model none of whose nodes answers is left out."""
+        pool, found = self._pools["decode"], list[msgspec.Raw]()
+        for model in models:
+            attempts = Attempts(pool, model=model)
+            while (node := attempts.next(time.monotonic())) is not None:
+                try:
+                    answer = await self._send(exchange, "decode", node, "GET", None)
+                    try:
+                        if answer.status in (401, 403):
+                            return await _whole(answer)
+                        if answer.status != 200:
+                            raise HopError("error", f"status {answer.status}")
+                        found += read_models(await read_all(answer, _MAX_ANSWER))
+                    finally:
+                        answer.close()
+                except (HopError, ValueError) as error:
+                    failure = error if isinstance(error, HopError) else HopError("garbage", str(error))
+                    self._note(exchange, "decode", node, attempts, failure)
+                else:
+                    pool.succeeded(node)
+                    break
+        if not found:
+            raise overloaded("No decode node could answer", pool.retry_after(time.monotonic()))
+        return web.Response(
+            body=msgspec.json.encode({"object": "list", "data": found}), content_type="application/json"
+        )
+
     async def _tokenize(self, exchange: Exchange, completion: Completion) -> list[int] | None:
         """A prompt's token ids, by a decode node. None if it does not tell."""
         now = time.monotonic()
-        node = self._pools["decode"].well(now)
+        node = self._pools["decode"].well(now, exchange.model)
         if node is None or now < self._tokenize_after:
             return None
         assert self._session is not None
-        headers = exchange.headers(self._admission.guarded)
         try:
-            answer = await send(self._session, "POST", f"{node}/tokenize", headers, completion.for_tokenize())
+            answer = await send(
+                self._session, "POST", f"{node}/tokenize", self._headers(exchange), completion.for_tokenize()
+            )
             try:
                 if answer.status == 200:
                     return read_tokens(await read_all(answer, MAX_BODY))
@@ -315,7 +350,7 @@ class Proxy:
         """What a prefill node handed over; its refusal of the request; None if all of them failed."""
         until = time.monotonic() + self._config.prefill_timeout_s
         pool = self._pools["prefill"]
-        attempts = Attempts(pool, prompt)
+        attempts = Attempts(pool, prompt, exchange.model)
         while (left := until - time.monotonic()) > 0 and (node := attempts.next(time.monotonic())) is not None:
             try:
                 with pool.working(node, prompt):
@@ -345,7 +380,7 @@ class Proxy:
 
     async def _decode(self, exchange: Exchange, method: str, body: bytes | None) -> web.StreamResponse:
         pool = self._pools["decode"]
-        attempts = Attempts(pool)
+        attempts = Attempts(pool, model=exchange.model)
         busy: web.Response | None = None
         while (node := attempts.next(time.monotonic())) is not None:
             answer: aiohttp.ClientResponse | None = None
@@ -400,8 +435,10 @@ class Proxy:
     ) -> aiohttp.ClientResponse:
         assert self._session is not None
         exchange.nodes[hop] = node
-        headers = exchange.headers(self._admission.guarded)
-        return await send(self._session, method, node + exchange.path, headers, body)
+        return await send(self._session, method, node + exchange.path, self._headers(exchange), body)
+
+    def _headers(self, exchange: Exchange) -> dict[str, str]:
+        return exchange.headers(self._admission.guarded, self._node_key)
 
     def _note(self, exchange: Exchange, hop: Hop, node: str, attempts: Attempts | None, error: HopError) -> None:
         self.metrics.hop_failures.labels(hop, error.reason).inc()

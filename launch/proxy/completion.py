@@ -123,6 +123,15 @@ def read_tokens(answer: bytes) -> list[int]:
     return msgspec.json.decode(answer, type=_Tokenized).tokens
 
 
+class _Models(msgspec.Struct, frozen=True):
+    data: list[msgspec.Raw]
+
+
+def read_models(answer: bytes) -> list[msgspec.Raw]:
+    """The entries of a node's `/v1/models`. ValueError if it is nothing of the kind."""
+    return msgspec.json.decode(answer, type=_Models).data
+
+
 def read_handoff(answer: bytes) -> Handoff:
     """A prefill node's answer. ValueError if it is none."""
     try:

@@ -27,6 +27,8 @@ class Exchange:
         self.client = ""
         """Who asks, where keys tell."""
         self.nodes: dict[str, str] = {}
+        self.model: str | None = None
+        """What the nodes that are asked must serve; None for any."""
         self.received = False
         self.response: web.StreamResponse | None = None
         """Set when the first byte is about to be sent."""
@@ -38,12 +40,13 @@ class Exchange:
         parts = {**({"client": self.client} if self.client else {}), **self.nodes}
         return " ".join(f"{name}={value}" for name, value in parts.items())
 
-    def headers(self, guarded: bool) -> dict[str, str]:
-        """For a node. Where the proxy is `guarded` by keys of its own, they stay here."""
-        given = self.request.headers
-        headers = {
-            name: given[name] for name in _TO_NODE if name in given and not (guarded and name == "Authorization")
-        }
+    def headers(self, guarded: bool, node_key: str | None) -> dict[str, str]:
+        """For a node. Where the proxy is `guarded` by keys of its own, they stay here; nodes with one get `node_key`."""
+        headers = {name: self.request.headers[name] for name in _TO_NODE if name in self.request.headers}
+        if guarded:
+            headers.pop("Authorization", None)
+        if node_key is not None:
+            headers["Authorization"] = f"Bearer {node_key}"
         # bytes go through as they come: what we would accept, the client might not
         return {**headers, ID_HEADER: self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
 

@@ -59,6 +59,10 @@ class Fleet:
             self._told[url] = told
             self._compare()
 
+    def served(self, model: str | None) -> str | None:
+        """`model`, if nodes say that they serve it: then only those are asked. None for what any node may know, as an adapter."""
+        return model if any(model in pool.models() for pool in self.pools.values()) else None
+
     def stale_s(self, now: float) -> float:
         """For how long discovery has not answered, in seconds."""
         return 0.0 if self._view.stale_since is None else now - self._view.stale_since
@@ -102,7 +106,8 @@ def _usual(records: list[NodeRecord]) -> tuple[Namespace, str | None] | None:
 
 
 def _target(record: NodeRecord) -> Target:
-    return Target(record.address.rstrip("/"), record.instance, record.capacity.kv_tokens, record.capacity.max_running)
+    capacity = record.capacity
+    return Target(record.address.rstrip("/"), record.instance, capacity.kv_tokens, capacity.max_running, record.model)
 
 
 def _addresses(view: View) -> dict[str, str]:

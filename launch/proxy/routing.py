@@ -41,6 +41,8 @@ class Target(NamedTuple):
     """Tokens that its own cache holds; 0 if it does not say."""
     max_running: int = 0
     """Requests that it computes at a time; 0 if it does not say."""
+    model: str | None = None
+    """The only one that requests for it may name; None if it does not say."""
 
 
 class _Node:
@@ -53,6 +55,9 @@ class _Node:
         """Work that it was given and has not done."""
         self.turn = 0
         self.prefixes = PrefixIndex(target.kv_tokens or cache_tokens)
+
+    def takes(self, model: str | None) -> bool:
+        return model is None or self.target.model in (None, model)
 
 
 class NodePool:
@@ -77,9 +82,6 @@ class NodePool:
         self._nodes: dict[str, _Node] = {}
         self._turns = 0
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
     def update(self, targets: Iterable[Target]) -> None:
         """From now on these are the nodes. What is known of one is kept, unless it was started anew."""
         wanted = {target.url: target for target in targets}
@@ -94,6 +96,14 @@ class NodePool:
         """All nodes."""
         return list(self._nodes)
 
+    def models(self) -> set[str]:
+        """What its nodes serve, as far as they say."""
+        return {node.target.model for node in self._nodes.values() if node.target.model is not None}
+
+    def count(self, model: str | None) -> int:
+        """How many nodes take requests for `model`; None stands for any."""
+        return sum(node.takes(model) for node in self._nodes.values())
+
     def health(self, now: float) -> dict[str, bool]:
         """Which nodes would be tried at `now`."""
         return {url: node.alive and node.breaker.allows(now) for url, node in self._nodes.items()}
@@ -103,10 +113,18 @@ class NodePool:
         return {url: node.load for url, node in self._nodes.items()}
 
     def pick(
-        self, now: float, prompt: Prompt = _NO_PROMPT, tried: frozenset[str] | set[str] = frozenset()
+        self,
+        now: float,
+        prompt: Prompt = _NO_PROMPT,
+        tried: frozenset[str] | set[str] = frozenset(),
+        model: str | None = None,
     ) -> str | None:
-        """The node that costs least, of those not skipped and not in `tried`. None if there is none."""
-        allowed = [node for url, node in self._nodes.items() if url not in tried and node.breaker.allows(now)]
+        """The node that costs least, of those that take `model`, are not skipped and not in `tried`. None if there is none."""
+        allowed = [
+            node
+            for url, node in self._nodes.items()
+            if url not in tried and node.takes(model) and node.breaker.allows(now)
+        ]
         # where no check succeeds, more likely the checks are at fault than every node
         candidates = [node for node in allowed if node.alive] or allowed
         if not candidates:
@@ -117,9 +135,12 @@ class NodePool:
         node.breaker.sent(now)
         return node.target.url
 
-    def well(self, now: float) -> str | None:
-        """Any node that seems well, out of turn. None if there is none."""
-        return next((url for url, node in self._nodes.items() if node.alive and node.breaker.allows(now)), None)
+    def well(self, now: float, model: str | None = None) -> str | None:
+        """Any node that takes `model` and seems well, out of turn. None if there is none."""
+        return next(
+            (url for url, node in self._nodes.items() if node.takes(model) and node.alive and node.breaker.allows(now)),
+            None,
+        )
 
     @contextmanager
     def working(self, url: str, prompt: Prompt = _NO_PROMPT) -> Iterator[None]:
@@ -175,9 +196,10 @@ class Attempts:
     Ends after three nodes that broke off with the request in hand: a request that brings nodes down must not visit all.
     """
 
-    def __init__(self, pool: NodePool, prompt: Prompt = _NO_PROMPT) -> None:
+    def __init__(self, pool: NodePool, prompt: Prompt = _NO_PROMPT, model: str | None = None) -> None:
         self._pool = pool
         self._prompt = prompt
+        self._model = model
         self._tried: set[str] = set()
         self._broken = 0
 
@@ -185,7 +207,7 @@ class Attempts:
         """The node to try now. None if none is left."""
         if self._broken >= _MAX_BROKEN:
             return None
-        node = self._pool.pick(now, self._prompt, self._tried)
+        node = self._pool.pick(now, self._prompt, self._tried, self._model)
         if node is not None:
             self._tried.add(node)
         return node

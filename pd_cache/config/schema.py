@@ -382,6 +382,8 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
     health_timeout_s: Seconds = 2.0
     api_keys_file: str | None = None
     """Lines of `NAME KEY`; clients then need one of these keys. Read at the start."""
+    node_key_file: str | None = None
+    """Holds the key that nodes ask for (vLLM's `--api-key`), sent to them in place of the client's. Read at the start."""
     max_requests_per_key: Positive | None = None
     """Requests in flight of one key; one more is answered 429 with Retry-After."""
     drain_s: Seconds = 5.0

@@ -33,6 +33,7 @@ from launch.proxy import app as app_module
 from launch.proxy.direct import DirectRule, Pool
 from pd_cache.block_hashes import BlockHasher, describe_hashes
 from pd_cache.config import ProxyConfig
+from pd_cache.errors import ConfigError
 from pd_cache.lookup import LookupClient
 from pd_cache.tokens import Namespace, salt_keys
 
@@ -1195,6 +1196,99 @@ async def test_with_keys_a_client_needs_one_and_nodes_do_not_get_it(tmp_path: Pa
             assert (await error_of(response))["code"] == "rate_limit_exceeded"
         asking.cancel()
         await asyncio.wait({asking})
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@scenario
+async def test_nodes_with_a_key_of_their_own_get_that_in_place_of_the_clients(guarded: bool, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("alice sk-0123456789abcdef\n")
+    (tmp_path / "node-key").write_text("of-the-nodes\n")
+    files = {"api_keys_file": str(tmp_path / "keys")} if guarded else {}
+    async with cluster(node_key_file=str(tmp_path / "node-key"), **files) as c:
+        async with c.post(headers={"Authorization": "Bearer sk-0123456789abcdef"}) as response:
+            assert response.status == 200
+        for node in (*c.prefill, *c.decode):
+            assert node.headers[0]["Authorization"] == "Bearer of-the-nodes"
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "cannot be read"), ("", "one key"), ("one two", "one key")])
+def test_a_file_that_holds_no_node_key_is_refused(content: str | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "key").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        Proxy(ProxyConfig(node_key_file=str(tmp_path / "key")))
+
+
+# --- several models --------------------------------------------------------------------------------------------------
+
+
+def serving(c: Cluster, *models: str | None) -> View:
+    """The cluster's prefill and decode nodes, the first ones serving the first model, and so on."""
+    pairs = zip(c.prefill, c.decode, models, strict=True)
+    records = [
+        NodeRecord(name=f"{role}-{index}", role=role, address=node.url, model=model)
+        for index, (prefill, decode, model) in enumerate(pairs)
+        for role, node in (("prefill", prefill), ("decode", decode))
+    ]
+    return View(tuple(records))
+
+
+@scenario
+async def test_a_request_goes_to_nodes_of_its_model() -> None:
+    async with cluster(3, 3) as c:
+        c.proxy.update(serving(c, "a", "b", "b"))
+        for model in ("a", "b", "a", "b", "a"):
+            async with c.post({"model": model, "prompt": "x"}) as response:
+                assert response.status == 200
+        assert [len(node.bodies) for node in c.prefill] == [3, 1, 1]
+        assert [len(node.bodies) for node in c.decode] == [3, 1, 1]
+
+
+@scenario
+async def test_a_model_that_no_node_names_may_be_an_adapter_of_any() -> None:
+    async with cluster(2, 2) as c:
+        c.proxy.update(serving(c, "a", "b"))
+        for body in ({"model": "adapter", "prompt": "x"}, {"prompt": "x"}):
+            async with c.post(body) as response:
+                assert response.status == 200
+        assert [len(node.bodies) for node in c.decode] == [1, 1]
+
+
+@scenario
+async def test_a_node_that_does_not_tell_its_model_takes_every_request() -> None:
+    async with cluster(2, 2) as c:
+        c.proxy.update(serving(c, "a", None))
+        for _ in range(2):
+            async with c.post({"model": "a", "prompt": "x"}) as response:
+                assert response.status == 200
+        assert [len(node.bodies) for node in c.decode] == [1, 1]
+
+
+@scenario
+async def test_a_model_whose_nodes_are_all_down_is_asked_of_no_other() -> None:
+    async with cluster(2, 2) as c:
+        c.proxy.update(serving(c, "a", "b"))
+        c.decode[0].default = disconnects
+        async with c.post({"model": "a", "prompt": "x"}) as response:
+            assert response.status == 503
+        assert c.decode[1].bodies == []
+
+
+@scenario
+async def test_models_of_all_nodes_are_listed_but_those_of_which_none_answers() -> None:
+    async with cluster(3, 3) as c:
+        c.proxy.update(serving(c, "a", "b", "c"))
+        for node, default in zip(c.decode, ("a", "b", disconnects), strict=True):
+            listed = {"object": "list", "data": [{"id": default, "max_model_len": 9}]}
+            node.default = answers(200, listed) if isinstance(default, str) else default
+        async with c.get("/v1/models") as response:
+            assert response.status == 200
+            assert response.content_type == "application/json"
+            assert [entry["id"] for entry in (await response.json())["data"]] == ["a", "b"]
+        for node in c.decode:
+            node.default = says(b"{}")
+        async with c.get("/v1/models") as response:
+            assert response.status == 503
 
 
 # --- health ----------------------------------------------------------------------------------------------------------
