@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.etcd import Etcd
+from tests.support.etcd import Etcd, make_certificates
 from tests.support.leaks import no_leaks
 from tests.support.pool import Pool
 
@@ -87,6 +88,14 @@ def make_etcd(tmp_path: Path) -> Iterator[Callable[..., Etcd]]:
     finally:
         for one in made:
             one.stop()
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """As of `make_certificates`."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ MAX_BODY = 16 << 20
 _MAX_ANSWER = 4 << 20
 """Bytes of an answer that is read whole: a prefill node's, or an error."""
 _MAX_MODELS_S = 10.0
+_MODELS_AT_ONE_S = 3.0
 _NO_TOKENIZE_S = 30.0
 _LAST_WORDS_S = 1.0
 """How long a client may take to be told that its stream broke."""
@@ -276,31 +277,46 @@ class Proxy:
 
     async def _all_models(self, exchange: Exchange, models: list[str]) -> web.Response:
         """What one node of each model answers, in one list. A model none of whose nodes answers is left out."""
-        pool, found = self._pools["decode"], list[msgspec.Raw]()
-        for model in models:
-            attempts = Attempts(pool, model=model)
-            while (node := attempts.next(time.monotonic())) is not None:
-                try:
-                    answer = await self._send(exchange, "decode", node, "GET", None)
-                    try:
-                        if answer.status in (401, 403):
-                            return await _whole(answer)
-                        if answer.status != 200:
-                            raise HopError("error", f"status {answer.status}")
-                        found += read_models(await read_all(answer, _MAX_ANSWER))
-                    finally:
-                        answer.close()
-                except (HopError, ValueError) as error:
-                    failure = error if isinstance(error, HopError) else HopError("garbage", str(error))
-                    self._note(exchange, "decode", node, attempts, failure)
-                else:
-                    pool.succeeded(node)
-                    break
-        if not found:
-            raise overloaded("No decode node could answer", pool.retry_after(time.monotonic()))
-        return web.Response(
-            body=msgspec.json.encode({"object": "list", "data": found}), content_type="application/json"
-        )
+        answers = await asyncio.gather(*(self._models_of_one(exchange, model) for model in models))
+        found = [entry for entries in answers if isinstance(entries, list) for entry in entries]
+        if found:
+            body = msgspec.json.encode({"object": "list", "data": found})
+            return web.Response(body=body, content_type="application/json")
+        for refusal in answers:
+            if isinstance(refusal, web.Response):
+                return refusal
+        raise overloaded("No decode node could answer", self._pools["decode"].retry_after(time.monotonic()))
+
+    async def _models_of_one(self, exchange: Exchange, model: str) -> list[msgspec.Raw] | web.Response:
+        """What a node that serves `model` lists, or its refusal; nothing if none of them answers."""
+        pool = self._pools["decode"]
+        attempts = Attempts(pool, model=model)
+        while (node := attempts.next(time.monotonic())) is not None:
+            try:
+                listed = await asyncio.wait_for(self._models_at(exchange, node), _MODELS_AT_ONE_S)
+            except asyncio.TimeoutError:
+                failure = HopError("timeout", f"no answer within {_MODELS_AT_ONE_S:g} s")
+                self._note(exchange, "decode", node, attempts, failure)
+            except HopError as error:
+                self._note(exchange, "decode", node, attempts, error)
+            else:
+                pool.succeeded(node)
+                return listed
+        return []
+
+    async def _models_at(self, exchange: Exchange, node: str) -> list[msgspec.Raw] | web.Response:
+        answer = await self._send(exchange, "decode", node, "GET", None)
+        try:
+            if 400 <= answer.status < 500:
+                return await _whole(answer)
+            if answer.status != 200:
+                raise HopError("busy" if answer.status == 503 else "error", f"status {answer.status}")
+            try:
+                return read_models(await read_all(answer, _MAX_ANSWER))
+            except ValueError as error:
+                raise HopError("garbage", str(error)) from error
+        finally:
+            answer.close()
 
     async def _tokenize(self, exchange: Exchange, completion: Completion) -> list[int] | None:
         """A prompt's token ids, by a decode node. None if it does not tell."""

@@ -113,7 +113,7 @@ class DirectRule:
             return None
         self._waiting += 1
         try:
-            if eyes.model is not None and completion.model() != eyes.model:
+            if eyes.model is not None and completion.model() not in (None, eyes.model):
                 return None
             return await asyncio.wait_for(self._look(eyes, completion, request_id, tokenize), self._timeout_s)
         except (ValueError, asyncio.TimeoutError):

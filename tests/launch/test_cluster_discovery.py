@@ -24,7 +24,7 @@ from launch.cli import main
 from launch.discovery import Member, find_master
 from launch.doctor import Report, Verdict
 from launch.up import Cluster
-from pd_cache.config import ClusterConfig, MasterNode, MastersConfig, StoreNode
+from pd_cache.config import ClusterConfig, MasterNode, MastersConfig, StoreNode, TlsConfig
 from pd_cache.config.checks import consistency_problems
 from tests.support.cluster import CHUNK, Answer, cluster_file, complete, started
 from tests.support.etcd import Etcd
@@ -265,6 +265,27 @@ def test_nodes_are_gone_from_etcd_when_the_cluster_has_ended(make_etcd: Callable
     with started(tmp_path, discovery=discovery(etcd), nodes=nodes):
         wait_for(lambda: _registered(etcd) == ["master", "store-0"], 5, "both registered")
     assert _registered(etcd) == []
+
+
+def test_a_whole_cluster_over_an_etcd_with_users_and_certificates(
+    make_etcd: Callable[..., Etcd], certificates: dict[str, tuple[str, str]], tmp_path: Path
+) -> None:
+    cert, key = certificates["client"]
+    tls = TlsConfig(ca_file=certificates["ca"][0], cert_file=cert, key_file=key)
+    etcd = make_etcd(tls=tls, server=certificates["server"]).start()
+    etcd.enable_users("test")
+    told = msgspec.to_builtins(etcd.settings())
+    with started(tmp_path, discovery=told) as cluster:
+        assert ask(cluster).status == 200
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        names = {"master", "store-0", "prefill-0", "decode-0", "proxy"}
+        for settings, code, registered in ((told, 0, names), ({**told, "user": None, "password_file": None}, 1, set())):
+            file = cluster_file(elsewhere, discovery=settings, nodes=[{"name": "here", "role": "proxy"}])
+            asked = CliRunner().invoke(main, ["status", "-c", str(file), "--json"])
+            assert asked.exit_code == code, asked.output
+            assert {node["name"] for node in json.loads(asked.stdout)["nodes"] if node["instance"]} == registered
+        assert "permission denied" in asked.stderr
 
 
 def test_without_a_master_in_the_file_or_in_etcd_a_node_says_so(make_etcd: Callable[..., Etcd], tmp_path: Path) -> None:

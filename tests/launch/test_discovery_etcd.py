@@ -228,13 +228,6 @@ def test_garbage_in_etcd_is_ignored_and_told_once(etcd: Etcd, caplog: pytest.Log
 # --- users and TLS ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl")
-    return make_certificates(tmp_path_factory.mktemp("certificates"))
-
-
 @pytest.mark.parametrize(("users", "tls"), [(True, "plain"), (False, "tls"), (True, "tls"), (True, "mutual tls")])
 def test_every_way_to_reach_etcd(
     users: bool, tls: str, make_etcd: Callable[..., Etcd], certificates: dict[str, tuple[str, str]]

@@ -1038,11 +1038,11 @@ async def test_block_hashes_that_only_the_engine_can_compute_are_told_and_not_lo
 async def test_a_prompt_for_another_model_say_an_adapter_is_not_looked_up_under_the_names_of_the_pools() -> None:
     client = Lookups(1024)
     async with cluster(direct=rule(client, pool=Pool(NAMESPACE, "127.0.0.1:1", "base"))) as c:
-        for model in ("adapter", "base", 7):
-            async with c.post({"prompt": [7] * 1000, "model": model}) as response:
+        for body in ({"model": "adapter"}, {"model": "base"}, {}):
+            async with c.post({"prompt": [7] * 1000, **body}) as response:
                 assert response.status == 200
-        assert [body["model"] for body in c.prefill[0].bodies] == ["adapter", 7]
-    assert len(client.asked) == 1
+        assert [body.get("model") for body in c.prefill[0].bodies] == ["adapter"]
+    assert len(client.asked) == 2
 
 
 @scenario
@@ -1285,10 +1285,11 @@ async def test_models_of_all_nodes_are_listed_but_those_of_which_none_answers() 
             assert response.status == 200
             assert response.content_type == "application/json"
             assert [entry["id"] for entry in (await response.json())["data"]] == ["a", "b"]
-        for node in c.decode:
-            node.default = says(b"{}")
-        async with c.get("/v1/models") as response:
-            assert response.status == 503
+        for default, status in ((answers(401), 401), (says(b"{}"), 503)):
+            for node in c.decode:
+                node.default = default
+            async with c.get("/v1/models") as response:
+                assert response.status == status
 
 
 # --- health ----------------------------------------------------------------------------------------------------------
