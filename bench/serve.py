@@ -31,7 +31,7 @@ from bench.fleet import Fleet, FleetOptions, Place, Site, conduct, fleet_options
 from bench.load import Load, Outcome, Target, generate, join, quantile, summarize
 from bench.report import Check, Figure, Report, Table, finish, progress, report_options
 from bench.svg import line_plot
-from bench.targets import Server, any_server, clusters_proxy, looked_up, own_cluster
+from bench.targets import Server, any_server, clusters_proxy, looked_up, own_cluster, past_prefill
 from bench.trace import read_trace
 from pd_cache.config import read_config
 from pd_cache.errors import ConfigError
@@ -136,16 +136,24 @@ def run_pass(
         for part, node in enumerate(fleet.nodes)
     }
     timeout_s = arrivals[-1].due + target.deadline_s + _STEP_S
-    before = looked_up(server.prefill)
+    before, direct = looked_up(server.prefill), past_prefill(server.url)
     load = join(fleet.run(ServeSite.send, {node: job for node, job in jobs.items() if job.arrivals}, timeout_s=timeout_s).values())  # fmt: skip
     after = looked_up(server.prefill)
     row = summarize(load, ttft_limit_s)
     row["ideal_hit_rate"] = ideal_hit_rate(arrivals) if not target.salted else 0.0
     row["hit_rate_from"] = None if row["hit_rate"] is None else "answers"
-    if row["hit_rate"] is None and before is not None and after is not None and after[1] > before[1]:
-        row["hit_rate"] = (after[0] - before[0]) / (after[1] - before[1])
-        row["hit_rate_from"] = "prefill nodes' metrics"
+    by_nodes = share_found(before, after)
+    # what went past the prefill nodes is not among their hits
+    if row["hit_rate"] is None and by_nodes is not None and past_prefill(server.url) == direct:
+        row |= {"hit_rate": by_nodes, "hit_rate_from": "prefill nodes' metrics"}
     return load, row
+
+
+def share_found(before: tuple[float, float] | None, after: tuple[float, float] | None) -> float | None:
+    """Of what was asked between two answers of `looked_up`, the share that was found; None where that is not known."""
+    if before is None or after is None or after[1] <= before[1]:
+        return None
+    return (after[0] - before[0]) / (after[1] - before[1])
 
 
 def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:

@@ -124,6 +124,21 @@ def any_server(url: str, model: str | None, vocabulary: int | None, key: str) ->
     return Server(url.rstrip("/"), model, vocabulary, _ANY_LENGTH)
 
 
+def past_prefill(proxy: str) -> float:
+    """Prompts that went past the prefill nodes because the pool held them; 0 where that is not a proxy of ours."""
+    try:
+        with urllib.request.urlopen(f"{proxy}/metrics", timeout=_FIND_S) as answer:
+            text = answer.read(16 << 20).decode()
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "pd_cache_proxy_handoffs_total" and sample.labels.get("result") == "in_pool"
+        )
+    except (OSError, ValueError):
+        return 0.0
+
+
 def looked_up(nodes: Sequence[str]) -> tuple[float, float] | None:
     """Tokens that nodes found in the pool, and asked for, since their start; None where not all of them tell."""
     found = asked = 0.0

@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pd_cache.errors import PdCacheError
 
 _ALGORITHM = "sha256"
 """vLLM's default."""
 _DEFAULT_SEED = "vllm-none-hash"
-_SEED_VARIABLE = "PYTHONHASHSEED"
+SEED_VARIABLE = "PYTHONHASHSEED"
 
 
 class UnknownHashesError(PdCacheError):
@@ -27,7 +27,8 @@ class UnknownHashesError(PdCacheError):
 def describe_hashes(algorithm: str, seed: str, own: str) -> str:
     """What vLLM's block hashes depend on besides tokens, and `own`, the file's `hash_seed`: for `Namespace.hash_seed`.
 
-    The seed itself may be a secret; its digest tells it from others.
+    Of the seed only a digest, by which who has it knows it again. That keeps no secret: PYTHONHASHSEED has 32 bits, so whoever sees
+    the digest can find it. It need be none for sha256; for xxhash vLLM wants it to be one.
     """
     return f"{algorithm}:{_digest(seed)}:{own}"
 
@@ -35,8 +36,10 @@ def describe_hashes(algorithm: str, seed: str, own: str) -> str:
 class BlockHasher:
     """Hashes blocks as the engines of one namespace do."""
 
-    def __init__(self, block_size: int, described: str) -> None:
-        """`described` as `describe_hashes` made it. UnknownHashesError says why the hashes cannot be computed here."""
+    def __init__(self, block_size: int, described: str, seeds: Iterable[str] = ()) -> None:
+        """`described` as `describe_hashes` made it; `seeds` may be among what it was made of, besides this process's own and the
+        default. UnknownHashesError says why the hashes cannot be computed here.
+        """
         algorithm, _, rest = described.partition(":")
         if algorithm != _ALGORITHM:
             known = algorithm or "hashes of its own"
@@ -44,11 +47,11 @@ class BlockHasher:
                 f"the engine names its blocks by {known}, and only vLLM's {_ALGORITHM} is known here"
             )
         digest = rest.partition(":")[0]
-        seeds = (os.environ.get(_SEED_VARIABLE), _DEFAULT_SEED)
-        seed = next((seed for seed in seeds if seed is not None and _digest(seed) == digest), None)
+        candidates = (_DEFAULT_SEED, os.environ.get(SEED_VARIABLE), *seeds)
+        seed = next((seed for seed in candidates if seed is not None and _digest(seed) == digest), None)
         if seed is None:
             raise UnknownHashesError(
-                f"vLLM's block hashes start from another seed than here: set {_SEED_VARIABLE} to what it is there"
+                f"vLLM's block hashes start from another seed than here: set {SEED_VARIABLE} to what it is there"
             )
         self._block_size = block_size
         self._root = _hash(seed)

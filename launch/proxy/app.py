@@ -40,6 +40,7 @@ _MAX_ANSWER = 4 << 20
 _MAX_MODELS_S = 10.0
 _MODELS_AT_ONE_S = 3.0
 _NO_TOKENIZE_S = 30.0
+_MOST_SLOW = 3
 _LAST_WORDS_S = 1.0
 """How long a client may take to be told that its stream broke."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -75,6 +76,8 @@ class Proxy:
         self._pools = self._fleet.pools
         self._tokenize_after = 0.0
         """No node is asked for tokens before."""
+        self._slow_to_tokenize = 0
+        """Texts in a row whose tokens were not told in time."""
         self._session: aiohttp.ClientSession | None = None
         self._running: set[asyncio.Task[web.StreamResponse]] = set()
 
@@ -258,7 +261,9 @@ class Proxy:
     async def _complete(self, exchange: Exchange) -> web.StreamResponse:
         completion = Completion(await self._body(exchange), prompt="messages" if exchange.path == _CHAT else "prompt")
         prompt = completion.prompt()
-        exchange.model = self._fleet.served(completion.model())
+        exchange.model = self._fleet.served(completion.model(), exchange.started)
+        if not self._pools["decode"].count(exchange.model):
+            raise overloaded("No decode node could answer")
         handoff: Handoff | None = None
         why = await self._direct.why(completion, prompt, exchange.id, lambda: self._tokenize(exchange, completion))
         if why is not None:
@@ -291,11 +296,13 @@ class Proxy:
         """What a node that serves `model` lists, or its refusal; nothing if none of them answers."""
         pool = self._pools["decode"]
         attempts = Attempts(pool, model=model)
-        while (node := attempts.next(time.monotonic())) is not None:
+        until = time.monotonic() + _MAX_MODELS_S / 2
+        while (left := until - time.monotonic()) > 0 and (node := attempts.next(time.monotonic())) is not None:
+            limit = min(left, _MODELS_AT_ONE_S)
             try:
-                listed = await asyncio.wait_for(self._models_at(exchange, node), _MODELS_AT_ONE_S)
+                listed = await asyncio.wait_for(self._models_at(exchange, node), limit)
             except asyncio.TimeoutError:
-                failure = HopError("timeout", f"no answer within {_MODELS_AT_ONE_S:g} s")
+                failure = HopError("timeout", f"no answer within {limit:.3g} s")
                 self._note(exchange, "decode", node, attempts, failure)
             except HopError as error:
                 self._note(exchange, "decode", node, attempts, error)
@@ -331,7 +338,9 @@ class Proxy:
             )
             try:
                 if answer.status == 200:
-                    return read_tokens(await read_all(answer, MAX_BODY))
+                    tokens = read_tokens(await read_all(answer, MAX_BODY))
+                    self._slow_to_tokenize = 0
+                    return tokens
                 if answer.status in (400, 422):
                     return None  # this prompt's own fault
                 raise HopError("error", f"status {answer.status}")
@@ -339,7 +348,10 @@ class Proxy:
                 answer.close()
         except asyncio.CancelledError:
             if exchange.request.transport is not None:  # it was too slow; else the client went away
-                self._tokenize_after = now + _NO_TOKENIZE_S
+                self._slow_to_tokenize += 1  # once may be that text's own fault
+                if self._slow_to_tokenize == _MOST_SLOW:
+                    self._slow_to_tokenize = 0
+                    self._tokenize_after = now + _NO_TOKENIZE_S
             raise
         except (HopError, ValueError) as error:
             self._tokenize_after = now + _NO_TOKENIZE_S
@@ -423,7 +435,7 @@ class Proxy:
                     answer.close()
         if busy is not None:
             return busy
-        raise overloaded("No decode node could answer", pool.retry_after(time.monotonic()))
+        raise overloaded("No decode node could answer", pool.retry_after(time.monotonic(), exchange.model))
 
     async def _relay(
         self, exchange: Exchange, node: str, answer: aiohttp.ClientResponse, first: bytes

@@ -28,6 +28,15 @@ _TOKENIZED = (
     "chat_template_kwargs",
 )
 """Fields that decide on the prompt's tokens, as vLLM's `/tokenize` takes them."""
+_UNTOLD = (
+    "documents",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "prompt_embeds",
+    "reasoning_effort",
+    "truncate_prompt_tokens",
+)
+"""Fields that decide on the prompt, too, and that `/tokenize` does not take."""
 _ISOLATION = ("model", "cache_salt")
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens")
 """Fields that contradict `stream: false` and `max_tokens: 1`; nodes refuse them beside those."""
@@ -40,6 +49,18 @@ class Handoff(msgspec.Struct, frozen=True):
 
     def __bool__(self) -> bool:
         return bytes(self.kv_transfer_params) != b"null"
+
+
+class _Part(msgspec.Struct, frozen=True):
+    type: str = ""
+
+
+class _Message(msgspec.Struct, frozen=True):
+    content: str | list[str | _Part] | None = None
+
+    def is_text(self) -> bool:
+        parts = self.content if isinstance(self.content, list) else []
+        return all(isinstance(part, str) or part.type == "text" for part in parts)
 
 
 class Completion:
@@ -55,6 +76,7 @@ class Completion:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
         self._fields.pop(_TRANSFER, None)  # says which memory to read: between nodes only
+        self._chat = prompt == "messages"
         self._prompt = bytes(self._fields.get(prompt, b"null"))
         if self._prompt == b"null":
             raise ApiError(400, f"`{prompt}` is missing", param=prompt, code="missing_required_parameter")
@@ -76,6 +98,17 @@ class Completion:
     def prompt(self) -> Prompt:
         """What routing knows of the prompt."""
         return read_prompt(self._prompt, b"\0".join(bytes(self._fields.get(name, b"")) for name in _ISOLATION))
+
+    def plain(self) -> bool:
+        """Whether `/tokenize` tells the prompt's tokens, and these all that it is: no images, no documents."""
+        if any(bytes(self._fields.get(name, b"null")) != b"null" for name in _UNTOLD):
+            return False
+        try:
+            return not self._chat or all(
+                message.is_text() for message in msgspec.json.decode(self._prompt, type=list[_Message])
+            )
+        except (msgspec.DecodeError, RecursionError):
+            return False
 
     def token_ids(self) -> list[int] | None:
         """The prompt's token ids, where it is given as such."""
@@ -129,7 +162,10 @@ class _Models(msgspec.Struct, frozen=True):
 
 def read_models(answer: bytes) -> list[msgspec.Raw]:
     """The entries of a node's `/v1/models`. ValueError if it is nothing of the kind."""
-    return msgspec.json.decode(answer, type=_Models).data
+    try:
+        return msgspec.json.decode(answer, type=_Models).data
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def read_handoff(answer: bytes) -> Handoff:

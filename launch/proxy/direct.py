@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
@@ -59,11 +59,20 @@ class _Eyes(NamedTuple):
 class DirectRule:
     """Prompts of which fewer than `tokens` tokens are to be computed go to the decode node directly."""
 
-    def __init__(self, tokens: int, open_lookup: OpenLookup | None = None, *, timeout_s: float = 0.6) -> None:
-        """0 tokens: none do. `timeout_s` bounds all of the asking."""
+    def __init__(
+        self,
+        tokens: int,
+        open_lookup: OpenLookup | None = None,
+        *,
+        timeout_s: float = 0.6,
+        seeds: Collection[str] = (),
+    ) -> None:
+        """0 tokens: none do. `timeout_s` bounds all of the asking. `seeds`: those that vLLM's block hashes may start from,
+        besides this process's own."""
         self._tokens = tokens
         self._open = open_lookup
         self._timeout_s = timeout_s
+        self._seeds = seeds
         self._pool: Pool | None = None
         self._eyes: _Eyes | None = None
         self.blind = "nothing is known of the pool yet"
@@ -86,7 +95,8 @@ class DirectRule:
             self._pool = pool
             try:
                 space = pool.namespace
-                hasher = BlockHasher(space.block_size, space.hash_seed) if space.hash_mode == "blocks" else None
+                blocks = space.hash_mode == "blocks"
+                hasher = BlockHasher(space.block_size, space.hash_seed, self._seeds) if blocks else None
                 self._eyes = _Eyes(self._open(pool), hasher, pool.model)
                 self._tell("")
             except Exception as error:  # noqa: BLE001 - without lookups prompts take the usual way
@@ -113,7 +123,7 @@ class DirectRule:
             return None
         self._waiting += 1
         try:
-            if eyes.model is not None and completion.model() not in (None, eyes.model):
+            if not completion.plain() or (eyes.model is not None and completion.model() not in (None, eyes.model)):
                 return None
             return await asyncio.wait_for(self._look(eyes, completion, request_id, tokenize), self._timeout_s)
         except (ValueError, asyncio.TimeoutError):

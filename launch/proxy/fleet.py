@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from launch.discovery import Namespaced, NodeRecord, View, differences
+from launch.proxy.answers import ApiError
 from launch.proxy.direct import DirectRule, Pool
 from launch.proxy.routing import Hop, NodePool, Target
 from pd_cache.config import ProxyConfig
@@ -17,6 +18,8 @@ from pd_cache.tokens import Namespace
 
 log = logging.getLogger(__name__)
 
+_REMEMBERED_S = 300.0
+"""For so long a model whose nodes have all left is one that will be back: 503, not 404."""
 _HOPS: tuple[Hop, ...] = ("prefill", "decode")
 
 
@@ -38,6 +41,8 @@ class Fleet:
         self._view = View(())
         self._told: dict[str, Namespaced] = {}
         self._differences: dict[str, str] = {}
+        self._seen: dict[str, float] = {}
+        """Models, and when a node was last known to serve them."""
 
     def update(self, view: View) -> None:
         """From now on the view's nodes are used."""
@@ -54,14 +59,25 @@ class Fleet:
         self._compare()
 
     def told_namespace(self, url: str, told: Namespaced) -> None:
-        """Note what a node says of its cache, for where its record does not."""
-        if self._told.get(url) != told:
+        """Note what a node says of its cache, if only that it says nothing, for where its record does not."""
+        if self._told.get(url, Namespaced()) != told:
             self._told[url] = told
             self._compare()
 
-    def served(self, model: str | None) -> str | None:
-        """`model`, if nodes say that they serve it: then only those are asked. None for what any node may know, as an adapter."""
-        return model if any(model in pool.models() for pool in self.pools.values()) else None
+    def served(self, model: str | None, now: float) -> str | None:
+        """`model`, if nodes say that they serve it, or lately did: only those are asked. None where every node may be, since all
+        serve the same: another name may be that of an adapter. ApiError 404 where nodes of several models have to guess whose.
+        """
+        here = set().union(*(pool.models() for pool in self.pools.values()))
+        self._seen = {name: at for name, at in self._seen.items() if now - at < _REMEMBERED_S} | dict.fromkeys(
+            here, now
+        )
+        if model in self._seen:
+            return model
+        if len(here) > 1:
+            what = "`model` is missing" if model is None else f"No node serves the model {model[:200]!r}"
+            raise ApiError(404, f"{what}; there are: {', '.join(sorted(here))}", param="model", code="model_not_found")
+        return None
 
     def stale_s(self, now: float) -> float:
         """For how long discovery has not answered, in seconds."""

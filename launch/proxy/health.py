@@ -30,7 +30,7 @@ class HealthChecks:
         timeout_s: float,
         on_namespace: Callable[[str, Namespaced], None],
     ) -> None:
-        """`on_namespace` gets a node's URL and what it says about its cache, on every check that tells."""
+        """`on_namespace` gets a node's URL and what it says about its cache, on every check that it answers."""
         self._pools = list(pools)
         self._interval_s = interval_s
         self._timeout_s = timeout_s
@@ -72,8 +72,8 @@ class HealthChecks:
             body = await read_all(answer, _MAX_ANSWER)
         finally:
             answer.close()
+        told = Namespaced()
         with contextlib.suppress(msgspec.DecodeError, RecursionError):
             told = msgspec.json.decode(body, type=Namespaced)
-            if told.fingerprint is not None:
-                self._on_namespace(url, told)
+        self._on_namespace(url, told)
         return ""

@@ -178,9 +178,9 @@ class NodePool:
             if alive and node.breaker.unreachable:
                 node.breaker.succeeded()
 
-    def retry_after(self, now: float) -> int:
-        """Whole seconds, at least 1, until a node would be tried again."""
-        wait = min((node.breaker.wait(now) for node in self._nodes.values()), default=0.0)
+    def retry_after(self, now: float, model: str | None = None) -> int:
+        """Whole seconds, at least 1, until a node that takes `model` would be tried again."""
+        wait = min((node.breaker.wait(now) for node in self._nodes.values() if node.takes(model)), default=0.0)
         return max(1, -int(-wait // 1))
 
     def _room_cost(self, node: _Node, prompt: Prompt) -> float:

@@ -13,7 +13,8 @@ from launch.proxy.app import Proxy
 from launch.proxy.direct import DirectRule, Pool
 from launch.reachability import PeerChecks
 from launch.signals import stop_signals
-from pd_cache.config import ClusterConfig, NodeSettings, ProxyNode
+from pd_cache.block_hashes import SEED_VARIABLE
+from pd_cache.config import ClusterConfig, DecodeNode, NodeSettings, PrefillNode, ProxyNode, VllmEngineConfig
 from pd_cache.lookup import LookupClient, MooncakeLookupClient
 from pd_cache.tokens import CacheMetadata
 
@@ -38,9 +39,18 @@ def run_proxy(
         config.cache.chunk_size if tokens is None else tokens,
         lambda pool: _open_lookup(config, node.host, pool),
         timeout_s=timeout_s,
+        seeds=hash_seeds(config),
     )
     proxy = Proxy(config.proxy, direct, master=lambda view: master_of(config, view))
     asyncio.run(_serve(config, proxy, node, ready, on_stop))
+
+
+def hash_seeds(config: ClusterConfig) -> set[str]:
+    """What the file has vLLM's block hashes start from."""
+    if not isinstance(config.engine, VllmEngineConfig):
+        return set()
+    own = (node.env for node in config.nodes if isinstance(node, PrefillNode | DecodeNode))
+    return {env[SEED_VARIABLE] for env in (config.engine.env, *own) if SEED_VARIABLE in env}
 
 
 def master_of(config: ClusterConfig, view: View) -> str | None:

@@ -392,6 +392,8 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.max_requests_per_key is not None and self.api_keys_file is None:
             raise ValueError("`max_requests_per_key` needs `api_keys_file`")
+        if self.node_key_file is not None and self.api_keys_file is None:
+            raise ValueError("`node_key_file` needs `api_keys_file`: the nodes' key would let everybody in")
 
 
 class HandoffConfig(_Section, frozen=True, kw_only=True):

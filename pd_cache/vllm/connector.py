@@ -104,6 +104,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._block_size = block_size
         if role is KVConnectorRole.SCHEDULER:
+            if self._settings.namespace_file is not None:
+                Path(self._settings.namespace_file).unlink(missing_ok=True)  # it was another start's
             events = vllm_config.kv_events_config
             self._scheduler = SchedulerSide(
                 self._settings,
@@ -222,8 +224,9 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                     f"{self._vllm_config.model_config.model}: its ranks have different KV: {first.metadata} and {other.metadata}"
                 )
         self._scheduler.open(first.metadata, self._open_lookup(first))
-        if (file := self._settings.namespace_file) is not None:
-            namespace = first.metadata.namespace(cache)
+        file, namespace = self._settings.namespace_file, first.metadata.namespace(cache)
+        # it tells a digest of PYTHONHASHSEED, 32 bits that vLLM wants to be a secret where hashes are xxhash
+        if file is not None and not namespace.hash_seed.startswith("xxhash"):
             self._safely("namespace", lambda: write_namespace(Path(file), namespace), None)
 
     def _open_lookup(self, worker: Handshake) -> Lookup:

@@ -17,7 +17,7 @@ from bench.arrivals import Arrival, Part
 from bench.fleet import Place
 from bench.load import Outcome, Target
 from bench.serve import Send, ServeSite, distribution, in_slices, main
-from bench.targets import looked_up
+from bench.targets import looked_up, past_prefill
 from pd_cache.config import ClusterConfig, MasterNode
 from tests.support.traces import conversations, write_trace
 from tests.support.waiting import wait_for
@@ -76,7 +76,7 @@ class _Server(BaseHTTPRequestHandler):
     answer_completions = threading.Event()
 
     def do_GET(self) -> None:
-        metrics = 'vllm:pd_cache_tokens_total{op="lookup",outcome="hit"} 3\nvllm:pd_cache_tokens_total{op="lookup",outcome="requested"} 12\n'
+        metrics = 'vllm:pd_cache_tokens_total{op="lookup",outcome="hit"} 3\nvllm:pd_cache_tokens_total{op="lookup",outcome="requested"} 12\npd_cache_proxy_handoffs_total{result="in_pool"} 5\n'
         self._answer(metrics if self.path == "/metrics" else json.dumps({"data": [{"id": "other"}]}))
 
     def do_POST(self) -> None:
@@ -114,6 +114,8 @@ def test_any_server_with_openais_api_can_be_put_under_load() -> None:
         assert rows["reuse"]["answered"] == 5
         assert rows["reuse"]["hit_rate"] is None  # it does not tell
         assert looked_up([url, url]) == (6, 24)
+        assert past_prefill(url) == 5
+    assert past_prefill(url) == 0
     assert looked_up([url]) is None
     assert looked_up([]) is None
 

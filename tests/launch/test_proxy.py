@@ -1082,10 +1082,12 @@ async def test_the_tokens_of_a_text_are_asked_of_a_node() -> None:
 
 
 @pytest.mark.parametrize(
-    "failure", [answers(404), answers(500), says(b"{}"), hangs], ids=["404", "500", "garbage", "hangs"]
+    ("failure", "times"),
+    [(answers(404), 1), (answers(500), 1), (says(b"{}"), 1), (hangs, 3)],
+    ids=["404", "500", "garbage", "hangs"],
 )
 @scenario
-async def test_a_node_that_does_not_tell_a_texts_tokens_is_not_asked_again_at_once(failure: Behaviour) -> None:
+async def test_a_node_that_does_not_tell_a_texts_tokens_is_not_asked_for_ever(failure: Behaviour, times: int) -> None:
     asked = []
 
     async def fails(request: web.Request) -> web.StreamResponse:
@@ -1094,11 +1096,39 @@ async def test_a_node_that_does_not_tell_a_texts_tokens_is_not_asked_again_at_on
 
     async with cluster(direct=rule(Lookups(1024), timeout_s=0.1)) as c:
         c.decode[0].tokenize = fails
-        for _ in range(2):
+        for _ in range(times + 1):
             async with c.post({"prompt": "x" * 5000}) as response:
                 assert response.status == 200
-        assert len(c.prefill[0].bodies) == 2
-        assert len(asked) == 1
+        assert len(c.prefill[0].bodies) == times + 1
+        assert len(asked) == times
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
+
+
+@pytest.mark.parametrize(
+    ("more", "asked"),
+    [
+        ({}, 1),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 5000}]}]}, 1),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 5000}, PICTURE]}]}, 0),
+        ({"messages": [{"role": "user", "content": {"x" * 5000: 1}}]}, 0),
+        ({"documents": [{"text": "x"}]}, 0),
+        ({"reasoning_effort": "high"}, 0),
+        ({"reasoning_effort": None}, 1),
+    ],
+)
+@scenario
+async def test_a_chat_that_is_more_than_its_text_is_not_looked_up_nor_its_pictures_fetched(
+    more: dict[str, Any], asked: int
+) -> None:
+    client, chat = Lookups(1024), {"model": "tiny", "messages": [{"role": "user", "content": "x" * 5000}]}
+    async with cluster(direct=rule(client)) as c:
+        c.decode[0].tokenize = answers(200, {"tokens": [7] * 1000})
+        async with c.session.post(f"{c.url}/v1/chat/completions", json={**chat, **more}) as response:
+            assert response.status == 200
+        assert len(c.prefill[0].bodies) == 1 - asked
+    assert len(client.asked) == asked
 
 
 @scenario
@@ -1139,6 +1169,8 @@ async def test_health_says_why_no_prompt_is_looked_up() -> None:
         told.append(await lookups())
         direct.use(Pool(NAMESPACE, "127.0.0.1:1"))
         told.append(await lookups())
+        c.decode[0].health = answers(200, {})
+        await until(lambda: direct.blind == "no decode node tells how its chunks are named", "it was started anew")
     assert told == [
         "off: no decode node tells how its chunks are named",
         "off: no master of the pool is known",
@@ -1198,13 +1230,11 @@ async def test_with_keys_a_client_needs_one_and_nodes_do_not_get_it(tmp_path: Pa
         await asyncio.wait({asking})
 
 
-@pytest.mark.parametrize("guarded", [False, True])
 @scenario
-async def test_nodes_with_a_key_of_their_own_get_that_in_place_of_the_clients(guarded: bool, tmp_path: Path) -> None:
+async def test_nodes_with_a_key_of_their_own_get_that_in_place_of_the_clients(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("alice sk-0123456789abcdef\n")
     (tmp_path / "node-key").write_text("of-the-nodes\n")
-    files = {"api_keys_file": str(tmp_path / "keys")} if guarded else {}
-    async with cluster(node_key_file=str(tmp_path / "node-key"), **files) as c:
+    async with cluster(node_key_file=str(tmp_path / "node-key"), api_keys_file=str(tmp_path / "keys")) as c:
         async with c.post(headers={"Authorization": "Bearer sk-0123456789abcdef"}) as response:
             assert response.status == 200
         for node in (*c.prefill, *c.decode):
@@ -1213,10 +1243,16 @@ async def test_nodes_with_a_key_of_their_own_get_that_in_place_of_the_clients(gu
 
 @pytest.mark.parametrize(("content", "message"), [(None, "cannot be read"), ("", "one key"), ("one two", "one key")])
 def test_a_file_that_holds_no_node_key_is_refused(content: str | None, message: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("alice sk-0123456789abcdef\n")
     if content is not None:
         (tmp_path / "key").write_text(content)
     with pytest.raises(ConfigError, match=message):
-        Proxy(ProxyConfig(node_key_file=str(tmp_path / "key")))
+        Proxy(ProxyConfig(node_key_file=str(tmp_path / "key"), api_keys_file=str(tmp_path / "keys")))
+
+
+def test_a_proxy_that_lets_everybody_in_is_given_no_key_of_the_nodes() -> None:
+    with pytest.raises(ValueError, match="would let everybody in"):
+        ProxyConfig(node_key_file="key")
 
 
 # --- several models --------------------------------------------------------------------------------------------------
@@ -1245,13 +1281,33 @@ async def test_a_request_goes_to_nodes_of_its_model() -> None:
 
 
 @scenario
-async def test_a_model_that_no_node_names_may_be_an_adapter_of_any() -> None:
+async def test_another_model_may_be_an_adapter_where_all_nodes_serve_one_and_is_refused_where_they_serve_several() -> (
+    None
+):
+    async with cluster(2, 2) as c:
+        for models, status in ((("a", "a"), 200), (("a", "b"), 404)):
+            c.proxy.update(serving(c, *models))
+            for body in ({"model": "adapter", "prompt": "x"}, {"prompt": "x"}):
+                async with c.post(body) as response:
+                    assert response.status == status
+        async with c.post({"model": "adapter", "prompt": "x"}) as response:
+            error = await error_of(response)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert error["message"] == "No node serves the model 'adapter'; there are: a, b"
+        assert [len(node.bodies) for node in c.decode] == [1, 1]
+
+
+@scenario
+async def test_a_model_whose_nodes_have_left_is_one_that_will_be_back() -> None:
     async with cluster(2, 2) as c:
         c.proxy.update(serving(c, "a", "b"))
-        for body in ({"model": "adapter", "prompt": "x"}, {"prompt": "x"}):
-            async with c.post(body) as response:
-                assert response.status == 200
-        assert [len(node.bodies) for node in c.decode] == [1, 1]
+        async with c.post({"model": "a", "prompt": "x"}) as response:
+            assert response.status == 200
+        c.proxy.update(View(tuple(node for node in serving(c, "a", "b").nodes if node.model == "b")))
+        async with c.post({"model": "a", "prompt": "x"}) as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"]
+        assert [len(node.bodies) for node in (*c.prefill, *c.decode)] == [1, 0, 1, 0]
 
 
 @scenario

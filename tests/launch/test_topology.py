@@ -115,10 +115,10 @@ def test_memory_that_is_not_there_is_named() -> None:
 def test_files_of_keys_and_certificates_that_are_not_here_are_named(tmp_path: Path) -> None:
     tls = TlsConfig(ca_file=str(tmp_path / "ca"), cert_file=__file__, key_file=__file__)
     etcd = EtcdDiscovery(endpoints=("127.0.0.1:1",), user="u", password_file=str(tmp_path / "password"), tls=tls)
-    proxy = ProxyConfig(api_keys_file=str(tmp_path / "keys"))
+    proxy = ProxyConfig(api_keys_file=str(tmp_path / "keys"), node_key_file=str(tmp_path / "key"))
     told = messages(cluster(ProxyNode(name="p", port=0), proxy=proxy, discovery=etcd))
     assert [message.split(": ")[1] for message in told] == [
-        "proxy.api_keys_file", "discovery.password_file", "discovery.tls.ca_file",
+        "proxy.api_keys_file", "proxy.node_key_file", "discovery.password_file", "discovery.tls.ca_file",
     ]  # fmt: skip
     assert all("cannot be read on this machine, or is not there" in message for message in told)
     elsewhere = ClusterConfig(nodes=(ProxyNode(name="p", host=ELSEWHERE),), proxy=proxy, discovery=etcd)

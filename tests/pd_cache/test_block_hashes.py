@@ -31,6 +31,7 @@ def test_another_seed_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPa
     described = describe_hashes("sha256", "7", "of the file")
     with pytest.raises(UnknownHashesError, match="set PYTHONHASHSEED to what it is there"):
         BlockHasher(2, described)
+    assert BlockHasher(2, described, {"8", "7"}).hashes([1, 2]) != BlockHasher(2, DEFAULT, {"7"}).hashes([1, 2])
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert BlockHasher(2, described).hashes([1, 2]) != BlockHasher(2, DEFAULT).hashes([1, 2])
 

@@ -106,8 +106,11 @@ class SharedCache(RuleBasedStateMachine):
 
 
 def test_the_engine_agrees_with_a_dictionary(pool: Pool) -> None:
-    model = uuid.uuid4().hex
-    with host(pool, model=model, staging_size="64KiB") as one, host(pool, model=model, segment_size=16 << 20) as two:
+    options: dict[str, Any] = {
+        "model": uuid.uuid4().hex,
+        "timeouts": {"exist_ms": 10_000},
+    }  # no miss because we are busy
+    with host(pool, staging_size="64KiB", **options) as one, host(pool, segment_size=16 << 20, **options) as two:
         machine = type("Machine", (SharedCache,), {"hosts": [one, two]})
         run_state_machine_as_test(
             machine,
