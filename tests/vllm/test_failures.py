@@ -26,9 +26,19 @@ def all_free(server: Server) -> None:
     wait_for(lambda: not server.blocks_in_use, 30)
 
 
-def store(server: Server, prompt: list[int]) -> None:
-    server.complete(prompt, 1)
-    all_free(server)
+def store(pool: Pool, server: Server, prompt: list[int], held: int = 0) -> None:
+    """Until the pool holds all of it beyond its first `held` tokens: a put may fail on a machine that is busy for a second."""
+    before = pool.keys()
+
+    def stored() -> bool:
+        server.complete(prompt, 1)
+        all_free(server)
+        if len(pool.keys() - before) >= (len(prompt) - held) // CHUNK:
+            return True
+        server.forget_prefixes()
+        return False
+
+    wait_for(stored, 60, "the prompt in the pool")
 
 
 @contextmanager
@@ -54,9 +64,9 @@ def test_a_corrupt_object_is_computed_again_and_never_used(
     pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
     prompt = new_prompt(LENGTH)
-    store(pair.a, first_half := prompt[: 8 * CHUNK])
+    store(vllm_pool, pair.a, first_half := prompt[: 8 * CHUNK])
     before = vllm_pool.keys()
-    store(pair.a, prompt)
+    store(vllm_pool, pair.a, prompt, len(first_half))
     corrupted = sorted(vllm_pool.keys() - before)
     assert len(corrupted) == (WHOLE - len(first_half)) // CHUNK
     for key in corrupted:
@@ -72,7 +82,7 @@ def test_a_client_that_goes_away_while_its_prompt_is_loaded(
     pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
     prompt = new_prompt(LENGTH)
-    store(pair.a, prompt)
+    store(vllm_pool, pair.a, prompt)
     with stopped(vllm_pool, "store-0"):
         with pair.b.abandoned(prompt):
             wait_for(lambda: pair.b.blocks_in_use)
@@ -87,13 +97,13 @@ def test_a_load_that_outlives_its_deadline_is_computed(
 ) -> None:
     """The memory node neither answers nor dies: transfers are given up after 4 s here, a load after 10."""
     prompt = new_prompt(LENGTH)
-    store(pair.a, prompt)
+    store(vllm_pool, pair.a, prompt)
     failed = pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve")
     with stopped(vllm_pool, "store-0"):
         answer = pair.b.complete(prompt)
         assert answer.tokens == plain.tokens(prompt)
         assert answer.seconds < 20
-        assert pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve") > failed
+        wait_for(lambda: pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve") > failed, 20)
     all_free(pair.b)
 
 
@@ -114,7 +124,7 @@ def test_the_memory_node_is_killed_between_lookup_and_load(
     pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
     prompt = new_prompt(LENGTH)
-    store(pair.a, prompt)
+    store(vllm_pool, pair.a, prompt)
     hits = pair.b.metric("vllm:pd_cache_tokens_total", op="lookup", outcome="hit")
     failed = pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve")
     vllm_pool.kill("store-0")
@@ -123,8 +133,8 @@ def test_the_memory_node_is_killed_between_lookup_and_load(
         answer = pair.b.complete(prompt)
         assert answer.tokens == plain.tokens(prompt)
         assert answer.seconds < 20
+        wait_for(lambda: pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve") > failed, 20)
         assert pair.b.metric("vllm:pd_cache_tokens_total", op="lookup", outcome="hit") == hits + WHOLE
-        assert pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve") > failed
         all_free(pair.b)
     finally:
         vllm_pool.start("store-0")
@@ -165,12 +175,12 @@ def test_loading_before_the_forward_pass(
     file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, mode=mode, connector={"load": "sync"})
     with running(file, "prefill-0") as (server,):
         prompt = new_prompt(LENGTH)
-        store(pair.a, prompt)
+        store(vllm_pool, pair.a, prompt)
         answer = server.complete(prompt)
         assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
 
         before = vllm_pool.keys()
-        store(pair.a, prompt := new_prompt(8 * CHUNK))
+        store(vllm_pool, pair.a, prompt := new_prompt(8 * CHUNK))
         bad = vllm_pool.keys() - before
         for key in bad:
             corrupt(vllm_pool, key)
@@ -183,7 +193,7 @@ def test_loading_before_the_forward_pass(
     # what was stored behind the bad chunks is good: with those replaced, another node takes all of it
     with vllm_pool.bare_client() as client:
         assert not any(client.remove(key, True) for key in bad)
-    store(pair.a, prompt)
+    store(vllm_pool, pair.a, prompt)
     for one in longer:
         answer = pair.b.complete(one)
         assert (answer.cached, answer.tokens) == (len(one) // CHUNK * CHUNK, plain.tokens(one))
