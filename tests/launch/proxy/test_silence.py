@@ -12,8 +12,8 @@ from contextlib import closing
 import pytest
 
 from launch.process import spawn_child
-from tests.launch.test_proxy import EVENTS, cluster, scenario
 from tests.support.hosts import Host, Network, why_not
+from tests.support.proxy import EVENTS, cluster, scenario
 
 NODE = """
 import http.server, json, sys, threading

@@ -1,0 +1,15 @@
+"""What every test of the proxy is checked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_file_left_open() -> Iterator[None]:
+    before = psutil.Process().num_fds()
+    yield
+    assert psutil.Process().num_fds() <= before

@@ -1,0 +1,373 @@
+"""Which nodes are asked: by policy, by model, by health; and the end of the proxy itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from launch.discovery import NodeRecord, View
+from tests.support.pool import ROOT
+from tests.support.proxy import (
+    EVENTS,
+    NAMESPACE,
+    Cluster,
+    Node,
+    answers,
+    begin,
+    cluster,
+    decodes,
+    disconnects,
+    error_of,
+    hangs,
+    says,
+    scenario,
+    streams_then,
+    until,
+    view,
+)
+
+# --- policies --------------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_prompts_with_a_common_beginning_go_to_one_prefill_node() -> None:
+    async with cluster(3, 1, policy="prefix_aware") as c:
+        for _ in range(4):
+            for conversation in range(3):
+                async with c.post({"prompt": [conversation + 1000] * 3000}) as response:
+                    assert response.status == 200
+        for node in c.prefill:
+            assert len({body["prompt"][0] for body in node.bodies}) == 1
+            assert len(node.bodies) == 4
+
+
+@scenario
+async def test_a_node_that_is_busy_with_a_long_prompt_gets_no_second_one() -> None:
+    async with cluster(2, 1, policy="least_loaded") as c:
+        c.prefill[0].default = hangs
+        long = asyncio.ensure_future(c.post({"prompt": [1] * 1000}).__aenter__())
+        await until(lambda: len(c.prefill[0].bodies) == 1, "the long one is under way")
+        for _ in range(3):
+            async with c.post({"prompt": [1]}) as response:
+                assert response.status == 200
+        assert len(c.prefill[1].bodies) == 3
+        async with c.get("/metrics") as response:
+            assert f'node_load{{hop="prefill",node="{c.prefill[0].url}"}} 1000.0' in await response.text()
+        long.cancel()
+        await asyncio.wait({long})
+
+
+# --- several models --------------------------------------------------------------------------------------------------
+
+
+def serving(c: Cluster, *models: str | None) -> View:
+    """The cluster's prefill and decode nodes, the first ones serving the first model, and so on."""
+    pairs = zip(c.prefill, c.decode, models, strict=True)
+    records = [
+        NodeRecord(name=f"{role}-{index}", role=role, address=node.url, model=model)
+        for index, (prefill, decode, model) in enumerate(pairs)
+        for role, node in (("prefill", prefill), ("decode", decode))
+    ]
+    return View(tuple(records))
+
+
+@scenario
+async def test_a_request_goes_to_nodes_of_its_model() -> None:
+    async with cluster(3, 3) as c:
+        c.proxy.update(serving(c, "a", "b", "b"))
+        for model in ("a", "b", "a", "b", "a"):
+            async with c.post({"model": model, "prompt": "x"}) as response:
+                assert response.status == 200
+        assert [len(node.bodies) for node in c.prefill] == [3, 1, 1]
+        assert [len(node.bodies) for node in c.decode] == [3, 1, 1]
+
+
+@scenario
+async def test_another_model_may_be_an_adapter_where_all_nodes_serve_one_and_is_refused_where_they_serve_several() -> (
+    None
+):
+    async with cluster(2, 2) as c:
+        for models, status in ((("a", "a"), 200), (("a", "b"), 404)):
+            c.proxy.update(serving(c, *models))
+            for body in ({"model": "adapter", "prompt": "x"}, {"prompt": "x"}):
+                async with c.post(body) as response:
+                    assert response.status == status
+        async with c.post({"model": "adapter", "prompt": "x"}) as response:
+            error = await error_of(response)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert error["message"] == "No node serves the model 'adapter'; there are: a, b"
+        assert [len(node.bodies) for node in c.decode] == [1, 1]
+
+
+@scenario
+async def test_a_model_whose_nodes_have_left_is_one_that_will_be_back() -> None:
+    async with cluster(2, 2) as c:
+        c.proxy.update(serving(c, "a", "b"))
+        async with c.post({"model": "a", "prompt": "x"}) as response:
+            assert response.status == 200
+        c.proxy.update(View(tuple(node for node in serving(c, "a", "b").nodes if node.model == "b")))
+        async with c.post({"model": "a", "prompt": "x"}) as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"]
+        assert [len(node.bodies) for node in (*c.prefill, *c.decode)] == [1, 0, 1, 0]
+
+
+@scenario
+async def test_a_node_that_does_not_tell_its_model_takes_every_request() -> None:
+    async with cluster(2, 2) as c:
+        c.proxy.update(serving(c, "a", None))
+        for _ in range(2):
+            async with c.post({"model": "a", "prompt": "x"}) as response:
+                assert response.status == 200
+        assert [len(node.bodies) for node in c.decode] == [1, 1]
+
+
+@scenario
+async def test_a_model_whose_nodes_are_all_down_is_asked_of_no_other() -> None:
+    async with cluster(2, 2) as c:
+        c.proxy.update(serving(c, "a", "b"))
+        c.decode[0].default = disconnects
+        async with c.post({"model": "a", "prompt": "x"}) as response:
+            assert response.status == 503
+        assert c.decode[1].bodies == []
+
+
+@scenario
+async def test_models_of_all_nodes_are_listed_but_those_of_which_none_answers() -> None:
+    async with cluster(3, 3) as c:
+        c.proxy.update(serving(c, "a", "b", "c"))
+        for node, default in zip(c.decode, ("a", "b", disconnects), strict=True):
+            listed = {"object": "list", "data": [{"id": default, "max_model_len": 9}]}
+            node.default = answers(200, listed) if isinstance(default, str) else default
+        async with c.get("/v1/models") as response:
+            assert response.status == 200
+            assert response.content_type == "application/json"
+            assert [entry["id"] for entry in (await response.json())["data"]] == ["a", "b"]
+        for default, status in ((answers(401), 401), (says(b"{}"), 503)):
+            for node in c.decode:
+                node.default = default
+            async with c.get("/v1/models") as response:
+                assert response.status == status
+
+
+# --- health ----------------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again() -> None:
+    async with cluster(2, 1, health_interval_s=0.02) as c:
+        sick, well = c.prefill
+        sick.health = answers(503)
+        await until(lambda: not c.proxy._pools["prefill"].health(time.monotonic())[sick.url], "noticed")
+        for _ in range(3):
+            async with c.post() as response:
+                assert response.status == 200
+        assert (len(sick.bodies), len(well.bodies)) == (0, 3)
+        sick.health = answers(404)  # it knows no such path, but it answers
+        await until(lambda: c.proxy._pools["prefill"].health(time.monotonic())[sick.url], "noticed")
+
+
+@scenario
+async def test_a_check_that_hangs_counts_as_failed() -> None:
+    async with cluster(1, 1, health_interval_s=0.02, health_timeout_s=0.05) as c:
+        c.decode[0].health = hangs
+        await until(lambda: not c.proxy._pools["decode"].health(time.monotonic())[c.decode[0].url], "noticed")
+        async with c.post() as response:
+            assert response.status == 200, "with nobody else, the checks are not believed"
+
+
+@scenario
+async def test_a_node_that_answers_errors_is_left_alone_for_a_while() -> None:
+    async with cluster(2, 1, breaker_failures=3) as c:
+        c.prefill[0].default = answers(500)
+        for _ in range(10):
+            async with c.post() as response:
+                assert response.status == 200
+        assert len(c.prefill[0].bodies) == 3
+
+
+@scenario
+async def test_refusals_are_never_counted_against_a_node() -> None:
+    async with cluster(1, 1, breaker_failures=1) as c:
+        c.prefill[0].default = answers(400, {"error": {}})
+        for _ in range(3):
+            async with c.post() as response:
+                assert response.status == 400
+        assert len(c.prefill[0].bodies) == 3
+
+
+@scenario
+async def test_nodes_that_never_share_a_hit_are_told_apart_in_health() -> None:
+    other = msgspec.structs.replace(NAMESPACE, chunk_size=512)
+    async with cluster(1, 1, health_interval_s=0.02) as c:
+        c.prefill[0].health = answers(200, NAMESPACE.described())
+        c.decode[0].health = answers(200, other.described())
+        told: dict[str, str] = {}
+        deadline = time.monotonic() + 5
+        while not told and time.monotonic() < deadline:
+            async with c.get("/health") as response:
+                told = (await response.json())["differences"]
+        assert told == {"prefill-0": "chunk_size 256 here, 512 on decode-0: these two never share a hit"}
+
+
+@scenario
+async def test_a_stale_view_is_told_and_goes_on_serving() -> None:
+    async with cluster() as c:
+        nodes = view([c.prefill[0].url], [c.decode[0].url]).nodes
+        c.proxy.update(View(nodes, stale_since=time.monotonic() - 60))
+        async with c.post() as response:
+            assert response.status == 200
+        async with c.get("/health") as response:
+            assert response.status == 200
+            assert (await response.json())["discovery_stale_s"] >= 60
+
+
+@scenario
+async def test_a_node_that_leaves_ends_nothing_that_it_has_begun() -> None:
+    async with cluster(1, 2) as c:
+        go = asyncio.Event()
+
+        async def waits(request: web.Request) -> web.StreamResponse:
+            response = await begin(request, EVENTS[0])
+            await go.wait()
+            await response.write(EVENTS[1])
+            return response
+
+        c.decode[0].default = waits
+        async with c.post({"prompt": "x", "stream": True}) as response:
+            await response.content.readexactly(len(EVENTS[0]))
+            c.proxy.update(view([c.prefill[0].url], [c.decode[1].url]))
+            async with c.post() as other:
+                assert other.status == 200
+            go.set()
+            assert await response.read() == EVENTS[1]
+        async with c.get("/metrics") as page:
+            assert c.decode[0].url not in await page.text()
+
+
+# --- shutdown --------------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_a_shutdown_lets_requests_end_and_refuses_new_ones() -> None:
+    async with cluster(0, 1, drain_s=10) as c:
+        go = asyncio.Event()
+
+        async def waits(request: web.Request) -> web.StreamResponse:
+            response = await begin(request, EVENTS[0])
+            await go.wait()
+            await response.write(EVENTS[1])
+            return response
+
+        c.decode[0].default = waits
+        async with c.post({"prompt": "x", "stream": True}) as response:
+            assert await response.content.readexactly(len(EVENTS[0])) == EVENTS[0]
+            draining = asyncio.ensure_future(c.proxy._drain(web.Application()))
+            await asyncio.sleep(0)
+            async with c.post() as refused:
+                assert refused.status == 503
+                assert "shutting down" in (await error_of(refused))["message"]
+            async with c.get("/health") as health:
+                assert health.status == 503
+            go.set()
+            assert await response.read() == EVENTS[1]
+        await draining
+
+
+@scenario
+async def test_a_shutdown_tells_those_that_do_not_end() -> None:
+    async with cluster(0, 2, drain_s=0.1) as c:
+        c.decode[0].default = streams_then(EVENTS[:1], hangs)
+        c.decode[1].default = hangs
+        async with c.post({"prompt": "x", "stream": True}) as streaming:
+            await streaming.content.readexactly(len(EVENTS[0]))
+            waiting = asyncio.ensure_future(c.post().__aenter__())
+            await until(lambda: len(c.decode[1].bodies) == 1, "both in flight")
+            await c.proxy._drain(web.Application())
+            assert json.loads((await streaming.read())[6:])["error"]["code"] == "overloaded"
+            response = await waiting
+            assert response.status == 503
+            response.close()
+
+
+RUN = """
+import sys
+from launch.proxy import run_proxy
+from pd_cache.config import ClusterConfig, DecodeNode, ProxyNode
+url = sys.argv[1].removeprefix("http://").split(":")
+node = ProxyNode(name="p", port=int(sys.argv[2]))
+nodes = (DecodeNode(name="d", host=url[0], port=int(url[1])), node)
+run_proxy(ClusterConfig(nodes=nodes), node, lambda url: print("ready", url, flush=True),
+          on_stop=lambda: print("leaves", flush=True))
+print("drained", flush=True)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@scenario
+async def test_run_proxy_serves_until_it_is_told_to_stop_and_ends_what_it_began(signum: signal.Signals) -> None:
+    node = Node(decodes)
+    await node.start()
+    go = asyncio.Event()
+
+    async def waits(request: web.Request) -> web.StreamResponse:
+        response = await begin(request, EVENTS[0])
+        await go.wait()
+        await response.write(EVENTS[1])
+        return response
+
+    node.default = waits
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", RUN, node.url, "0", stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stdout is not None
+    try:
+        url = (await asyncio.wait_for(process.stdout.readline(), 20)).decode().split()[1]
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url + "/v1/completions", json={"prompt": "x", "stream": True}) as response,
+        ):
+            await response.content.readexactly(len(EVENTS[0]))
+            process.send_signal(signum)
+            assert await asyncio.wait_for(process.stdout.readline(), 5) == b"leaves\n", "while it still serves"
+
+            async def closed() -> None:
+                while True:
+                    try:
+                        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+                    except ConnectionError:
+                        return
+                    writer.close()
+                    await asyncio.sleep(0.01)
+
+            await asyncio.wait_for(closed(), 5)
+            go.set()
+            assert await response.read() == EVENTS[1]
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert await process.stdout.read() == b"drained\n"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await node.stop()
+
+
+def test_run_proxy_on_a_port_that_is_taken_is_an_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        argv = [sys.executable, "-c", RUN, "http://127.0.0.1:1", str(taken.getsockname()[1])]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, timeout=20)
+    assert done.returncode == 1
+    assert b"OSError" in done.stderr
+    assert b"Task was destroyed" not in done.stderr

@@ -1,0 +1,259 @@
+"""A proxy before nodes that misbehave on purpose. All of them are real servers on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from launch.discovery import NodeRecord, View
+from launch.proxy import Proxy
+from launch.proxy.direct import DirectRule
+from pd_cache.config import ProxyConfig
+from pd_cache.tokens import Namespace
+
+NAMESPACE = Namespace(
+    model="tiny@1", kv_dtype="bfloat16", layout="heads8.block16.bytes256x2", layers=2, block_size=16, page_bytes=512,
+    chunk_size=256, shards=1, hash_mode="tokens",
+)  # fmt: skip
+PARAMS = {"do_remote_prefill": True, "stored": 512}
+EVENTS = [f'data: {{"choices": [{{"text": "{n}"}}]}}\n\n'.encode() for n in range(3)] + [b"data: [DONE]\n\n"]
+
+Behaviour = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def scenario(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test with a limit; at its end only its own task may be left."""
+
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        async def whole() -> None:
+            before = len(asyncio.all_tasks())
+            await test(*args, **kwargs)
+            await until(lambda: len(asyncio.all_tasks()) <= before, "all tasks ended")
+
+        asyncio.run(asyncio.wait_for(whole(), 30))
+
+    return run
+
+
+async def until(condition: Callable[[], bool], what: str, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        await asyncio.sleep(0.005)
+
+
+# --- nodes -----------------------------------------------------------------------------------------------------------
+
+
+class Node:
+    """A server whose next answers are scripted; after those it behaves as `default`."""
+
+    def __init__(self, default: Behaviour) -> None:
+        self.default = default
+        self.script: list[Behaviour] = []
+        self.health: Behaviour = answers(200, {})
+        self.tokenize: Behaviour = answers(404)
+        self.bodies: list[Any] = []
+        self.paths: list[str] = []
+        self.headers: list[Any] = []
+        self.peers: list[Any] = []
+        self.hung_up = 0
+        self.url = ""
+        self.server: TestServer | None = None
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_route("*", "/{path:.*}", self.handle)
+        self.server = TestServer(app)
+        await self.server.start_server()
+        self.url = str(self.server.make_url("")).rstrip("/")
+
+    async def stop(self) -> None:
+        assert self.server is not None
+        await self.server.close()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path in ("/health", "/tokenize"):
+            return await getattr(self, request.path[1:])(request)
+        self.headers.append(request.headers)
+        self.paths.append(request.path)
+        self.peers.append(request.transport.get_extra_info("peername"))
+        body = await request.read()
+        self.bodies.append(json.loads(body) if body else None)
+        behaviour = self.script.pop(0) if self.script else self.default
+        try:
+            return await behaviour(request)
+        except asyncio.CancelledError:
+            self.hung_up += 1
+            raise
+
+
+async def prefills(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"id": "p", "choices": [{"text": "?"}], "kv_transfer_params": PARAMS})
+
+
+async def decodes(request: web.Request) -> web.StreamResponse:
+    if request.method == "GET":
+        return web.json_response({"object": "list", "data": [{"id": "tiny"}]})
+    if not (await request.json()).get("stream"):
+        return web.json_response({"id": "d", "choices": [{"text": "hello"}]})
+    return await stream(request, EVENTS)
+
+
+async def stream(request: web.Request, chunks: list[bytes]) -> web.StreamResponse:
+    response = await begin(request, *chunks)
+    await response.write_eof()
+    return response
+
+
+async def begin(request: web.Request, *chunks: bytes, **headers: str) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **headers})
+    await response.prepare(request)
+    for chunk in chunks:
+        await response.write(chunk)
+        await asyncio.sleep(0)
+    return response
+
+
+def answers(status: int, body: object = None, **headers: str) -> Behaviour:
+    async def behaviour(request: web.Request) -> web.StreamResponse:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return web.json_response(body, status=status, headers=named)
+
+    return behaviour
+
+
+def says(body: bytes, status: int = 200) -> Behaviour:
+    async def behaviour(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=body, status=status)
+
+    return behaviour
+
+
+def abort(request: web.Request) -> None:
+    assert request.transport is not None
+    request.transport.abort()
+
+
+async def disconnects(request: web.Request) -> web.StreamResponse:
+    abort(request)
+    return web.Response()
+
+
+async def speaks_no_http(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
+    request.transport.close()
+    return web.Response()
+
+
+async def hangs(request: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def dies_after_headers(request: web.Request) -> web.StreamResponse:
+    response = await begin(request)
+    abort(request)
+    return response
+
+
+def streams_then(chunks: list[bytes], then: Behaviour | None) -> Behaviour:
+    async def behaviour(request: web.Request) -> web.StreamResponse:
+        response = await begin(request, *chunks)
+        if then is not None:
+            await asyncio.sleep(0.05)  # so that they have been read: an abort discards what has not
+            await then(request)
+        return response
+
+    return behaviour
+
+
+def unused_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Cluster:
+    def __init__(self, proxy: Proxy, url: str, prefill: list[Node], decode: list[Node]) -> None:
+        self.proxy, self.url, self.prefill, self.decode = proxy, url, prefill, decode
+        self.session: aiohttp.ClientSession
+
+    def post(self, body: object = None, **kwargs: Any) -> Any:
+        if "data" not in kwargs:
+            kwargs["json"] = body if body is not None else {"model": "tiny", "prompt": "Hi", "max_tokens": 5}
+        return self.session.post(self.url + "/v1/completions", **kwargs)
+
+    def get(self, path: str) -> Any:
+        return self.session.get(self.url + path)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.proxy.metrics.registry.get_sample_value(f"pd_cache_proxy_{name}", labels) or 0.0
+
+
+def view(prefill: Iterable[str] = (), decode: Iterable[str] = ()) -> View:
+    """What discovery says of nodes at these URLs."""
+    return View(
+        tuple(
+            NodeRecord(name=f"{role}-{index}", role=role, address=url)
+            for role, urls in (("prefill", prefill), ("decode", decode))
+            for index, url in enumerate(urls)
+        )
+    )
+
+
+@asynccontextmanager
+async def cluster(
+    prefill: int | list[str] = 1,
+    decode: int | list[str] = 1,
+    *,
+    drain_s: float = 0.2,
+    direct: DirectRule | None = None,
+    **config: Any,
+) -> AsyncIterator[Cluster]:
+    """So many nodes of each kind; a URL in their place is a node that is not ours."""
+    async with AsyncExitStack() as stack:
+        nodes: dict[str, list[Node]] = {"prefill": [], "decode": []}
+        urls: dict[str, list[str]] = {"prefill": [], "decode": []}
+        for hop, wanted, behaviour in (("prefill", prefill, prefills), ("decode", decode, decodes)):
+            for given in wanted if isinstance(wanted, list) else [""] * wanted:
+                if not given:
+                    node = Node(behaviour)
+                    await node.start()
+                    stack.push_async_callback(node.stop)
+                    nodes[hop].append(node)
+                urls[hop].append(given or node.url)
+        # checks of health get in the way of scripts; their own tests ask for them
+        settings = ProxyConfig(**{"policy": "round_robin", "health_interval_s": 3600, "drain_s": drain_s, **config})
+        proxy = Proxy(settings, direct)
+        proxy.update(view(**urls))
+        server = TestServer(proxy.app())
+        await server.start_server()
+        stack.push_async_callback(server.close)
+        running = Cluster(proxy, str(server.make_url("")).rstrip("/"), nodes["prefill"], nodes["decode"])
+        running.session = await stack.enter_async_context(aiohttp.ClientSession())
+        yield running
+        await until(lambda: not proxy._running, "no request left in the proxy")
+
+
+async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    """The error object, after a look at its shape."""
+    body = await response.json()
+    assert response.content_type == "application/json"
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert "Traceback" not in body["error"]["message"]
+    assert response.headers["X-Request-Id"]
+    return dict(body["error"])
