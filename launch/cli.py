@@ -183,7 +183,7 @@ def config_check(file: Path, file_only: bool) -> None:
     click.echo(f"{file}: ok: {_summary(config)}")
 
 
-@main.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+@main.command(context_settings={"allow_interspersed_args": False})  # what follows the name is the bench's own
 @click.argument(
     "name",
     type=click.Choice(

@@ -232,3 +232,6 @@ def test_bench_passes_its_arguments_on() -> None:
     assert done.returncode == 0
     assert "--rounds" in done.stdout
     assert refused("bench", "nothing")
+    assert "each bench has a --help of its own" in " ".join(
+        CliRunner().invoke(main, ["bench", "--help"]).output.split()
+    )
