@@ -182,7 +182,7 @@ class LocalDiskBackend(StorageBackend):
         if self._state != "on":
             return self._refusal()
         call = self._writes.submit(functools.partial(self._note, key, value), time.monotonic() + _PATIENCE_S)
-        return Status.OVERLOADED if call is None else Status.OK
+        return self._rejection() if call is None else Status.OK
 
     def close(self) -> None:
         with self._changed:
@@ -202,6 +202,10 @@ class LocalDiskBackend(StorageBackend):
             self.folder.close()
         else:
             log.warning("tier %s: the disk outlived close(); its folder stays taken", self._metrics.tier)
+
+    def _rejection(self) -> Status:
+        """Why no thread took a call: they are closed, or have too much to do."""
+        return Status.CLOSED if self._state == "closed" else Status.OVERLOADED
 
     # --- writing -------------------------------------------------------------------------------------------------
 
@@ -225,7 +229,7 @@ class LocalDiskBackend(StorageBackend):
                         functools.partial(self._write, write), deadline, functools.partial(self._ended, write)
                     )
                     self._metrics.evicted(len(evicted))
-                    return write.call or Status.OVERLOADED
+                    return write.call or self._rejection()
             self._unlink(evicted)
             self._metrics.evicted(len(evicted))
             if room is Room.PRESENT:
@@ -325,7 +329,7 @@ class LocalDiskBackend(StorageBackend):
             self._unpin(entry)
 
         call = self._reads.submit(functools.partial(self._read, key, entry, target), time.monotonic() + seconds, let_go)
-        return _Read(call, staged, "" if call is not None else Status.OVERLOADED.value, seconds)
+        return _Read(call, staged, "" if call is not None else self._rejection().value, seconds)
 
     def _read(self, key: str, entry: Entry[str], target: StagedObject) -> str:
         """On a reading thread: read and check; what is wrong, if anything is."""
