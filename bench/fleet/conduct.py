@@ -62,7 +62,7 @@ def _take_part(
             why = ""
             try:
                 serve(site(place), connection)
-            except Exception as error:
+            except Exception as error:  # whatever it was: the coordinator is told why, and it goes on to the caller
                 why = str(error)
                 raise
             finally:
@@ -81,7 +81,7 @@ def _take_part(
             result = lead(Fleet(own, members, door.changed))
             why = ""
             return result
-        except Exception as error:
+        except Exception as error:  # whatever it was: everybody is told why, and it goes on to the caller
             why = str(error)
             raise
         finally:

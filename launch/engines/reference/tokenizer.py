@@ -92,8 +92,7 @@ class FolderTokenizer(Tokenizer):
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:
-            # What tokenizers raises for bad files has no common root.
+        except Exception as error:  # what tokenizers raises for bad files has no common root
             raise UnsupportedModelError(
                 f"the tokenizer in {folder} cannot be read: {type(error).__name__}: {error}"
             ) from error

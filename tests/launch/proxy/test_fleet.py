@@ -20,6 +20,7 @@ from tests.support.pool import ROOT
 from tests.support.proxy import (
     EVENTS,
     NAMESPACE,
+    Behaviour,
     Cluster,
     Node,
     answers,
@@ -35,6 +36,19 @@ from tests.support.proxy import (
     until,
     view,
 )
+
+
+def pauses(go: asyncio.Event) -> Behaviour:
+    """Streams one event, and another one when told to."""
+
+    async def behaviour(request: web.Request) -> web.StreamResponse:
+        response = await begin(request, EVENTS[0])
+        await go.wait()
+        await response.write(EVENTS[1])
+        return response
+
+    return behaviour
+
 
 # --- policies --------------------------------------------------------------------------------------------------------
 
@@ -236,14 +250,7 @@ async def test_a_stale_view_is_told_and_goes_on_serving() -> None:
 async def test_a_node_that_leaves_ends_nothing_that_it_has_begun() -> None:
     async with cluster(1, 2) as c:
         go = asyncio.Event()
-
-        async def waits(request: web.Request) -> web.StreamResponse:
-            response = await begin(request, EVENTS[0])
-            await go.wait()
-            await response.write(EVENTS[1])
-            return response
-
-        c.decode[0].default = waits
+        c.decode[0].default = pauses(go)
         async with c.post({"prompt": "x", "stream": True}) as response:
             await response.content.readexactly(len(EVENTS[0]))
             c.proxy.update(view([c.prefill[0].url], [c.decode[1].url]))
@@ -262,14 +269,7 @@ async def test_a_node_that_leaves_ends_nothing_that_it_has_begun() -> None:
 async def test_a_shutdown_lets_requests_end_and_refuses_new_ones() -> None:
     async with cluster(0, 1, drain_s=10) as c:
         go = asyncio.Event()
-
-        async def waits(request: web.Request) -> web.StreamResponse:
-            response = await begin(request, EVENTS[0])
-            await go.wait()
-            await response.write(EVENTS[1])
-            return response
-
-        c.decode[0].default = waits
+        c.decode[0].default = pauses(go)
         async with c.post({"prompt": "x", "stream": True}) as response:
             assert await response.content.readexactly(len(EVENTS[0])) == EVENTS[0]
             draining = asyncio.ensure_future(c.proxy._drain(web.Application()))
