@@ -121,7 +121,8 @@ class CacheEngine:
 
         tokens: n ids, or `hashes`: one per block, n = blocks * block_size. mask: bool [n], `FFFTTT`, the False prefix a
         whole number of chunks that need no storing. kv_caches: the engine's tensors, one a layer. slot_mapping: int
-        [n], `block * block_size + offset` of each token. timeout (s) bounds each transfer.
+        [n], `block * block_size + offset` of each token. timeout (s) bounds the whole; without it each transfer has the
+        configured one.
 
         What the pool refuses is counted, not raised. ValueError for arguments that do not fit, before anything moved.
         """

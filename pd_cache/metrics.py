@@ -58,6 +58,11 @@ class TierMetrics:
             self._owner._tier_dropped.labels(self.tier, reason).inc(chunks)
             self._owner.say(f"tier {self.tier}", reason, chunks, "", "writes dropped")
 
+    def healed(self) -> None:
+        """A damaged object that was removed, so that it is written again."""
+        self._owner._tier_healed.labels(self.tier).inc()
+        self._owner.say(f"tier {self.tier}", "damaged", 1, "", "objects removed, to be stored again")
+
     def ignored(self, kind: str, files: int) -> None:
         """Files that were found at start and are not whole objects of ours."""
         if files:
@@ -113,6 +118,7 @@ class CacheMetrics:
         )
         self._tier_bytes = Gauge("pd_cache_tier_bytes", "Bytes held, by tier", tier, registry=registry)
         self._tier_evictions = Counter("pd_cache_tier_evictions", "Chunks evicted", tier, registry=registry)
+        self._tier_healed = Counter("pd_cache_tier_healed", "Damaged objects removed, by tier", tier, registry=registry)
         self._tier_dropped = Counter(
             "pd_cache_tier_dropped_writes",
             "Chunks not written to a tier, by reason",

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,22 @@ class Stored(enum.IntEnum):
         """Of a chunk of several parts: new if a part is, and all are there."""
         known = list(parts)
         return Stored.NOT if Stored.NOT in known else max(known)
+
+
+class Deadline:
+    """When an operation has to end: `timeout` seconds from now, or never."""
+
+    def __init__(self, timeout: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._end = None if timeout is None else clock() + timeout
+
+    def left(self) -> float | None:
+        """The seconds until then, at least 0; None where there is no deadline."""
+        return None if self._end is None else max(0.0, self._end - self._clock())
+
+    @property
+    def passed(self) -> bool:
+        return self._end is not None and self._clock() > self._end
 
 
 class ChunkRun(NamedTuple):
@@ -76,30 +93,34 @@ class ChunkMover:
         self._closed = False
         self._active = 0
         self._idle = threading.Condition()
+        self._process = os.getpid()
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        """True in a forked child, too: none of the threads that move chunks runs there."""
+        return self._closed or os.getpid() != self._process
 
     def store(self, run: ChunkRun, timeout: float | None = None) -> list[Stored]:
-        """Store the objects that the backend lacks; what became of each. `timeout` (s) bounds each transfer."""
+        """Store the objects that the backend lacks; what became of each. `timeout` (s) bounds the whole; without it, each
+        transfer has the configured one."""
+        deadline = Deadline(timeout)
         outcomes = [Stored.NOT] * len(run.keys)
         self.metrics.tokens("store", "requested", self._tokens(run, len(run.keys)))
         with self._moving() as may_move, self.metrics.timed("store"):
             if not run.keys or not may_move:
                 return outcomes
-            statuses = self.backend.batched_wants(run.keys, timeout=timeout)
+            statuses = self.backend.batched_wants(run.keys, timeout=deadline.left())
             self.metrics.outages("store", statuses)
             missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
             for index, status in enumerate(statuses):
                 if status is Status.OK:
                     outcomes[index] = Stored.BEFORE
-            for index, status in zip(missing, self._put(run, missing, timeout), strict=False):
+            for index, status in zip(missing, self._put(run, missing, deadline), strict=False):
                 if status is Status.OK:
                     outcomes[index] = Stored.NEW
             stored = outcomes.count(Stored.NEW)
             if stored:
-                self._annotate(timeout)
+                self._annotate(deadline)
         self.metrics.moved("store", stored * self.backend.payload_bytes)
         self.metrics.tokens("store", "stored", self._tokens(run, stored))
         return outcomes
@@ -118,6 +139,8 @@ class ChunkMover:
 
     def close(self, timeout: float) -> bool:
         """Begin nothing more, and wait up to `timeout` seconds for what moves. False if it was closed before."""
+        if self.closed:  # in a forked child, a thread that is not here may hold the lock
+            return False
         with self._idle:
             if self._closed:
                 return False
@@ -135,50 +158,56 @@ class ChunkMover:
     @contextlib.contextmanager
     def _moving(self) -> Iterator[bool]:
         """Keep `close` waiting while bytes move; False where it is closed already."""
-        with self._idle:
-            may_move = not self._closed
-            self._active += may_move
+        moves = False
         try:
-            yield may_move
+            if not self.closed:
+                with self._idle:
+                    if not self._closed:
+                        self._active += 1
+                        moves = True
+            yield moves
         finally:
-            with self._idle:
-                self._active -= may_move
-                self._idle.notify_all()
+            if moves:
+                with self._idle:
+                    self._active -= 1
+                    self._idle.notify_all()
 
-    def _put(self, run: ChunkRun, missing: list[int], timeout: float | None) -> list[Status]:
+    def _put(self, run: ChunkRun, missing: list[int], deadline: Deadline) -> list[Status]:
         """One status for each of the `missing`, in order; fewer where there was no memory for the last ones."""
         outcomes: list[PutOutcome] = []
         done = 0
         while done < len(missing):
             # one chunk first: it is on its way while the others are gathered
             indices = missing[done : done + (self.backend.batch_size if done else 1)]
-            staged = self._gather(run, indices, timeout)
+            staged = self._gather(run, indices, deadline)
             if not staged:
                 self.metrics.trouble("store", "no_staging", len(missing) - done)
                 break
             keys = [run.keys[index] for index in indices[: len(staged)]]
-            outcomes.append(self.backend.batched_put(keys, staged, timeout=timeout))
+            outcomes.append(self.backend.batched_put(keys, staged, timeout=deadline.left()))
             done += len(staged)
         statuses = [status for outcome in outcomes for status in outcome.results()]
         self.metrics.outages("store", statuses)
         return statuses
 
-    def _gather(self, run: ChunkRun, indices: list[int], timeout: float | None) -> list[Staged]:
+    def _gather(self, run: ChunkRun, indices: list[int], deadline: Deadline) -> list[Staged]:
         """Stage objects of `indices`, from the first, as far as there is memory; none only if none came free in time.
 
-        Only the first waits for memory: two stores that hold some can never wait for each other.
+        Only the first waits for memory: two stores that hold some can never wait for each other. Each is sealed as soon as
+        its bytes are there, so that nothing that happens to the memory afterwards could pass for them.
         """
         staged: list[Staged] = []
         copies: list[Completion] = []
         try:
             for index in indices:
-                memory = self.backend.stage(timeout=0.0 if staged else timeout)
+                memory = self.backend.stage(timeout=0.0 if staged else deadline.left())
                 if memory is None:
                     break
                 staged.append(memory)
                 copies.append(run.gather(index, torch.frombuffer(memory.payload, dtype=torch.uint8)))
-            for copy in copies:
+            for index, copy, memory in zip(indices, copies, staged, strict=False):
                 copy.wait()
+                memory.seal(run.keys[index])
         except BaseException:
             for copy in copies:  # the memory may still be written to
                 copy.wait()
@@ -190,13 +219,13 @@ class ChunkMover:
     def _get(self, run: ChunkRun, timeout: float | None) -> int:
         """Scatter objects in order until the first that is missing; how many were loaded."""
         loaded = 0
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline(timeout)
         with contextlib.closing(self.backend.batched_get(run.keys, timeout=timeout)) as fetches:
             for index, fetched in zip(range(len(run.keys)), fetches, strict=True):
                 try:
                     if self._closed:
                         break
-                    if deadline is not None and time.monotonic() > deadline:
+                    if deadline.passed:
                         self.metrics.trouble("retrieve", "deadline", len(run.keys) - loaded)
                         break
                     if fetched.payload is None:
@@ -210,8 +239,8 @@ class ChunkMover:
                     fetched.release()
         return loaded
 
-    def _annotate(self, timeout: float | None) -> None:
+    def _annotate(self, deadline: Deadline) -> None:
         """Leave the namespace's manifest beside its chunks, once."""
         if not self._annotated:
             key, manifest = self._database.manifest_key, self._database.namespace.manifest()
-            self._annotated = self.backend.annotate(key, manifest, timeout=timeout) is Status.OK
+            self._annotated = self.backend.annotate(key, manifest, timeout=deadline.left()) is Status.OK

@@ -1,8 +1,13 @@
 """Blocking calls on a bounded set of threads, waited for with a deadline.
 
 A call into Mooncake cannot be cancelled. The caller therefore waits on its own clock, and what the call was given
-(staging slots) is let go of by `on_end`, which runs exactly once, when nothing can touch it any more: after the call
-returned, or at once if it never started.
+(staging slots) is let go of by `on_end`, which runs exactly once, when nothing can touch it any more:
+
+1. after the call returned, if a thread has taken it up;
+2. at once, if it could not be queued;
+3. as soon as its deadline has passed, or nobody waits for it any more (`abandon`), if it is still queued then.
+
+Whether a call is taken up or let go of is decided by one lock that only one side gets.
 """
 
 from __future__ import annotations
@@ -28,13 +33,18 @@ def _nothing() -> None:
 class Call(Generic[T]):
     """One call under way. The lock is held until the outcome is there: the cheapest way for one thread to wait."""
 
-    __slots__ = ("_done", "_error", "_function", "_on_end", "_thread", "_value", "deadline")
+    __slots__ = ("_done", "_error", "_function", "_on_end", "_taken", "_thread", "_threads", "_value", "deadline")
 
-    def __init__(self, function: Callable[[], T], deadline: float, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, threads: CallThreads, function: Callable[[], T], deadline: float, on_end: Callable[[], None]
+    ) -> None:
+        self._threads = threads
         self._function: Callable[[], T] | None = function
         self._on_end = on_end
         self._value: T | None = None
         self._error: BaseException | None = None
+        self._taken = threading.Lock()
+        """Held from the moment when it is decided what becomes of the call."""
         self._done = threading.Lock()
         self._done.acquire()
         self._thread: Yielding | None = None
@@ -51,13 +61,23 @@ class Call(Generic[T]):
             if self._thread is not None:
                 self._thread.hurry()
             if time.monotonic() >= self.deadline:
+                self.abandon()
                 return otherwise
+            if self._thread is None:
+                self._threads.relieve()
         self._done.release()  # so that a second look finds it, too
         if self._error is not None:
             raise self._error
         return otherwise if self._value is None else self._value
 
+    def abandon(self) -> None:
+        """Nobody waits for it any more: a call that is still queued lets go of what it was given. Idempotent."""
+        if self._taken.acquire(blocking=False):
+            self._threads._forget()
+            self._drop()
+
     def _run(self, thread: Yielding) -> None:
+        """On a thread that holds `_taken`."""
         function, self._function = self._function, None
         assert function is not None
         try:
@@ -78,33 +98,48 @@ class Call(Generic[T]):
 
 
 class CallThreads:
-    """`count` daemon threads that run calls in the order of submission; at most `limit` are queued or running."""
+    """`count` daemon threads that run calls in the order of submission; at most `limit` are queued or running.
 
-    def __init__(self, name: str, count: int, *, yields: bool = False, limit: int = 256) -> None:
+    A thread whose call has outlived its deadline is *late*. Up to `spare` further threads take the place of late ones, so
+    that a peer that hangs does not hold up calls to others; they end when the late calls do.
+    """
+
+    def __init__(self, name: str, count: int, *, yields: bool = False, limit: int = 256, spare: int = 0) -> None:
         """`yields` is for calls that spin: see `transfer.yielding`."""
         self._queue: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
+        self._name = name
+        self._count = count
+        self._spare = spare
+        self._yields = yields
         self._limit = limit
         self._lock = threading.Lock()
         self._running: dict[int, float] = {}
+        """The deadline of each thread's call, by thread."""
         self._pending = 0
+        """Calls that are queued or running."""
+        self._forgotten = 0
+        """Calls that lie in the queue although they were let go of."""
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._work, args=(yields,), name=f"{name}-{index}", daemon=True)
-            for index in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._started = 0
+        self._threads: list[threading.Thread] = []
+        with self._lock:
+            for _ in range(count):
+                self._start_thread()
 
     def submit(
         self, function: Callable[[], T], deadline: float, on_end: Callable[[], None] = _nothing
     ) -> Call[T] | None:
-        """Queue a call. None, with `on_end` already run, if it could not start in time: every thread is held by a
-        call that has outlived its deadline, or `limit` calls are ahead."""
-        call = Call(function, deadline, on_end)
+        """Queue a call. None, with `on_end` already run, if it could not start in time: every thread, spare ones too, is
+        late, or `limit` calls are ahead."""
+        call = Call(self, function, deadline, on_end)
         with self._lock:
-            now = time.monotonic()
-            stuck = len(self._running) == len(self._threads) and all(end < now for end in self._running.values())
-            accepted = not self._closed and not stuck and self._pending < self._limit
+            self._relieve()
+            accepted = (
+                not self._closed
+                and self._late() < len(self._threads)
+                and self._pending < self._limit
+                and self._forgotten < self._limit
+            )
             if accepted:
                 self._pending += 1
                 self._queue.put(call)  # type: ignore[arg-type]  # the queue does not care what the call returns
@@ -113,22 +148,62 @@ class CallThreads:
             return None
         return call
 
+    def relieve(self) -> None:
+        """Start a spare thread if calls are queued behind threads that are late."""
+        with self._lock:
+            self._relieve()
+
     def close(self, timeout: float) -> bool:
         """Refuse new calls and wait for those accepted. False if some still run after `timeout` seconds."""
         with self._lock:
             first, self._closed = not self._closed, True
+            threads = list(self._threads)
             if first:
-                for _ in self._threads:
+                for _ in threads:
                     self._queue.put(None)
         end = time.monotonic() + timeout
-        for thread in self._threads:
+        for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in threads)
 
-    def _work(self, yields: bool) -> None:
-        priority = Yielding(yields)
+    def _forget(self) -> None:
+        """A queued call was let go of."""
+        with self._lock:
+            self._pending -= 1
+            self._forgotten += 1
+
+    # --- with the lock held ---------------------------------------------------------------------------------------
+
+    def _late(self) -> int:
+        now = time.monotonic()
+        return sum(end < now for end in self._running.values())
+
+    def _relieve(self) -> None:
+        if self._closed or len(self._running) < len(self._threads):
+            return
+        if self._late() > len(self._threads) - self._count and len(self._threads) < self._count + self._spare:
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        self._started += 1
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{self._started}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _is_superfluous(self) -> bool:
+        """Whether the calling thread, which just ended a call, can go: the late calls have ended."""
+        return not self._closed and len(self._threads) > self._count + self._late()
+
+    # --- on the threads -------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        priority = Yielding(self._yields)
         me = threading.get_ident()
         while (call := self._queue.get()) is not None:
+            if not call._taken.acquire(blocking=False):
+                with self._lock:
+                    self._forgotten -= 1
+                continue
             with self._lock:
                 self._running[me] = call.deadline
             try:
@@ -137,3 +212,8 @@ class CallThreads:
                 with self._lock:
                     del self._running[me]
                     self._pending -= 1
+                    if superfluous := self._is_superfluous():
+                        self._threads.remove(threading.current_thread())
+            del call
+            if superfluous:
+                return

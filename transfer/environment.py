@@ -22,15 +22,20 @@ def split_master(master: str) -> tuple[str, str | None]:
     return f"etcd://{endpoints}", name or None
 
 
+def stall_seconds(settings: TransferSettings) -> int:
+    """How long a transfer over TCP may stand still before Mooncake fails it."""
+    return max(1, min(10, max(settings.timeouts.get_ms, settings.timeouts.put_ms) // 3000))
+
+
 def client_variables(settings: TransferSettings, election: str | None = None) -> dict[str, str]:
     """What `prepare` sets, by name."""
     slowest = max(settings.timeouts.get_ms, settings.timeouts.put_ms)
-    stall_seconds = str(max(1, min(30, slowest // 3000)))
+    stall = str(stall_seconds(settings))
     return {
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # 20 by default: 90 s in setup() while the master is away
         "MC_RPC_TIMEOUT_MS": str(max(1000, settings.timeouts.exist_ms)),  # 30 s for a master that is stopped
-        "MC_TCP_PROGRESS_TIMEOUT_SEC": stall_seconds,
-        "MC_TCP_STATUS_TIMEOUT_SEC": stall_seconds,
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": stall,
+        "MC_TCP_STATUS_TIMEOUT_SEC": stall,
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384",
         "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "16384",
         # of a TransferEngine used directly; the store does not read it

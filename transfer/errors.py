@@ -91,6 +91,7 @@ _BY_CODE = {
     -801: Status.CHECKSUM,
     -900: Status.POOL_DOWN,
     -901: Status.POOL_DOWN,
+    -9001: Status.TIMEOUT,  # our own: `transfer.bulk.LATE`
 }
 
 _BY_RANGE = (

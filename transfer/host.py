@@ -178,6 +178,13 @@ class HostClient:
         """Nothing: a dummy client cannot be told where bytes lie."""
         return []
 
+    def lose(self, why: str) -> None:
+        """End the connection: a transfer of it may still write to the memory that is shared over it."""
+        with self._lock:
+            connection = self._now
+        if connection is not None:
+            self._lose(connection, why)
+
     # --- inside --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager

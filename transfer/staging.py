@@ -1,8 +1,9 @@
 """Registered buffers between the paged cache and the network, leased and given back.
 
-A slot is reference counted: whoever fills or reads it holds one reference, and so does every call in flight that
-Mooncake was given its address for. A caller whose deadline passes lets go of its own reference at once; the slot is
-*quarantined* by the call's reference until the call really returns, and is never handed out before.
+A slot is reference counted: its holder has one reference, and so has every call in flight that Mooncake was given its
+address for. A caller whose deadline passes lets go of its own reference at once; the slot is *quarantined* by the call's
+reference until the call returns, and is never handed out before. Where a call returned and its transfer may go on all the
+same, the slot is *forfeited*: its memory is never handed out again.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from transfer.errors import TransferError
 
@@ -22,6 +24,7 @@ log = logging.getLogger(__name__)
 _PAGE = 4096
 _NO_MEMORY = -600
 """The return code that stands for shared memory which could not be had."""
+_MADV_DONTNEED = 4
 _MADV_REMOVE = 9
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later; older kernels answer EINVAL
@@ -57,22 +60,31 @@ class Registrar(Protocol):
     def alloc_from_mem_pool(self, size: int) -> int: ...
 
 
+class _Place(NamedTuple):
+    """Where a slot lies: `pages` are whole pages that begin at `address`."""
+
+    address: int
+    pages: memoryview
+
+
 class Slot:
     """A leased piece of staging memory of `size` bytes at `address`; `view` is the same bytes, writable.
 
-    `pages` are the whole pages that begin with them.
+    `pages` are the whole pages that begin with them. A slot that is forgotten without `release`, as by an exception in the
+    middle of its holder, goes back to its pool when nothing refers to it any more; calls in flight do refer to it.
     """
 
-    __slots__ = ("_pool", "_references", "address", "index", "pages", "size", "view")
+    __slots__ = ("_place", "_pool", "_references", "address", "pages", "size", "view")
 
-    def __init__(self, pool: StagingPool, index: int, address: int, pages: memoryview, size: int) -> None:
+    def __init__(self, pool: StagingPool, place: _Place) -> None:
+        """With one reference."""
         self._pool = pool
-        self._references = 0
-        self.index = index
-        self.address = address
-        self.pages = pages
-        self.view = pages[:size]
-        self.size = size
+        self._place = place
+        self._references = 1
+        self.address = place.address
+        self.pages = place.pages
+        self.view = place.pages[: pool.slot_bytes]
+        self.size = pool.slot_bytes
 
     def retain(self) -> None:
         """Take one more reference; the caller must hold one already."""
@@ -82,55 +94,81 @@ class Slot:
         """Let go of one reference; the last one gives the slot back to its pool."""
         self._pool._release(self)
 
+    def __del__(self) -> None:
+        # may run on any thread at any moment, with locks held: it takes none
+        if self._references > 0:
+            self._pool._strays.append(self._place)
+
 
 class StagingPool:
-    """`size // slot_bytes` equal slots in one region of memory, at most that many leased at a time."""
+    """`size // slot_bytes` equal slots of memory, at most that many leased at a time."""
 
-    def __init__(self, size: int, slot_bytes: int, *, prefaulted: bool = True, pin: Pin | None = None) -> None:
-        """Map `size` bytes. ValueError where not even one slot fits."""
-        self._lay_out(size, slot_bytes, pin)
-        self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        if prefaulted and (seconds := prefault(address, self.nbytes)) is not None:
-            log.info("staging: %d slots of %d bytes prefaulted in %.3f s", self.slots, slot_bytes, seconds)
-        self._populate(address, memoryview(self._map))
+    def __init__(
+        self, size: int, slot_bytes: int, *, prefaulted: bool = True, pin: Pin | None = None, headroom: int = 0
+    ) -> None:
+        """Map `size` bytes. `headroom`: slots that a lease which does not wait leaves to those that do.
+
+        ValueError where not even one slot fits.
+        """
+        self._lay_out(size, slot_bytes, pin, headroom)
+        self._prefaulted = prefaulted
+        self._populate(*self._map(self.slots))
 
     @staticmethod
     def stride_of(slot_bytes: int) -> int:
         """Bytes from one slot to the next: whole pages, so that direct I/O may use them."""
         return -(-slot_bytes // _PAGE) * _PAGE
 
-    def _lay_out(self, size: int, slot_bytes: int, pin: Pin | None) -> None:
+    def _lay_out(self, size: int, slot_bytes: int, pin: Pin | None, headroom: int) -> None:
         stride = self.stride_of(slot_bytes)
         count = size // stride
         if slot_bytes <= 0 or count < 1:
             raise ValueError(f"it holds no slot of {slot_bytes} bytes; make it at least {stride}")
         self.slot_bytes = slot_bytes
         self.slots = count
+        """How many there are, leased or free."""
+        self.headroom = min(headroom, count - 1)
         self.nbytes = count * stride
         self.address = 0
+        self.forfeited_bytes = 0
+        """Memory that was given up because a transfer may still write to it."""
         self._pin = pin
         self._unpins: list[Callable[[], None]] = []
-        self._slots: list[Slot] = []
-        self._free: list[Slot] = []
+        self._free: list[_Place] = []
+        self._leased: set[int] = set()
+        """Addresses of what is leased or quarantined, and will come back."""
+        self._strays: deque[_Place] = deque()
+        """Places of slots that were forgotten; collected when somebody looks for a free one."""
         self._changed = threading.Condition()
         self._closed = False
 
+    def _map(self, count: int) -> tuple[int, memoryview]:
+        """New memory for `count` slots: its address, and the memory itself."""
+        nbytes = count * self.stride_of(self.slot_bytes)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        if self._prefaulted and (seconds := prefault(address, nbytes)) is not None:
+            log.info("staging: %d slots of %d bytes prefaulted in %.3f s", count, self.slot_bytes, seconds)
+        return address, memoryview(memory)
+
     def _populate(self, address: int, memory: memoryview) -> None:
         """Cut `memory`, which lies at `address`, into slots, and lease from these from now on."""
-        stride = self.nbytes // self.slots
-        if self._pin is not None:
-            self._unpins.append(self._pin(address, self.nbytes))
-        slots = [
-            Slot(self, index, address + index * stride, memory[index * stride : (index + 1) * stride], self.slot_bytes)
-            for index in range(self.slots)
-        ]
+        places = self._places(address, memory)
         with self._changed:
             self.address = address
-            self._slots = slots
             # last in, first out: a slot that was just used is still in the processor's cache
-            self._free = list(reversed(slots))
+            self._free = list(reversed(places))
+            self._leased = set()
             self._changed.notify_all()
+
+    def _places(self, address: int, memory: memoryview) -> list[_Place]:
+        if self._pin is not None:
+            self._unpins.append(self._pin(address, len(memory)))
+        stride = self.stride_of(self.slot_bytes)
+        return [
+            _Place(address + start, memory[start : start + stride])
+            for start in range(0, len(memory) - stride + 1, stride)
+        ]
 
     def register_with(self, client: Registrar) -> int:
         """Make the memory known to a Mooncake client; its return code."""
@@ -147,38 +185,68 @@ class StagingPool:
     def in_use(self) -> int:
         """Slots that are leased or quarantined."""
         with self._changed:
-            return len(self._slots) - len(self._free)
+            self._collect()
+            return len(self._leased)
 
     def lease(self, deadline: float) -> Slot | None:
         """A slot with one reference, waiting for one until `deadline` (of `time.monotonic()`); None if none came.
 
-        None at once while there is no memory (`SharedStagingPool`).
+        One whose deadline has passed does not wait, and leaves the last `headroom` slots to those that do: what reads ahead
+        can never take all there is. None at once while there is no memory (`SharedStagingPool`).
         """
+        headroom = self.headroom if deadline <= time.monotonic() else 0
         with self._changed:
-            while not self._free:
+            self._collect()
+            while len(self._free) <= headroom:
                 remaining = deadline - time.monotonic()
-                if self._closed or not self._slots or remaining <= 0:
+                if self._closed or not self._has_memory or remaining <= 0:
                     return None
-                self._changed.wait(remaining)
+                self._changed.wait(min(remaining, _STRAYS_S))
+                self._collect()
             if self._closed:
                 return None
-            slot = self._free.pop()
-            slot._references = 1
-            return slot
+            place = self._free.pop()
+            self._leased.add(place.address)
+            return Slot(self, place)
 
     def try_lease(self) -> Slot | None:
-        """A slot if one is free now."""
+        """A slot if one is free now, beyond the headroom."""
         return self.lease(0.0)
 
-    def check_integrity(self) -> None:
-        """Assert that every slot is either free without references or leased with some (for tests)."""
+    def forfeit(self, slots: Sequence[Slot], client: Registrar) -> None:
+        """Never hand out the memory of these leased slots again: a transfer that was given up may still use it.
+
+        Other memory takes its place, as long as what was given up is less than `_FORFEITS` times all of it; after that the
+        pool shrinks. What lies in the slots stays valid until they are released.
+        """
         with self._changed:
-            free = {slot.index for slot in self._free}
+            addresses = {slot.address for slot in slots} & self._leased
+            self._leased -= addresses
+            count = len(addresses)
+            self.forfeited_bytes += count * self.stride_of(self.slot_bytes)
+            _forfeited.extend(slot.pages for slot in slots if slot.address in addresses)
+            self.slots -= count
+            replace = bool(count) and self.forfeited_bytes <= _FORFEITS * self.nbytes
+        if not replace:
+            return
+        address, memory = self._map(count)
+        if (code := client.register_buffer(address, len(memory))) != 0:
+            log.error("staging: %d slots are lost, Mooncake refused other memory for them (%d)", count, code)
+            return
+        places = self._places(address, memory)
+        with self._changed:
+            self.slots += count
+            self._free.extend(places)
+            self._changed.notify_all()
+
+    def check_integrity(self) -> None:
+        """Assert that every slot is either free or leased, and none is both (for tests)."""
+        with self._changed:
+            self._collect()
+            free = {place.address for place in self._free}
             assert len(free) == len(self._free), "a slot is free twice"
-            for slot in self._slots:
-                assert (slot._references == 0) == (slot.index in free), (
-                    f"slot {slot.index}: {slot._references} references"
-                )
+            assert not free & self._leased, "a leased slot is free"
+            assert len(free) + len(self._leased) == (self.slots if self._has_memory else 0), "a slot is lost"
 
     def close(self) -> None:
         """Refuse further leases. The memory itself lives until nothing refers to it."""
@@ -190,24 +258,45 @@ class StagingPool:
         while self._unpins:
             self._unpins.pop()()
 
+    @property
+    def _has_memory(self) -> bool:
+        return True
+
+    def _collect(self) -> None:
+        """Take back the places of forgotten slots. Called with the lock held."""
+        while self._strays:
+            self._returned(self._strays.popleft())
+
     def _retain(self, slot: Slot) -> None:
         with self._changed:
             if slot._references < 1:
-                raise TransferError(f"staging slot {slot.index} was retained after its last reference was given back")
+                raise TransferError("a staging slot was retained after its last reference was given back")
             slot._references += 1
 
     def _release(self, slot: Slot) -> None:
         with self._changed:
             if slot._references < 1:
-                raise TransferError(f"staging slot {slot.index} was released more often than it was retained")
+                raise TransferError("a staging slot was released more often than it was retained")
             slot._references -= 1
             if slot._references == 0:
-                self._returned(slot)
+                self._returned(slot._place)
 
-    def _returned(self, slot: Slot) -> None:
-        """The last reference of `slot` is gone. Called with the lock held."""
-        self._free.append(slot)
-        self._changed.notify()
+    def _returned(self, place: _Place) -> None:
+        """Nothing refers to `place` any more. Called with the lock held."""
+        if place.address in self._leased:
+            self._leased.remove(place.address)
+            self._free.append(place)
+            self._changed.notify()
+        elif self._pin is None:  # forfeited: nobody needs its bytes, and a late write may have its address
+            _madvise(place.address, len(place.pages), _MADV_DONTNEED)
+
+
+_forfeited: list[memoryview] = []
+"""Memory that a transfer may still use: its addresses stay mapped until the process ends."""
+_FORFEITS = 8
+"""How many times its own size a pool may forfeit and replace. That takes addresses, not memory: the pages are given back."""
+_STRAYS_S = 0.25
+"""How long a waiting lease may take to notice a slot that was forgotten."""
 
 
 class SharedStagingPool(StagingPool):
@@ -216,11 +305,12 @@ class SharedStagingPool(StagingPool):
     Until then, and after `retire`, nothing can be leased.
     """
 
-    def __init__(self, size: int, slot_bytes: int, *, pin: Pin | None = None) -> None:
-        """Nothing is mapped yet. ValueError where not even one slot fits."""
-        self._lay_out(size, slot_bytes, pin)
+    def __init__(self, size: int, slot_bytes: int, *, pin: Pin | None = None, headroom: int = 0) -> None:
+        """Nothing is mapped yet. `headroom`: as of `StagingPool`. ValueError where not even one slot fits."""
+        self._lay_out(size, slot_bytes, pin, headroom)
         self._retired: list[int] = []
-        self._retired_leased = 0
+        self._retired_leased: set[int] = set()
+        """Addresses of leased slots of retired memory."""
         self._let_go = False
         """Whether the `mooncake_client` has let go of the retired memory: it may carry out a late write of it till then."""
         self._reusable = False
@@ -232,6 +322,7 @@ class SharedStagingPool(StagingPool):
         """
         with self._changed:
             self._let_go = True
+            self._collect()
             self._discard_retired()
         with _spare_lock:
             spare = _spare.get(self.nbytes)
@@ -258,10 +349,11 @@ class SharedStagingPool(StagingPool):
     def retire(self) -> None:
         """Never hand out the present memory again: somebody may still write to it. Leased slots stay readable."""
         with self._changed:
-            if self._slots:
+            self._collect()
+            if self.address:
                 self._retired.append(self.address)
-                self._retired_leased += len(self._slots) - len(self._free)
-            self._slots, self._free = [], []
+                self._retired_leased |= self._leased
+            self._free, self._leased = [], set()
             self.address = 0
             self._let_go = False
             self._changed.notify_all()
@@ -269,16 +361,21 @@ class SharedStagingPool(StagingPool):
     def close(self) -> None:
         super().close()
         with self._changed:
-            if self._reusable and len(self._free) == len(self._slots):
+            self._collect()
+            if self._reusable and not self._leased:
                 self._reusable = False
                 self._leave_to_next(self.address)
 
-    def _returned(self, slot: Slot) -> None:
-        if self._slots and self._slots[slot.index] is slot:
-            super()._returned(slot)
-        else:
-            self._retired_leased -= 1
+    @property
+    def _has_memory(self) -> bool:
+        return bool(self.address)
+
+    def _returned(self, place: _Place) -> None:
+        if place.address in self._retired_leased:
+            self._retired_leased.remove(place.address)
             self._discard_retired()
+        else:
+            super()._returned(place)
 
     def _leave_to_next(self, address: int) -> None:
         _discard(address, self.nbytes)

@@ -5,23 +5,29 @@ each call blocks for seconds, with a stopped peer for a minute. Here
 
 1. a state (`opening`, `open` or `failed`, `closing`, `closed`) guards every call, and `close()` drains before it closes;
 2. calls run on a bounded set of threads and the caller waits until its own deadline, no longer;
-3. staging memory that an abandoned call may still touch stays quarantined until that call returns;
-4. a circuit breaker answers at once while the pool is down, and one probe per interval finds it back;
-5. a store whose master (or, as a `host` client, whose `mooncake_client`) is not there yet opens by itself when it comes.
+3. staging memory that an abandoned call may still touch stays quarantined until that call returns, and is never used again
+   where the call returned before its transfers ended (`transfer.bulk`);
+4. a circuit breaker answers at once while the master is down, and one probe per interval finds it back; peers that do not
+   deliver have breakers of their own (`transfer.peers`);
+5. a store whose master (or, as a `host` client, whose `mooncake_client`) is not there yet opens by itself when it comes;
+6. in a forked child, where none of its threads runs and Mooncake would hang or crash, it is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from transfer.breaker import CircuitBreaker
+from transfer.bulk import Bulk, BulkClient
 from transfer.calls import Call, CallThreads
 from transfer.environment import MAX_TRANSFERS, prepare, split_master
 from transfer.errors import OUTAGE, MissingLibraryError, PoolUnavailableError, Status, TransferError, status_of
@@ -45,8 +51,23 @@ SYSTEM_PACKAGES = {
 
 _EXISTS = {1: Status.OK, 0: Status.MISSING}
 
-_RETRY_FULL_AFTER = 0.02
-"""Eviction frees space in ticks of about 10 ms; a put that found the pool full is tried once more after this."""
+_HEADROOM = 4
+"""One slot in so many is left to those that wait for one: see `StagingPool.lease`."""
+
+_undrained: list[object] = []
+"""Clients that could not be closed, with the memory that they may still write to."""
+
+
+_stores: weakref.WeakSet[MooncakeStore] = weakref.WeakSet()
+
+
+def _outlive_the_child() -> None:
+    """In a forked child: the destructor of a client would wait for threads that are not here, so it must never run."""
+    for store in _stores:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store._client))
+
+
+os.register_at_fork(after_in_child=_outlive_the_child)
 
 
 class GetResult(NamedTuple):
@@ -56,7 +77,7 @@ class GetResult(NamedTuple):
     size: int
 
 
-class _Client(Protocol):
+class _Client(BulkClient, Protocol):
     """What we use of `mooncake.store.MooncakeDistributedStore`, or of what stands in for it (`HostClient`); negative ints
     are codes, nothing is raised."""
 
@@ -67,9 +88,6 @@ class _Client(Protocol):
     def unregister_buffer(self, address: int) -> int: ...
     def alloc_from_mem_pool(self, size: int) -> int: ...
     def is_exist(self, key: str) -> int: ...
-    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
-    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]: ...
-    def batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int], config: Any) -> list[int]: ...
     def put(self, key: str, value: bytes, config: Any) -> int: ...
     def get(self, key: str) -> bytes: ...
     def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
@@ -119,16 +137,12 @@ class Pending(Generic[R]):
     def __init__(
         self,
         store: MooncakeStore,
-        what: str,
         call: Call[list[int]] | None,
         keys: int,
-        patience: float,
         result: Callable[[Status, int], R],
     ) -> None:
         self._store = store
-        self._what = what
         self._call = call
-        self._patience = patience
         self._keys = keys
         self._result = result
 
@@ -138,9 +152,13 @@ class Pending(Generic[R]):
             return [self._result(self._store._refusal(), 0)] * self._keys
         codes = self._call.outcome([])
         if not codes:
-            self._store._timed_out(self._what, self._call, self._patience)
             return [self._result(Status.TIMEOUT, 0)] * self._keys
         return [self._result(status_of(code), code) for code in codes]
+
+    def abandon(self) -> None:
+        """Nobody wants the results any more: a batch that has not begun lets go of its slots at once."""
+        if self._call is not None:
+            self._call.abandon()
 
 
 class MooncakeStore:
@@ -176,26 +194,34 @@ class MooncakeStore:
         self._settings = settings
         self._host = host
         self.segment_size = int(settings.segment_size if segment_size is None else segment_size)
-        self._client: _Client = (
-            HostClient(
+        self._sharing: HostClient | None = None
+        """The client, where it is a host client."""
+        if self._shared:
+            self._sharing = HostClient(
                 module.MooncakeDistributedStore,
                 settings.client_address,
                 int(settings.local_buffer_size),
                 self._lost,
             )
-            if self._shared
-            else module.MooncakeDistributedStore()
-        )
+        # what a host client lacks is not asked of it: see `Bulk`
+        self._client = cast("_Client", self._sharing or module.MooncakeDistributedStore())
         self._placement = placement or Placement()
         self._put_config = _replicate_config(module, self._placement)
         self._pinned = module.ReplicateConfig()
         self._pinned.with_hard_pin = True
         self._breaker = CircuitBreaker(settings.breaker.failures)
+        self._bulk = Bulk(self._client, settings, self._forfeit)
+        self._process = os.getpid()
         self._control = CallThreads("mooncake-control", 2)
         # of their own, so that a prompt on its way out does not hold up one on its way in
         self._gets, self._puts = (
             # a host client waits without spinning: its mooncake_client does the transfer
-            CallThreads(f"mooncake-{name}", settings.threads, yields=settings.yield_cpu and not self._shared)
+            CallThreads(
+                f"mooncake-{name}",
+                settings.threads,
+                yields=settings.yield_cpu and not self._shared,
+                spare=settings.threads,
+            )
             for name in ("get", "put")
         )
         self._regions: list[StagingPool] = []
@@ -204,6 +230,7 @@ class MooncakeStore:
         self._setup_error = ""
         self._mounted = False
         """Whether `setup()` has succeeded: then the client must be closed, whatever happened afterwards."""
+        _stores.add(self)
         self._keeper = threading.Thread(target=self._keep, name="mooncake-keeper", daemon=True)
         self._keeper.start()
 
@@ -223,7 +250,11 @@ class MooncakeStore:
     @property
     def available(self) -> bool:
         """Whether calls go to the pool now: the store is open and the breaker closed."""
-        return self._state == "open" and not self._breaker.down
+        return self._state == "open" and not self._breaker.down and not self._forked
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._process
 
     @property
     def hostname(self) -> str:
@@ -240,11 +271,14 @@ class MooncakeStore:
 
         A host client has it when the store opens. ValueError where not even one slot fits, TransferError as of `attach`.
         """
-        size = int(self._settings.staging_size) + reserve
+        staging = int(self._settings.staging_size)
+        headroom = staging // StagingPool.stride_of(slot_bytes) // _HEADROOM
         pool = (
-            SharedStagingPool(size, slot_bytes, pin=pin)
+            SharedStagingPool(staging + reserve, slot_bytes, pin=pin, headroom=headroom)
             if self._shared
-            else StagingPool(size, slot_bytes, prefaulted=self._settings.prefault, pin=pin)
+            else StagingPool(
+                staging + reserve, slot_bytes, prefaulted=self._settings.prefault, pin=pin, headroom=headroom
+            )
         )
         self.attach(pool)
         return pool
@@ -263,6 +297,8 @@ class MooncakeStore:
 
     def close(self) -> None:
         """Drain the calls under way, unmount the segment, forget the pool. Idempotent; never raises."""
+        if self._forked:  # its locks may be held by threads that are not here
+            return
         with self._changed:
             if self._state in ("closing", "closed"):
                 return
@@ -281,6 +317,7 @@ class MooncakeStore:
             self._client.close()
         elif not drained:
             log.warning("a call into Mooncake outlived close(); its client is left to the end of the process")
+            _undrained.append((self._client, list(self._regions)))
         with self._changed:
             self._state = "closed"
             self._changed.notify_all()
@@ -320,12 +357,8 @@ class MooncakeStore:
         The slots are retained until the call has really ended, however long that takes.
         """
         self._check_batch(keys, slots)
-        addresses, sizes = [slot.address for slot in slots], [slot.size for slot in slots]
-        get = self._judged("batch_get_into", lambda: self._client.batch_get_into(keys, addresses, sizes))
-        call = self._start(self._gets, get, slots, timeout)
-        return Pending(
-            self, "batch_get_into", call, len(keys), timeout, lambda status, code: GetResult(status, max(code, 0))
-        )
+        call = self._start(self._gets, lambda held, deadline: self._bulk.get(keys, held, deadline), slots, timeout)
+        return Pending(self, call, len(keys), lambda status, code: GetResult(status, max(code, 0)))
 
     def start_put(
         self,
@@ -339,29 +372,20 @@ class MooncakeStore:
         """Begin to write the first `sizes[i]` bytes of each slot as key i, where `placement`, or else the store's own, says; where
         there is no room, Mooncake takes another segment without a word.
 
-        OK also means that the key was there before: contents are addressed by their key, so the bytes are the same.
+        OK: the pool holds the object. It may have been there before: contents are addressed by their key, so the bytes are the
+        same. BUSY: another writer has begun the key and not ended it (a host client cannot tell, and answers OK).
         """
         self._check_batch(keys, slots)
-        addresses, lengths = [slot.address for slot in slots], list(sizes)
+        lengths = list(sizes)
         if len(lengths) != len(keys) or any(n < 1 or n > slot.size for n, slot in zip(lengths, slots, strict=True)):
             raise ValueError("start_put needs one size per key, between 1 and its slot's size")
 
         config = self._put_config if placement is None else self._config_of(placement)
 
-        def put() -> list[int]:
-            codes = self._client.batch_put_from(keys, addresses, lengths, config)
-            full = [index for index, code in enumerate(codes) if status_of(code) is Status.NO_SPACE]
-            if full:
-                time.sleep(_RETRY_FULL_AFTER)
-                again = self._client.batch_put_from(
-                    [keys[i] for i in full], [addresses[i] for i in full], [lengths[i] for i in full], config
-                )
-                for index, code in zip(full, again, strict=True):
-                    codes[index] = code
-            return codes
+        def put(held: Sequence[Slot], deadline: float) -> list[int]:
+            return self._bulk.put(keys, held, lengths, config, deadline)
 
-        call = self._start(self._puts, self._judged("batch_put_from", put), slots, timeout)
-        return Pending(self, "batch_put_from", call, len(keys), timeout, lambda status, _: status)
+        return Pending(self, self._start(self._puts, put, slots, timeout), len(keys), lambda status, _: status)
 
     def remove(self, keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:
         """Remove keys; BUSY for one that is leased, unless `force`."""
@@ -391,19 +415,31 @@ class MooncakeStore:
             raise ValueError(f"{len(keys)} keys and {len(slots)} slots: one slot each, 1 to {MAX_TRANSFERS} of them")
 
     def _start(
-        self, threads: CallThreads, function: Callable[[], list[int]], slots: Sequence[Slot], timeout: float
+        self,
+        threads: CallThreads,
+        transfer: Callable[[Sequence[Slot], float], list[int]],
+        slots: Sequence[Slot],
+        timeout: float,
     ) -> Call[list[int]] | None:
         if not self.available:
             return None
-        held = list(slots)
+        held, deadline = list(slots), time.monotonic() + timeout
         for slot in held:
             slot.retain()
 
         def let_go() -> None:
-            for slot in held:
-                slot.release()
+            while held:
+                held.pop().release()
 
-        return threads.submit(function, time.monotonic() + timeout, let_go)
+        return threads.submit(self._judged("a transfer", lambda: transfer(held, deadline)), deadline, let_go)
+
+    def _forfeit(self, slots: Sequence[Slot]) -> None:
+        """A transfer may still use these slots although its call has returned."""
+        if self._sharing is not None:
+            self._sharing.lose("it gave up a transfer that may go on")
+            return
+        for pool in self._regions:
+            pool.forfeit(slots, self._client)
 
     def _call(self, function: Callable[[], R], timeout: float) -> R | None:
         """Run a control call; None if the pool is not available or did not answer in time."""
@@ -420,19 +456,23 @@ class MooncakeStore:
 
     def _refusal(self) -> Status:
         """Why a call was not begun."""
-        if self._state in ("closing", "closed"):
+        if self._state in ("closing", "closed") or self._forked:
             return Status.CLOSED
         return Status.OVERLOADED if self.available else Status.POOL_DOWN
 
     def _judged(self, what: str, function: Callable[[], list[int]]) -> Callable[[], list[int]]:
         """The call, telling the breaker how it went when it returns, whether or not anybody still waits for it.
 
-        It failed if the pool's own trouble met every key.
+        It failed if the master answered for no key. A transfer that failed says nothing about the master.
         """
 
         def call() -> list[int]:
             codes = function()
-            self._settle(what, failed=all(code < 0 and status_of(code) in OUTAGE for code in codes))
+            statuses = {status_of(code) for code in codes}
+            if statuses == {Status.POOL_DOWN}:
+                self._settle(what, failed=True)
+            elif not statuses <= OUTAGE:
+                self._settle(what, failed=False)
             return codes
 
         return call
@@ -467,20 +507,24 @@ class MooncakeStore:
     def _keep(self) -> None:
         """The keeper thread: opens the store, then probes whenever the breaker is open, until the store closes."""
         interval = self._settings.breaker.probe_interval_ms / 1000
-        try:
-            while self._state not in ("closing", "closed"):
+        while self._state not in ("closing", "closed", "failed"):
+            try:
                 if self._state == "opening" and self._open():
                     continue
                 if self._state == "open" and self._breaker.down and self._client.is_exist("pdc1/probe") >= 0:
                     self._settle("probe", failed=False)
-                self._pause(interval)
-        except TransferError as error:  # nothing that waiting will mend
-            log.error("pool %s: %s", self._master, error)
-            with self._changed:
-                self._setup_error = str(error)
-                if self._state == "opening":
-                    self._state = "failed"
-                self._changed.notify_all()
+            except TransferError as error:  # nothing that waiting will mend
+                log.error("pool %s: %s", self._master, error)
+                with self._changed:
+                    self._setup_error = str(error)
+                    if self._state == "opening":
+                        self._state = "failed"
+                    self._changed.notify_all()
+            except Exception as error:  # whatever it is, only close() ends this thread
+                if self._setup_error != (text := f"{type(error).__name__}: {error}"):
+                    log.exception("pool %s: trying again", self._master)
+                self._setup_error = text
+            self._pause(interval)
 
     def _lost(self) -> None:
         """The memory that a host client shares must not be used again: the keeper opens the store anew, with other."""

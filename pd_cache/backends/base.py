@@ -27,6 +27,9 @@ class Staged(Protocol):
     def payload(self) -> memoryview:
         """The payload's bytes, writable."""
 
+    def seal(self, key: str) -> int:
+        """Note that the payload is whole, and `key`'s; what is changed afterwards is damage. The object's size in bytes."""
+
     def release(self) -> None:
         """Give the memory back unused."""
 

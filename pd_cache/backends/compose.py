@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 from pd_cache.backends.base import StorageBackend
 from pd_cache.backends.disk import LocalDiskBackend
@@ -33,23 +34,31 @@ def open_backend(
         raise ValueError(f"it holds no slot of {payload_bytes + TRAILER_BYTES} bytes; make it at least {slot}")
     opened: list[StorageBackend] = []
     try:
-        pool = next((tier for tier in tiers if isinstance(tier, MooncakeTier)), None)
+        names = _names([str(tier.__struct_config__.tag) for tier in tiers])
+        pool = next((index for index, tier in enumerate(tiers) if isinstance(tier, MooncakeTier)), None)
         if pool is not None:
-            # imported here: whoever has no pool needs no Mooncake
+            # imported here: a node without a pool needs no Mooncake
             from pd_cache.backends.mooncake import MooncakeBackend
 
-            opened.append(MooncakeBackend(settings, payload_bytes, pin=pin, reserve=reserve, read_ahead=pool.pipelined))
+            ahead, counts = cast(MooncakeTier, tiers[pool]).pipelined, metrics.tier(names[pool])
+            opened.append(
+                MooncakeBackend(settings, payload_bytes, pin=pin, reserve=reserve, read_ahead=ahead, metrics=counts)
+            )
             if len(tiers) == 1:
                 return opened[0]
             memory = opened[0].memory
         else:
             transfer = settings.transfer
             slots = StagingPool(
-                transfer.staging_size + reserve, payload_bytes + TRAILER_BYTES, prefaulted=transfer.prefault, pin=pin
+                transfer.staging_size + reserve,
+                payload_bytes + TRAILER_BYTES,
+                prefaulted=transfer.prefault,
+                pin=pin,
+                headroom=slots_of(transfer.staging_size, payload_bytes) // 4,
             )
             memory = ObjectMemory(slots, payload_bytes)
         parts: list[Tier] = []
-        for tier, name in zip(tiers, _names([str(tier.__struct_config__.tag) for tier in tiers]), strict=True):
+        for tier, name in zip(tiers, names, strict=True):
             counts = metrics.tier(name)
             if isinstance(tier, MooncakeTier):
                 parts.append(Tier(opened[0], counts, tier.blocking, "never"))

@@ -14,6 +14,7 @@ from pd_cache.backends.base import Fetched, PutOutcome, Settled, Staged, Storage
 from pd_cache.backends.memory import FetchedObject, ObjectMemory
 from pd_cache.backends.objects import TRAILER_BYTES
 from pd_cache.config import MooncakeTier, NodeSettings
+from pd_cache.metrics import CacheMetrics, TierMetrics
 from transfer.errors import Status
 from transfer.staging import Pin, Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore, Pending
@@ -23,6 +24,9 @@ _BATCH_BYTES = 64 << 20
 _BATCH_KEYS = 256
 _READ_AHEAD = 4
 """Batches in flight or being scattered; without `read_ahead` it is one at a time."""
+_SHARE = 8
+"""A batch takes one slot in so many for each transfer thread. A thread and its spare, both held by a peer that hangs, keep a
+quarter of the slots, and those of the other direction another quarter."""
 
 
 class _Batch(NamedTuple):
@@ -42,6 +46,7 @@ class MooncakeBackend(StorageBackend):
         pin: Pin | None = None,
         reserve: int = 0,
         read_ahead: bool = True,
+        metrics: TierMetrics | None = None,
     ) -> None:
         """Map the staging memory and begin to open the store; does not wait for the pool.
 
@@ -52,6 +57,7 @@ class MooncakeBackend(StorageBackend):
         transfer = settings.transfer
         self.payload_bytes = payload_bytes
         self._timeouts = transfer.timeouts
+        self._metrics = metrics or CacheMetrics().tier("mooncake")
         self.read_ahead = _READ_AHEAD if read_ahead else 1
         """Batches that a reader has in flight or scatters."""
         self._closed = False
@@ -70,7 +76,7 @@ class MooncakeBackend(StorageBackend):
             raise
         self.memory = ObjectMemory(self.staging, payload_bytes)
         per_call = min(_BATCH_KEYS, _BATCH_BYTES // max(1, payload_bytes))
-        self.batch_size = max(1, min(per_call, self.staging.slots // _READ_AHEAD))
+        self.batch_size = max(1, min(per_call, self.staging.slots // (_SHARE * transfer.threads)))
 
     @property
     def available(self) -> bool:
@@ -90,13 +96,16 @@ class MooncakeBackend(StorageBackend):
         try:
             while started < len(keys) or ahead:
                 while started < len(keys) and len(ahead) < self.read_ahead:
-                    seconds = longest if deadline is None else min(longest, max(0.0, deadline - time.monotonic()))
+                    now = time.monotonic()
+                    end = now + longest if deadline is None else min(now + longest, deadline)
                     # only a reader that holds nothing waits for a slot: two readers can never wait for each other
-                    slots = self._lease(min(self.batch_size, len(keys) - started), 0.0 if ahead else seconds)
+                    slots = self._lease(min(self.batch_size, len(keys) - started), now if ahead else end)
                     if not slots:
                         break
                     batch = list(keys[started : started + len(slots)])
                     started += len(slots)
+                    # what is left of one deadline for the memory and the transfer
+                    seconds = max(0.0, end - time.monotonic())
                     ahead.append(_Batch(batch, slots, self.store.start_get(batch, list(slots), timeout=seconds)))
                 if not ahead:
                     down = not self._closed and not self.store.available
@@ -110,6 +119,7 @@ class MooncakeBackend(StorageBackend):
                 ahead.popleft()
         finally:
             for batch_left in ahead:
+                batch_left.call.abandon()
                 for slot in batch_left.slots:
                     slot.release()
 
@@ -147,10 +157,10 @@ class MooncakeBackend(StorageBackend):
     def _seconds(self, timeout: float | None, default_ms: int) -> float:
         return default_ms / 1000 if timeout is None else timeout
 
-    def _lease(self, count: int, wait: float) -> deque[Slot]:
-        """Up to `count` slots: the first within `wait` seconds, the others only if they are free."""
+    def _lease(self, count: int, deadline: float) -> deque[Slot]:
+        """Up to `count` slots: the first until `deadline`, the others only if they are free."""
         slots: deque[Slot] = deque()
-        first = self.staging.lease(time.monotonic() + wait)
+        first = self.staging.lease(deadline)
         while first is not None and len(slots) < count:
             slots.append(first)
             first = self.staging.try_lease() if len(slots) < count else None
@@ -158,7 +168,23 @@ class MooncakeBackend(StorageBackend):
 
     def _checked(self, key: str, slot: Slot, result: GetResult) -> Fetched:
         if result.status is Status.OK:
-            return self.memory.checked(key, slot, result.size)
+            fetched = self.memory.checked(key, slot, result.size)
+            if fetched.payload is None:
+                self._heal(key)
+            return fetched
         slot.release()
-        # INVALID: the object is larger than a chunk of this namespace, and Mooncake refuses to read it
-        return FetchedObject(None, "other_size" if result.status is Status.INVALID else result.status.value)
+        if (
+            result.status is Status.INVALID
+        ):  # the object is larger than a chunk of this namespace: Mooncake does not read it
+            self._heal(key)
+            return FetchedObject(None, "other_size")
+        return FetchedObject(None, result.status.value)
+
+    def _heal(self, key: str) -> None:
+        """Take a damaged object away, so that the next writer of its key replaces it.
+
+        By force: whatever looks it up renews its lease, and so it would stay for as long as its prompt is asked for.
+        """
+        removed = self.store.remove([key], timeout=self._timeouts.exist_ms / 1000, force=True)
+        if removed == [Status.OK]:
+            self._metrics.healed()

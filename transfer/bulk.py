@@ -1,0 +1,242 @@
+"""Many objects read or written at once, in steps that end long before Mooncake would give one of them up.
+
+Mooncake waits at most 60 s for a transfer, by the wall clock, and then returns *although it still runs*
+(`wait_for_completion` in mooncake-store/src/transfer_task.cpp): a peer that was stopped for longer goes on to write into the
+memory that it was asked to fill, whatever that memory is by then. So
+
+1. a step has few objects: where a peer is silent, each of Mooncake's connections to it fails one object after the other when
+   the TCP time-out has passed, and the step ends with a code a key, within about the caller's deadline;
+2. a step that Mooncake may have given up all the same (this process or the whole machine stood still, the clock was set)
+   *forfeits* its slots: their memory is never used again;
+3. the codes tell which peers are silent (`transfer.peers`); their objects fail at once until they deliver again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from transfer.environment import stall_seconds
+from transfer.errors import Status, status_of
+from transfer.peers import Peers
+from transfer.settings import TransferSettings
+from transfer.staging import Slot
+
+log = logging.getLogger(__name__)
+
+_GIVES_UP_AFTER_S = 60.0
+_MARGIN_S = 10.0
+_CLOCK_STEP_S = 1.0
+"""Wall clock and monotonic clock that drift apart by more within a step: the wall clock was set."""
+_ENDS_WITHIN_S = 25.0
+"""Most that a step may take, whatever the time-outs are set to."""
+_ROUND_EXTRA_S = 0.6
+"""How much longer than the TCP time-out one object of a silent peer takes to fail (measured)."""
+_LANES = 4
+"""Connections to a peer, unless MC_TCP_LANES_PER_PEER says otherwise, up to `_MOST_LANES`."""
+_MOST_LANES = 16
+_RETRY_FULL_AFTER_S = 0.02
+"""Eviction frees space in ticks of about 10 ms; a put that found the pool full is tried once more after this."""
+
+_SILENT = -800
+"""Mooncake's code for a transfer that failed."""
+LATE = -9001
+"""Our own code for a key that was not begun because its deadline had passed; `status_of` calls it a time-out."""
+
+
+class BulkClient(Protocol):
+    """What is used of a Mooncake client; negative ints are codes, nothing is raised."""
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
+    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]: ...
+    def batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int], config: Any) -> list[int]: ...
+    def batch_put_session_start(self, keys: list[str], sizes: list[int], config: Any) -> list[int]: ...
+    def batch_put_from_multi_buffer_ranges(
+        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]], offsets: list[list[int]]
+    ) -> list[int]: ...
+    def batch_put_session_end(self, keys: list[str]) -> list[int]: ...
+    def batch_put_session_revoke(self, keys: list[str]) -> list[int]: ...
+    def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Any]]: ...
+
+
+def keys_per_step(settings: TransferSettings) -> int:
+    """How many objects a silent peer fails one after the other within the longer of `get_ms` and `put_ms`."""
+    patience = min(_ENDS_WITHIN_S, max(settings.timeouts.get_ms, settings.timeouts.put_ms) / 1000)
+    stall = _variable("MC_TCP_PROGRESS_TIMEOUT_SEC", stall_seconds(settings))
+    rounds = max(1, int(patience / (stall + _ROUND_EXTRA_S)))
+    return rounds * min(_MOST_LANES, _variable("MC_TCP_LANES_PER_PEER", _LANES))
+
+
+def _variable(name: str, usual: int) -> int:
+    """A variable of Mooncake's that a user may have set; Mooncake takes what is no number above 0 for its own default."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() and int(text) else usual
+
+
+class Watch:
+    """Whether Mooncake can have given up a transfer since this was made. It asks the wall clock, which can be set."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
+        self._monotonic, self._wall = monotonic, wall
+        self._began, self._began_wall = monotonic(), wall()
+
+    def may_have_given_up(self) -> bool:
+        elapsed, elapsed_wall = self._monotonic() - self._began, self._wall() - self._began_wall
+        return max(elapsed, elapsed_wall) > _GIVES_UP_AFTER_S - _MARGIN_S or abs(elapsed - elapsed_wall) > _CLOCK_STEP_S
+
+
+class Bulk:
+    """The transfers of one client. Blocking; the caller brings the thread. Codes are Mooncake's, or `LATE`."""
+
+    def __init__(
+        self,
+        client: BulkClient,
+        settings: TransferSettings,
+        forfeit: Callable[[Sequence[Slot]], None],
+        watch: Callable[[], Watch] = Watch,
+    ) -> None:
+        """`forfeit` takes slots whose memory a transfer may still use."""
+        self._client = client
+        self._forfeit = forfeit
+        self._watch = watch
+        self._shared = settings.client == "host"
+        """A `mooncake_client` does the transfers. It gives no more than codes, and `HostClient` deals with its own cap, which
+        is earlier than Mooncake's: all keys are one step, no session reports other writers, no peer is known."""
+        self._step = 0 if self._shared else keys_per_step(settings)
+        self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
+
+    def get(self, keys: Sequence[str], slots: Sequence[Slot], deadline: float) -> list[int]:
+        """Read each key into its slot; the bytes read, or a code, for each. No step begins after `deadline`."""
+        return self._steps(
+            len(keys), deadline, lambda some: self._get([keys[i] for i in some], [slots[i] for i in some])
+        )
+
+    def put(
+        self, keys: Sequence[str], slots: Sequence[Slot], sizes: Sequence[int], config: Any, deadline: float
+    ) -> list[int]:
+        """Write the first bytes of each slot under its key; 0 or a code for each. 0: the pool holds the whole object.
+
+        A key that found no room is tried once more. No step begins after `deadline`.
+        """
+
+        def write(some: Sequence[int]) -> list[int]:
+            return self._put([keys[i] for i in some], [slots[i] for i in some], [sizes[i] for i in some], config)
+
+        codes = self._steps(len(keys), deadline, write)
+        full = [index for index, code in enumerate(codes) if status_of(code) is Status.NO_SPACE]
+        if full and time.monotonic() < deadline:
+            time.sleep(_RETRY_FULL_AFTER_S)
+            again = self._steps(len(full), deadline, lambda some: write([full[i] for i in some]))
+            for index, code in zip(full, again, strict=True):
+                codes[index] = code
+        return codes
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _steps(self, count: int, deadline: float, step: Callable[[Sequence[int]], list[int]]) -> list[int]:
+        size = self._step or count
+        codes: list[int] = []
+        for start in range(0, count, size):
+            if start and time.monotonic() >= deadline:
+                return codes + [LATE] * (count - start)
+            codes += step(range(start, min(start + size, count)))
+        return codes
+
+    def _guarded(self, slots: Sequence[Slot], transfer: Callable[[], list[int]]) -> list[int]:
+        """The codes of a transfer from or to `slots`, which are forfeited if it may go on after it returned."""
+        watch = self._watch()
+        codes = transfer()
+        if any(status_of(code) is Status.TRANSFER_FAILED for code in codes) and watch.may_have_given_up():
+            log.warning(
+                "a transfer of %d objects was given up and may go on: their memory is not used again", len(slots)
+            )
+            self._forfeit(slots)
+        return codes
+
+    def _get(self, keys: list[str], slots: list[Slot]) -> list[int]:
+        wanted = self._from_others_than_silent_peers(keys)
+        codes = [_SILENT] * len(keys)
+        if wanted:
+            some = [keys[i] for i in wanted]
+            targets = [slots[i] for i in wanted]
+            addresses, sizes = [slot.address for slot in targets], [slot.size for slot in targets]
+            outcomes = self._guarded(targets, lambda: self._client.batch_get_into(some, addresses, sizes))
+            self._judge(some, outcomes)
+            for index, outcome in zip(wanted, outcomes, strict=True):
+                codes[index] = outcome
+        return codes
+
+    def _put(self, keys: list[str], slots: list[Slot], sizes: list[int], config: Any) -> list[int]:
+        addresses = [slot.address for slot in slots]
+        if self._shared:
+            return self._guarded(slots, lambda: self._client.batch_put_from(keys, addresses, sizes, config))
+        return self._guarded(slots, lambda: self._put_in_session(keys, addresses, sizes, config))
+
+    def _put_in_session(self, keys: list[str], addresses: list[int], sizes: list[int], config: Any) -> list[int]:
+        """What `batch_put_from` does, and costs, but that it answers 0 for a key that another writer has begun and may never
+        end. A session reports such keys, and those that are there."""
+        codes = self._client.batch_put_session_start(keys, sizes, config)
+        ours = [index for index, code in enumerate(codes) if code == 0]
+        if ours:
+            written = self._client.batch_put_from_multi_buffer_ranges(
+                [keys[i] for i in ours], [[addresses[i]] for i in ours], [[sizes[i]] for i in ours], [[0]] * len(ours)
+            )
+            for index, outcome in zip(ours, written, strict=True):
+                codes[index] = min(outcome, 0)
+            whole = [index for index in ours if codes[index] == 0]
+            for index, code in zip(whole, self._end([keys[i] for i in whole]), strict=True):
+                codes[index] = code
+            if broken := [keys[i] for i in ours if codes[i] != 0]:
+                self._client.batch_put_session_revoke(broken)
+        others = [index for index, code in enumerate(codes) if status_of(code) in (Status.BUSY, Status.INVALID)]
+        if others:  # there already, or begun by another writer, perhaps on another thread of ours
+            there = self._client.batch_is_exist([keys[i] for i in others])
+            for index, exists in zip(others, there, strict=True):
+                if exists == 1:
+                    codes[index] = 0
+        return codes
+
+    def _end(self, keys: list[str]) -> list[int]:
+        return self._client.batch_put_session_end(keys) if keys else []
+
+    # --- peers ---------------------------------------------------------------------------------------------------
+
+    def _from_others_than_silent_peers(self, keys: list[str]) -> list[int]:
+        """The indices of the keys that are worth reading."""
+        if not self.peers.any_silent:
+            return list(range(len(keys)))
+        where, now = self._where(keys), time.monotonic()
+        asked: dict[frozenset[str], bool] = {}  # one trial of a silent peer, not one a key
+        for key in keys:
+            peers = where.get(key, frozenset())
+            if peers not in asked:
+                asked[peers] = self.peers.may_ask(peers, now)
+        return [index for index, key in enumerate(keys) if asked[where.get(key, frozenset())]]
+
+    def _judge(self, keys: list[str], codes: list[int]) -> None:
+        """Learn from a read which peers deliver."""
+        failed = [key for key, code in zip(keys, codes, strict=True) if status_of(code) is Status.TRANSFER_FAILED]
+        if self._shared or not (failed or self.peers.any_silent):
+            return
+        where, now = self._where(keys), time.monotonic()
+        delivered = {peer for key, code in zip(keys, codes, strict=True) if code >= 0 for peer in where.get(key, ())}
+        for peer in delivered:
+            if self.peers.delivered(peer):
+                log.info("peer %s delivers again", peer)
+        for peer in {peer for key in failed for peer in where.get(key, ())} - delivered:
+            if self.peers.failed(peer, now):
+                log.warning("peer %s does not deliver: its objects are misses until it does", peer)
+
+    def _where(self, keys: list[str]) -> dict[str, frozenset[str]]:
+        """The peers that hold each object in memory; a key is left out where nobody knows."""
+        return {
+            key: frozenset(
+                replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
+                for replica in replicas
+                if replica.is_memory_replica()
+            )
+            for key, replicas in self._client.batch_get_replica_desc(list(keys)).items()
+        }
