@@ -1,34 +1,54 @@
 """A thread that spins without being in the way.
 
 Mooncake waits for a transfer by spinning. A spinning thread of normal priority takes a core from the threads that do the
-transfer, and even at the lowest priority it hides from the scheduler that the core is free for them. SCHED_IDLE does not:
-on two cores it is worth a fifth of the throughput (measured; docs/mooncake.md).
+transfer (docs/mooncake.md, "It waits by spinning"). So a thread that waits runs under SCHED_DEADLINE, with a *budget*: the
+kernel lets it run for `BUDGET_S` in each `PERIOD_S`, and puts it to sleep for the rest. It looks often enough, and leaves
+nine tenths of a core to everybody else.
 
-A thread of that class starves on a machine whose cores are all busy, and if it is descheduled while it holds the GIL it takes
-the process with it. So only the foreign call runs that way; a thread that got next to nothing while it yielded does not
-yield again for a while; who waits too long calls it back; and nobody yields who would not be allowed to come back.
+The budget is also a promise of the kernel's: however many others want the core, the thread gets it in each period. That is
+what matters when it takes the GIL to return from the foreign call. A class that runs on leftovers (SCHED_IDLE, nice 19) starves
+there where cores are busy, and the whole process stands still with it.
+
+A thread whose call turns out long is called back by whoever waits for it, and nothing yields that would not be allowed to come
+back.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import platform
+import struct
 import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
 
-_FULL = 0.02
-"""Share of a core below which a spinning thread was starved."""
-_WORTH_JUDGING_S = 0.1
-_ABSTAIN_S = 10.0
+BUDGET_S = 0.0001
+PERIOD_S = 0.001
+
+_SCHED_DEADLINE = 6
+_RESET_ON_FORK = 1
+"""A thread of this class may start others, which are ordinary ones: without the flag the kernel refuses to."""
+_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine())
+"""The number of the system call, for which the C library has no function."""
 
 
-def _set_policy(thread: int, policy: int) -> bool:
+def _set_budget(thread: int) -> bool:
+    """Whether the kernel took the thread under SCHED_DEADLINE."""
+    if _SETATTR is None:
+        return False
+    budget, period = int(BUDGET_S * 1e9), int(PERIOD_S * 1e9)
+    # struct sched_attr: size, policy, flags, nice, priority, runtime, deadline, period
+    attributes = struct.pack("=IIQiIQQQ", 48, _SCHED_DEADLINE, _RESET_ON_FORK, 0, 0, budget, period, period)
+    return ctypes.CDLL(None).syscall(_SETATTR, thread, ctypes.c_char_p(attributes), 0) == 0
+
+
+def _set_normal(thread: int) -> bool:
     try:
-        os.sched_setscheduler(thread, policy, os.sched_param(0))
+        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
     except (OSError, AttributeError):  # refused, or not Linux
         return False
     return True
@@ -36,12 +56,15 @@ def _set_policy(thread: int, policy: int) -> bool:
 
 @functools.cache
 def may_yield() -> bool:
-    """Whether a thread can go to SCHED_IDLE and come back, which takes CAP_SYS_NICE. Tried once, on a thread of its own."""
+    """Whether a thread can go under SCHED_DEADLINE and come back, which takes CAP_SYS_NICE and all of the machine's cores.
+
+    Tried once, on a thread of its own.
+    """
     came_back = [False]
 
     def try_it() -> None:
         me = threading.get_native_id()
-        came_back[0] = _set_policy(me, os.SCHED_IDLE) and _set_policy(me, os.SCHED_OTHER)
+        came_back[0] = _set_budget(me) and _set_normal(me)
 
     trial = threading.Thread(target=try_it, name="mooncake-yield-trial")
     trial.start()
@@ -56,23 +79,17 @@ class Yielding:
         """For the calling thread."""
         self._thread = threading.get_native_id()
         self._wanted = wanted and may_yield()
-        self._abstain_until = 0.0
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call `function` on what nobody else wants of the processor."""
-        if not self._wanted or time.monotonic() < self._abstain_until:
+        """Call `function` on a tenth of a core."""
+        if not self._wanted or not _set_budget(self._thread):
             return function()
-        start, used = time.monotonic(), time.thread_time()
-        _set_policy(self._thread, os.SCHED_IDLE)
         try:
             return function()
         finally:
-            _set_policy(self._thread, os.SCHED_OTHER)
-            elapsed = time.monotonic() - start
-            if elapsed > _WORTH_JUDGING_S and time.thread_time() - used < _FULL * elapsed:
-                self._abstain_until = start + elapsed + _ABSTAIN_S
+            _set_normal(self._thread)
 
     def hurry(self) -> None:
         """Somebody has waited for long enough: stop yielding for the call under way."""
         if self._wanted:
-            _set_policy(self._thread, os.SCHED_OTHER)
+            _set_normal(self._thread)
