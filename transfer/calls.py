@@ -23,6 +23,9 @@ from transfer.yielding import Yielding
 _PATIENCE = 0.15
 """Seconds for which a waiter leaves a yielding thread to the leftovers of the processor."""
 
+_FORGOTTEN = 16
+"""How many times its limit a queue may hold of calls that were let go of, and that a thread has yet to take off it."""
+
 T = TypeVar("T")
 
 
@@ -138,7 +141,7 @@ class CallThreads:
                 not self._closed
                 and self._late() < len(self._threads)
                 and self._pending < self._limit
-                and self._forgotten < self._limit
+                and self._forgotten < _FORGOTTEN * self._limit
             )
             if accepted:
                 self._pending += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -67,34 +68,122 @@ def test_a_call_whose_turn_comes_too_late_never_starts(threads: CallThreads) -> 
     assert not ran
 
 
-def test_a_spinning_call_yields_until_who_waits_for_it_loses_patience(threads: CallThreads) -> None:
-    def policy() -> int:
-        return os.sched_getscheduler(threading.get_native_id())
+def test_a_queued_call_lets_go_when_its_deadline_passes_though_the_thread_is_held(threads: CallThreads) -> None:
+    release = threading.Event()
+    ended: list[int] = []
+    threads.submit(release.wait, soon(60))
+    late = threads.submit(lambda: 1, soon(0.01), lambda: ended.append(1))
+    assert late is not None
+    assert late.outcome(0) == 0
+    assert ended == [1], "nothing it was given is held until the thread is free"
+    late.abandon()
+    assert ended == [1]
+    release.set()
 
+
+def test_a_queued_call_that_nobody_waits_for_any_more_lets_go_at_once_and_a_running_one_when_it_ends(
+    threads: CallThreads,
+) -> None:
+    release, ended = threading.Event(), []
+    running = threads.submit(release.wait, soon(60), lambda: ended.append("running"))
+    queued = threads.submit(lambda: 1, soon(60), lambda: ended.append("queued"))
+    assert running is not None
+    assert queued is not None
+    wait_for(lambda: running.started)
+    running.abandon()
+    queued.abandon()
+    assert ended == ["queued"]
+    release.set()
+    wait_for(lambda: ended == ["queued", "running"])
+    assert queued.outcome(0) == 0
+
+
+def test_what_was_let_go_of_makes_room_in_the_queue(threads: CallThreads) -> None:
+    release = threading.Event()
+    first = threads.submit(release.wait, soon(60))
+    assert first is not None
+    wait_for(lambda: first.started)
+    for _ in range(3):  # the limit, which the running one counts towards
+        queued = threads.submit(lambda: 1, soon(60))
+        assert queued is not None
+        queued.abandon()
+    release.set()
+    last = threads.submit(lambda: 7, soon(60))
+    assert last is not None
+    assert last.outcome(0) == 7
+
+
+def test_a_spare_thread_takes_the_place_of_a_late_one_and_goes_when_that_is_back() -> None:
+    threads = CallThreads("test", 1, spare=1)
+    stuck, also = threading.Event(), threading.Event()
+    try:
+        late = threads.submit(stuck.wait, soon(0.02))
+        assert late is not None
+        late.outcome(False)
+        other = threads.submit(lambda: 7, soon(60))
+        assert other is not None
+        assert other.outcome(0) == 7, "one peer that hangs does not hold up the others"
+        later = threads.submit(also.wait, soon(0.02))
+        assert later is not None
+        later.outcome(False)
+        assert threads.submit(lambda: 1, soon(60)) is None, "at most one spare"
+        stuck.set()
+        also.set()
+        wait_for(lambda: len(threads._threads) == 1)
+        again = threads.submit(lambda: 8, soon(60))
+        assert again is not None
+        assert again.outcome(0) == 8
+    finally:
+        stuck.set()
+        also.set()
+        threads.close(5)
+
+
+def test_a_call_that_is_queued_behind_one_that_becomes_late_gets_a_spare_thread() -> None:
+    threads = CallThreads("test", 1, spare=1)
+    stuck = threading.Event()
+    try:
+        threads.submit(stuck.wait, soon(0.05))
+        queued = threads.submit(lambda: 7, soon(60))
+        assert queued is not None
+        assert queued.outcome(0) == 7
+    finally:
+        stuck.set()
+        threads.close(5)
+
+
+def policy() -> int:
+    return os.sched_getscheduler(threading.get_native_id()) & ~os.SCHED_RESET_ON_FORK
+
+
+DEADLINE = 6
+
+
+def test_a_spinning_call_yields_until_who_waits_for_it_loses_patience(threads: CallThreads) -> None:
     def spin() -> list[int]:
         seen = [policy()]
         while policy() != os.SCHED_OTHER:
             pass
         return [*seen, policy()]
 
-    call = threads.submit(spin, soon())
+    call = threads.submit(spin, soon(60))
     assert call is not None
-    first = os.SCHED_IDLE if may_yield() else os.SCHED_OTHER
+    first = DEADLINE if may_yield() else os.SCHED_OTHER
     assert call.outcome([]) == [first, os.SCHED_OTHER]
 
 
-def test_a_call_that_got_nothing_while_it_yielded_keeps_its_thread_from_yielding_again() -> None:
-    policies: list[int] = []
+def test_a_thread_yields_for_the_call_only_and_may_start_threads_meanwhile() -> None:
+    def nested() -> tuple[int, list[int]]:
+        seen: list[int] = []
+        child = threading.Thread(target=lambda: seen.append(policy()))
+        child.start()
+        child.join()
+        return policy(), seen
 
-    def starved() -> None:
-        policies.append(os.sched_getscheduler(threading.get_native_id()))
-        threading.Event().wait(0.15)  # as good as not being scheduled
-
-    thread = Yielding(True)
-    thread.run(starved)
-    thread.run(starved)
-    assert policies == [os.SCHED_IDLE if may_yield() else os.SCHED_OTHER, os.SCHED_OTHER]
-    assert os.sched_getscheduler(threading.get_native_id()) == os.SCHED_OTHER
+    yielding = Yielding(True)
+    assert yielding.run(nested) == (DEADLINE if may_yield() else os.SCHED_OTHER, [os.SCHED_OTHER])
+    assert policy() == os.SCHED_OTHER
+    assert Yielding(False).run(policy) == os.SCHED_OTHER
 
 
 def test_a_full_queue_refuses_and_lets_go_at_once(threads: CallThreads) -> None:
@@ -135,6 +224,111 @@ def test_a_slot_returns_to_the_pool_with_its_last_reference() -> None:
     with pytest.raises(TransferError, match="last reference"):
         slot.retain()
     staging.check_integrity()
+    staging.close()
+
+
+def test_a_slot_that_is_forgotten_goes_back_to_the_pool_unless_a_call_still_has_it() -> None:
+    staging = StagingPool(2 * 4096, 4096, prefaulted=False)
+    slot = staging.try_lease()
+    assert slot is not None
+    in_flight = [slot]
+    del slot
+    gc.collect()
+    assert staging.in_use == 1
+    in_flight.clear()
+    gc.collect()
+    assert staging.in_use == 0
+    staging.check_integrity()
+    staging.close()
+
+
+def test_a_lease_that_waits_finds_a_slot_that_is_forgotten_meanwhile() -> None:
+    staging = StagingPool(4096, 4096, prefaulted=False)
+    held = [staging.try_lease()]
+    got: list[Slot | None] = []
+    waiter = threading.Thread(target=lambda: got.append(staging.lease(soon(60))))
+    waiter.start()
+    held.clear()
+    gc.collect()
+    waiter.join(60)
+    assert got[0] is not None
+    got[0].release()
+    staging.close()
+
+
+def test_the_last_slots_are_left_to_those_that_wait() -> None:
+    staging = StagingPool(8 * 4096, 4096, prefaulted=False, headroom=2)
+    ahead = [slot for _ in range(8) if (slot := staging.try_lease()) is not None]
+    assert len(ahead) == 6
+    waited = [staging.lease(soon(60)) for _ in range(2)]
+    assert None not in waited
+    staging.close()
+
+
+class Registry:
+    """What a client was asked to register; negative ints are codes."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.registered: list[tuple[int, int]] = []
+
+    def register_buffer(self, address: int, size: int) -> int:
+        self.registered.append((address, size))
+        return self.code
+
+    def unregister_buffer(self, address: int) -> int:
+        return 0
+
+    def alloc_from_mem_pool(self, size: int) -> int:
+        return 0
+
+
+def test_forfeited_memory_is_never_leased_again_and_other_memory_takes_its_place() -> None:
+    staging = StagingPool(4 * 4096, 4096, prefaulted=False)
+    slots = [staging.try_lease() for _ in range(4)]
+    lost = [slot for slot in slots[:2] if slot is not None]
+    lost[0].view[:4] = b"read"
+    client = Registry()
+    staging.forfeit(lost, client)
+    staging.forfeit(lost, client)
+    assert [size for _, size in client.registered] == [2 * 4096], "once, as much as was lost"
+    assert bytes(lost[0].view[:4]) == b"read", "its holder may still read it"
+    addresses = {slot.address for slot in lost}
+    for slot in slots:
+        assert slot is not None
+        slot.release()
+    assert staging.in_use == 0
+    again = [staging.try_lease() for _ in range(4)]
+    assert addresses.isdisjoint(slot.address for slot in again if slot is not None)
+    assert staging.try_lease() is None
+    staging.check_integrity()
+    lost[0].view[:4] = b"late"  # a late write finds its memory, and hurts nobody
+    assert all(bytes(slot.view[:4]) != b"late" for slot in again if slot is not None)
+    staging.close()
+
+
+def test_memory_that_cannot_be_replaced_makes_the_pool_smaller() -> None:
+    staging = StagingPool(4 * 4096, 4096, prefaulted=False)
+    slot = staging.try_lease()
+    assert slot is not None
+    staging.forfeit([slot], Registry(-600))
+    slot.release()
+    assert staging.slots == 3
+    staging.check_integrity()
+    assert len([slot for slot in [staging.try_lease() for _ in range(9)] if slot is not None]) == 3
+    staging.close()
+
+
+def test_what_a_pool_forfeits_is_bounded() -> None:
+    staging = StagingPool(4096, 4096, prefaulted=False)
+    client = Registry()
+    for _ in range(20):
+        slot = staging.try_lease()
+        if slot is not None:
+            staging.forfeit([slot], client)
+    assert 1 <= len(client.registered) <= 8
+    assert staging.slots == 0
+    assert staging.lease(soon(0)) is None
     staging.close()
 
 

@@ -1,0 +1,98 @@
+"""What Mooncake writes into memory after it gave a transfer up: a real store node stands still for more than a minute."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from launch.process import spawn_child
+from tests.support.pool import ROOT, Pool
+
+READER = """
+import sys, time, uuid
+from pathlib import Path
+from tests.support.waiting import wait_for
+from transfer import staging as memory
+from transfer.errors import Status
+from transfer.settings import ByteSize, TransferSettings
+from transfer.store import MooncakeStore
+
+SIZE = 1 << 20
+settings = TransferSettings(staging_size=ByteSize(16 * SIZE), prefault=False)
+with MooncakeStore(settings, master=sys.argv[1]) as store:
+    staging = store.staging(SIZE)
+    store.wait_open(60)
+    keys = [uuid.uuid4().hex for _ in range(4)]
+    slots = [staging.lease(time.monotonic() + 60) for _ in keys]
+    for slot in slots:
+        slot.view[:] = bytes([7]) * SIZE
+    assert store.start_put(keys, slots, [SIZE] * 4, timeout=60).results() == [Status.OK] * 4
+    for slot in slots:
+        slot.view[:] = bytes(SIZE)
+    print("stored", flush=True)
+    sys.stdin.readline()  # the store node is stopped
+    results = store.start_get(keys, slots, timeout=100).results()
+    assert all(result.status is Status.TRANSFER_FAILED for result in results), results
+    for slot in slots:
+        slot.release()
+    del slots, slot
+    assert staging.in_use == 0
+    assert staging.forfeited_bytes == 4 * SIZE, staging.forfeited_bytes
+    # everything that can be leased belongs to others now
+    others = [staging.lease(time.monotonic() + 60) for _ in range(staging.slots)]
+    assert len(others) == 16 and None not in others
+    for slot in others:
+        slot.view[:] = bytes([9]) * SIZE
+    print("reused", flush=True)
+    # the store node goes on, and with it the transfers
+    wait_for(lambda: any(7 in bytes(pages) for pages in memory._forfeited), 90, "the late bytes")
+    assert all(bytes(slot.view) == bytes([9]) * SIZE for slot in others), "late bytes in a slot of another"
+    for slot in others:
+        slot.release()
+    staging.check_integrity()
+    print("untouched", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_bytes_that_come_after_mooncake_gave_up_reach_nobody_elses_slot(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(segment="64MiB", client_ttl_s=600).start()
+    # a time-out of TCP's own that lets Mooncake's be met first, as it may be met wherever this process stands still
+    reader = spawn_child(
+        (
+            "env",
+            "MC_TCP_PROGRESS_TIMEOUT_SEC=240",
+            "MC_TCP_STATUS_TIMEOUT_SEC=240",
+            sys.executable,
+            "-c",
+            READER,
+            pool.address,
+        ),
+        death_signal=signal.SIGTERM,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    try:
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == b"stored\n"
+        pool.nodes["store-0"].send(signal.SIGSTOP)
+        reader.stdin.write(b"\n")
+        reader.stdin.flush()
+        assert reader.stdout.readline() == b"reused\n"
+        pool.nodes["store-0"].send(signal.SIGCONT)
+        assert reader.stdout.readline() == b"untouched\n"
+        assert reader.wait(60) == 0
+    finally:
+        pool.nodes["store-0"].send(signal.SIGCONT)
+        reader.kill()
+        reader.wait()
+        for pipe in (reader.stdin, reader.stdout):
+            if pipe is not None:
+                pipe.close()
