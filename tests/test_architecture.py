@@ -43,7 +43,6 @@ HOMES = {
     "aiohttp": ("launch/proxy/", "launch/engines/reference/"),
     "ctypes": (
         "transfer/staging.py",
-        "transfer/yielding.py",
         "transfer/store.py",
         "launch/_tethered.py",
         "launch/doctor/clock.py",

@@ -28,7 +28,8 @@ from transfer.staging import Slot
 log = logging.getLogger(__name__)
 
 _GIVES_UP_AFTER_S = 60.0
-_MARGIN_S = 10.0
+_NEAR = 0.8
+"""A transfer that took this much of the time after which Mooncake gives up may have been given up."""
 _CLOCK_STEP_S = 1.0
 """Wall clock and monotonic clock that drift apart by more within a step: the wall clock was set."""
 _ENDS_WITHIN_S = 25.0
@@ -79,13 +80,19 @@ def _variable(name: str, usual: int) -> int:
 class Watch:
     """Whether Mooncake can have given up a transfer since this was made. It asks the wall clock, which can be set."""
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        gives_up_after_s: float = _GIVES_UP_AFTER_S,
+        monotonic: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._enough = _NEAR * gives_up_after_s
         self._monotonic, self._wall = monotonic, wall
         self._began, self._began_wall = monotonic(), wall()
 
     def may_have_given_up(self) -> bool:
         elapsed, elapsed_wall = self._monotonic() - self._began, self._wall() - self._began_wall
-        return max(elapsed, elapsed_wall) > _GIVES_UP_AFTER_S - _MARGIN_S or abs(elapsed - elapsed_wall) > _CLOCK_STEP_S
+        return max(elapsed, elapsed_wall) > self._enough or abs(elapsed - elapsed_wall) > _CLOCK_STEP_S
 
 
 class Bulk:

@@ -18,13 +18,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from transfer.yielding import Yielding
-
-_PATIENCE = 0.15
-"""Seconds for which a waiter leaves a yielding thread to the leftovers of the processor."""
-
-_FORGOTTEN = 16
-"""How many times its limit a queue may hold of calls that were let go of, and that a thread has yet to take off it."""
+_LOOK_S = 0.15
+"""How often a waiter looks whether its call is queued behind one that is late."""
 
 T = TypeVar("T")
 
@@ -36,7 +31,7 @@ def _nothing() -> None:
 class Call(Generic[T]):
     """One call under way. The lock is held until the outcome is there: the cheapest way for one thread to wait."""
 
-    __slots__ = ("_done", "_error", "_function", "_on_end", "_taken", "_thread", "_threads", "_value", "deadline")
+    __slots__ = ("_done", "_error", "_function", "_on_end", "_taken", "_threads", "_value", "deadline", "started")
 
     def __init__(
         self, threads: CallThreads, function: Callable[[], T], deadline: float, on_end: Callable[[], None]
@@ -50,23 +45,17 @@ class Call(Generic[T]):
         """Held from the moment when it is decided what becomes of the call."""
         self._done = threading.Lock()
         self._done.acquire()
-        self._thread: Yielding | None = None
         self.deadline = deadline
-
-    @property
-    def started(self) -> bool:
+        self.started = False
         """Whether a thread has taken it up; it never will if the deadline passed first."""
-        return self._thread is not None
 
     def outcome(self, otherwise: T) -> T:
         """What the call returned, or `otherwise` if it has not by the deadline. Raises what the call raised."""
-        while not self._done.acquire(timeout=max(0.0, min(_PATIENCE, self.deadline - time.monotonic()))):
-            if self._thread is not None:
-                self._thread.hurry()
+        while not self._done.acquire(timeout=max(0.0, min(_LOOK_S, self.deadline - time.monotonic()))):
             if time.monotonic() >= self.deadline:
                 self.abandon()
                 return otherwise
-            if self._thread is None:
+            if not self.started:
                 self._threads.relieve()
         self._done.release()  # so that a second look finds it, too
         if self._error is not None:
@@ -76,17 +65,16 @@ class Call(Generic[T]):
     def abandon(self) -> None:
         """Nobody waits for it any more: a call that is still queued lets go of what it was given. Idempotent."""
         if self._taken.acquire(blocking=False):
-            self._threads._forget()
             self._drop()
 
-    def _run(self, thread: Yielding) -> None:
+    def _run(self) -> None:
         """On a thread that holds `_taken`."""
         function, self._function = self._function, None
         assert function is not None
         try:
             if time.monotonic() < self.deadline:
-                self._thread = thread
-                self._value = thread.run(function)
+                self.started = True
+                self._value = function()
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             self._error = error
         finally:
@@ -101,27 +89,22 @@ class Call(Generic[T]):
 
 
 class CallThreads:
-    """`count` daemon threads that run calls in the order of submission; at most `limit` are queued or running.
+    """`count` daemon threads that run calls in the order of submission; at most `limit` are queued or running,
+    those included that were let go of and that no thread has passed yet.
 
     A thread whose call has outlived its deadline is *late*. Up to `spare` further threads take the place of late ones, so
     that a peer that hangs does not hold up calls to others; they end when the late calls do.
     """
 
-    def __init__(self, name: str, count: int, *, yields: bool = False, limit: int = 256, spare: int = 0) -> None:
-        """`yields` is for calls that spin: see `transfer.yielding`."""
+    def __init__(self, name: str, count: int, *, limit: int = 256, spare: int = 0) -> None:
         self._queue: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
         self._name = name
         self._count = count
         self._spare = spare
-        self._yields = yields
         self._limit = limit
         self._lock = threading.Lock()
         self._running: dict[int, float] = {}
         """The deadline of each thread's call, by thread."""
-        self._pending = 0
-        """Calls that are queued or running."""
-        self._forgotten = 0
-        """Calls that lie in the queue although they were let go of."""
         self._closed = False
         self._started = 0
         self._threads: list[threading.Thread] = []
@@ -137,14 +120,9 @@ class CallThreads:
         call = Call(self, function, deadline, on_end)
         with self._lock:
             self._relieve()
-            accepted = (
-                not self._closed
-                and self._late() < len(self._threads)
-                and self._pending < self._limit
-                and self._forgotten < _FORGOTTEN * self._limit
-            )
+            ahead = self._queue.qsize() + len(self._running)
+            accepted = not self._closed and self._late() < len(self._threads) and ahead < self._limit
             if accepted:
-                self._pending += 1
                 self._queue.put(call)  # type: ignore[arg-type]  # the queue does not care what the call returns
         if not accepted:
             call._drop()
@@ -168,12 +146,6 @@ class CallThreads:
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
-
-    def _forget(self) -> None:
-        """A queued call was let go of."""
-        with self._lock:
-            self._pending -= 1
-            self._forgotten += 1
 
     # --- with the lock held ---------------------------------------------------------------------------------------
 
@@ -200,21 +172,17 @@ class CallThreads:
     # --- on the threads -------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        priority = Yielding(self._yields)
         me = threading.get_ident()
         while (call := self._queue.get()) is not None:
             if not call._taken.acquire(blocking=False):
-                with self._lock:
-                    self._forgotten -= 1
                 continue
             with self._lock:
                 self._running[me] = call.deadline
             try:
-                call._run(priority)
+                call._run()
             finally:
                 with self._lock:
                     del self._running[me]
-                    self._pending -= 1
                     if superfluous := self._is_superfluous():
                         self._threads.remove(threading.current_thread())
             del call

@@ -6,12 +6,14 @@ address, and nothing here tells that it died but the transfers that fail.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from transfer.bulk import Watch
 from transfer.calls import CallThreads
-from transfer.environment import MAX_TRANSFERS, prepare
+from transfer.environment import MAX_TRANSFERS, engine_timeout_seconds, prepare
 from transfer.errors import MissingLibraryError, Status, TransferError
 from transfer.settings import TransferSettings
 from transfer.staging import Slot
@@ -39,15 +41,23 @@ class DirectEngine:
             raise TransferError(f"TransferEngine on {host} over {settings.protocol}: initialize() answered {code}")
         self.address = f"{host}:{self._engine.get_rpc_port()}"
         """What peers have to be told; another one after each start."""
-        self._threads = CallThreads("mooncake-engine", settings.threads, yields=settings.yield_cpu)
+        self._threads = CallThreads("mooncake-engine", settings.threads)
         self._registered: list[int] = []
+        variable = os.environ.get("MC_TRANSFER_TIMEOUT", "")
+        self._gives_up_after_s = int(variable) if variable.isdecimal() else engine_timeout_seconds(settings)
 
     def register(self, address: int, nbytes: int) -> None:
         """Let peers read and write this memory, which must stay mapped until `close`. TransferError if Mooncake refuses."""
-        code = self._engine.register_memory(address, nbytes)
+        code = self.register_buffer(address, nbytes)
         if code != 0:
             raise TransferError(f"TransferEngine {self.address} refused to register {nbytes} bytes ({code})")
-        self._registered.append(address)
+
+    def register_buffer(self, address: int, size: int) -> int:
+        """As `register`, but for the code that it answers with."""
+        code = int(self._engine.register_memory(address, size))
+        if code == 0:
+            self._registered.append(address)
+        return code
 
     def write(self, peer: str, slots: Sequence[Slot], remote: Sequence[int], *, timeout: float) -> Status:
         """Write each slot to the address of the same index in the peer's registered memory; OK when all are there."""
@@ -74,7 +84,12 @@ class DirectEngine:
             slot.retain()
 
         def transfer() -> list[int]:
-            return [function(peer, [slot.address for slot in held], addresses, [slot.size for slot in held])]
+            watch = Watch(self._gives_up_after_s)
+            code = function(peer, [slot.address for slot in held], addresses, [slot.size for slot in held])
+            if code != 0 and watch.may_have_given_up():  # it returns, and the transfer goes on
+                for slot in held:
+                    slot.forfeit(self)
+            return [code]
 
         def let_go() -> None:
             for slot in held:

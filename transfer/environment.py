@@ -27,9 +27,13 @@ def stall_seconds(settings: TransferSettings) -> int:
     return max(1, min(10, max(settings.timeouts.get_ms, settings.timeouts.put_ms) // 3000))
 
 
+def engine_timeout_seconds(settings: TransferSettings) -> int:
+    """After how long a TransferEngine that is used directly gives a transfer up; Mooncake takes no less than 5 s."""
+    return max(5, max(settings.timeouts.get_ms, settings.timeouts.put_ms) // 1000)
+
+
 def client_variables(settings: TransferSettings, election: str | None = None) -> dict[str, str]:
     """What `prepare` sets, by name."""
-    slowest = max(settings.timeouts.get_ms, settings.timeouts.put_ms)
     stall = str(stall_seconds(settings))
     return {
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # 20 by default: 90 s in setup() while the master is away
@@ -39,7 +43,7 @@ def client_variables(settings: TransferSettings, election: str | None = None) ->
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384",
         "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "16384",
         # of a TransferEngine used directly; the store does not read it
-        "MC_TRANSFER_TIMEOUT": str(max(5, slowest // 1000)),
+        "MC_TRANSFER_TIMEOUT": str(engine_timeout_seconds(settings)),
         "MC_LOG_LEVEL": "ERROR",
         # which masters' election to follow; without it a client of elected masters cannot set up
         **({"MC_STORE_CLUSTER_ID": election} if election is not None else {}),

@@ -100,9 +100,6 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Touch segment and staging memory at start, so that no first write pays for page faults."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Transfer calls in flight at once, in each direction. One saturates TCP; give RDMA 2 to 4."""
-    yield_cpu: bool = True
-    """Whether threads that wait for a transfer leave the processor to everybody else. Mooncake waits by spinning; where
-    cores are few, that takes the core which the transfer itself needs (docs/mooncake.md)."""
     timeouts: Timeouts = Timeouts()
     breaker: Breaker = Breaker()
 

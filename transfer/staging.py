@@ -13,7 +13,7 @@ import logging
 import mmap
 import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -52,10 +52,15 @@ def _madvise(address: int, nbytes: int, advice: int) -> int:
     return int(madvise(address, nbytes, advice))
 
 
-class Registrar(Protocol):
-    """What staging memory needs of a Mooncake client; negative ints are codes."""
+class Memory(Protocol):
+    """What takes memory for transfers; negative ints are codes."""
 
     def register_buffer(self, address: int, size: int) -> int: ...
+
+
+class Registrar(Memory, Protocol):
+    """What staging memory needs of a Mooncake client; negative ints are codes."""
+
     def unregister_buffer(self, address: int) -> int: ...
     def alloc_from_mem_pool(self, size: int) -> int: ...
 
@@ -70,16 +75,15 @@ class _Place(NamedTuple):
 class Slot:
     """A leased piece of staging memory of `size` bytes at `address`; `view` is the same bytes, writable.
 
-    `pages` are the whole pages that begin with them. A slot that is forgotten without `release`, as by an exception in the
-    middle of its holder, goes back to its pool when nothing refers to it any more; calls in flight do refer to it.
+    `pages` are the whole pages that begin with them. A slot that is forgotten without `release`, as when its holder is
+    interrupted, goes back to its pool when nothing refers to this object any more; calls in flight do refer to it.
     """
 
-    __slots__ = ("_place", "_pool", "_references", "address", "pages", "size", "view")
+    __slots__ = ("__weakref__", "_pool", "_references", "address", "pages", "size", "view")
 
     def __init__(self, pool: StagingPool, place: _Place) -> None:
         """With one reference."""
         self._pool = pool
-        self._place = place
         self._references = 1
         self.address = place.address
         self.pages = place.pages
@@ -94,10 +98,9 @@ class Slot:
         """Let go of one reference; the last one gives the slot back to its pool."""
         self._pool._release(self)
 
-    def __del__(self) -> None:
-        # may run on any thread at any moment, with locks held: it takes none
-        if self._references > 0:
-            self._pool._strays.append(self._place)
+    def forfeit(self, client: Memory) -> None:
+        """As `StagingPool.forfeit`, for this slot."""
+        self._pool.forfeit([self], client)
 
 
 class StagingPool:
@@ -134,11 +137,12 @@ class StagingPool:
         """Memory that was given up because a transfer may still write to it."""
         self._pin = pin
         self._unpins: list[Callable[[], None]] = []
-        self._free: list[_Place] = []
-        self._leased: set[int] = set()
-        """Addresses of what is leased or quarantined, and will come back."""
-        self._strays: deque[_Place] = deque()
-        """Places of slots that were forgotten; collected when somebody looks for a free one."""
+        self._places: dict[int, _Place] = {}
+        """All there are, by address."""
+        self._free: dict[int, _Place] = {}
+        """Those that are not leased; the one that was used last is the last."""
+        self._leased: dict[int, weakref.ref[Slot]] = {}
+        """The slot that each of the others was last leased as."""
         self._changed = threading.Condition()
         self._closed = False
 
@@ -153,22 +157,23 @@ class StagingPool:
 
     def _populate(self, address: int, memory: memoryview) -> None:
         """Cut `memory`, which lies at `address`, into slots, and lease from these from now on."""
-        places = self._places(address, memory)
+        places = self._cut(address, memory)
         with self._changed:
             self.address = address
+            self._places = places
             # last in, first out: a slot that was just used is still in the processor's cache
-            self._free = list(reversed(places))
-            self._leased = set()
+            self._free = dict(reversed(places.items()))
+            self._leased = {}
             self._changed.notify_all()
 
-    def _places(self, address: int, memory: memoryview) -> list[_Place]:
+    def _cut(self, address: int, memory: memoryview) -> dict[int, _Place]:
         if self._pin is not None:
             self._unpins.append(self._pin(address, len(memory)))
         stride = self.stride_of(self.slot_bytes)
-        return [
-            _Place(address + start, memory[start : start + stride])
+        return {
+            address + start: _Place(address + start, memory[start : start + stride])
             for start in range(0, len(memory) - stride + 1, stride)
-        ]
+        }
 
     def register_with(self, client: Registrar) -> int:
         """Make the memory known to a Mooncake client; its return code."""
@@ -186,7 +191,7 @@ class StagingPool:
         """Slots that are leased or quarantined."""
         with self._changed:
             self._collect()
-            return len(self._leased)
+            return len(self._places) - len(self._free)
 
     def lease(self, deadline: float) -> Slot | None:
         """A slot with one reference, waiting for one until `deadline` (of `time.monotonic()`); None if none came.
@@ -196,36 +201,40 @@ class StagingPool:
         """
         headroom = self.headroom if deadline <= time.monotonic() else 0
         with self._changed:
-            self._collect()
             while len(self._free) <= headroom:
-                remaining = deadline - time.monotonic()
-                if self._closed or not self._has_memory or remaining <= 0:
-                    return None
-                self._changed.wait(min(remaining, _STRAYS_S))
                 self._collect()
+                if len(self._free) > headroom:
+                    break
+                remaining = deadline - time.monotonic()
+                if self._closed or not self._places or remaining <= 0:
+                    return None
+                self._changed.wait(min(remaining, _FORGOTTEN_S))
             if self._closed:
                 return None
-            place = self._free.pop()
-            self._leased.add(place.address)
-            return Slot(self, place)
+            # in an order in which an interrupt between any two steps loses nothing: see `_collect`
+            address, place = self._free.popitem()
+            slot = Slot(self, place)
+            self._leased[address] = weakref.ref(slot)
+            return slot
 
     def try_lease(self) -> Slot | None:
         """A slot if one is free now, beyond the headroom."""
         return self.lease(0.0)
 
-    def forfeit(self, slots: Sequence[Slot], client: Registrar) -> None:
+    def forfeit(self, slots: Sequence[Slot], client: Memory) -> None:
         """Never hand out the memory of these leased slots again: a transfer that was given up may still use it.
 
         Other memory takes its place, as long as what was given up is less than `_FORFEITS` times all of it; after that the
         pool shrinks. What lies in the slots stays valid until they are released.
         """
         with self._changed:
-            addresses = {slot.address for slot in slots} & self._leased
-            self._leased -= addresses
-            count = len(addresses)
-            self.forfeited_bytes += count * self.stride_of(self.slot_bytes)
-            _forfeited.extend(slot.pages for slot in slots if slot.address in addresses)
+            lost = [slot for slot in slots if slot.address in self._places]
+            count = len(lost)
+            for slot in lost:
+                _forfeited.append(slot.pages)
+                del self._places[slot.address]
             self.slots -= count
+            self.forfeited_bytes += count * self.stride_of(self.slot_bytes)
             replace = bool(count) and self.forfeited_bytes <= _FORFEITS * self.nbytes
         if not replace:
             return
@@ -233,20 +242,22 @@ class StagingPool:
         if (code := client.register_buffer(address, len(memory))) != 0:
             log.error("staging: %d slots are lost, Mooncake refused other memory for them (%d)", count, code)
             return
-        places = self._places(address, memory)
+        places = self._cut(address, memory)
         with self._changed:
             self.slots += count
-            self._free.extend(places)
+            self._places |= places
+            self._free |= places
             self._changed.notify_all()
 
     def check_integrity(self) -> None:
         """Assert that every slot is either free or leased, and none is both (for tests)."""
         with self._changed:
             self._collect()
-            free = {place.address for place in self._free}
-            assert len(free) == len(self._free), "a slot is free twice"
-            assert not free & self._leased, "a leased slot is free"
-            assert len(free) + len(self._leased) == (self.slots if self._has_memory else 0), "a slot is lost"
+            assert self._free.keys() <= self._places.keys(), "something is free that is no slot"
+            assert len(self._places) == (self.slots if self.address else 0), "a slot is lost"
+            for address in self._places:
+                held = self._holder(address) is not None
+                assert held is not (address in self._free), "a slot is free and leased, or neither"
 
     def close(self) -> None:
         """Refuse further leases. The memory itself lives until nothing refers to it."""
@@ -258,14 +269,18 @@ class StagingPool:
         while self._unpins:
             self._unpins.pop()()
 
-    @property
-    def _has_memory(self) -> bool:
-        return True
+    def _holder(self, address: int) -> Slot | None:
+        """The slot that the memory at `address` is leased as; None if nothing refers to it any more."""
+        reference = self._leased.get(address)
+        slot = None if reference is None else reference()
+        return slot if slot is not None and slot._references else None
 
     def _collect(self) -> None:
-        """Take back the places of forgotten slots. Called with the lock held."""
-        while self._strays:
-            self._returned(self._strays.popleft())
+        """Take back what is neither free nor leased: slots that were forgotten. Called with the lock held."""
+        if len(self._free) < len(self._places):
+            for address in [address for address in self._places if address not in self._free]:
+                if self._holder(address) is None:
+                    self._returned(address)
 
     def _retain(self, slot: Slot) -> None:
         with self._changed:
@@ -278,24 +293,30 @@ class StagingPool:
             if slot._references < 1:
                 raise TransferError("a staging slot was released more often than it was retained")
             slot._references -= 1
-            if slot._references == 0:
-                self._returned(slot._place)
+            if slot._references:
+                return
+            if slot.address in self._places:
+                self._returned(slot.address)
+            else:
+                self._dismissed(slot)
 
-    def _returned(self, place: _Place) -> None:
-        """Nothing refers to `place` any more. Called with the lock held."""
-        if place.address in self._leased:
-            self._leased.remove(place.address)
-            self._free.append(place)
-            self._changed.notify()
-        elif self._pin is None:  # forfeited: nobody needs its bytes, and a late write may have its address
-            _madvise(place.address, len(place.pages), _MADV_DONTNEED)
+    def _returned(self, address: int) -> None:
+        """Nothing refers to a slot of ours any more. Called with the lock held."""
+        self._free[address] = self._places[address]
+        self._leased.pop(address, None)
+        self._changed.notify()
+
+    def _dismissed(self, slot: Slot) -> None:
+        """Nothing refers to a slot any more that was taken from us. Called with the lock held."""
+        if self._pin is None:  # nobody needs its bytes any more, and a late write may have its address
+            _madvise(slot.address, len(slot.pages), _MADV_DONTNEED)
 
 
 _forfeited: list[memoryview] = []
 """Memory that a transfer may still use: its addresses stay mapped until the process ends."""
 _FORFEITS = 8
 """How many times its own size a pool may forfeit and replace. That takes addresses, not memory: the pages are given back."""
-_STRAYS_S = 0.25
+_FORGOTTEN_S = 0.25
 """How long a waiting lease may take to notice a slot that was forgotten."""
 
 
@@ -309,8 +330,8 @@ class SharedStagingPool(StagingPool):
         """Nothing is mapped yet. `headroom`: as of `StagingPool`. ValueError where not even one slot fits."""
         self._lay_out(size, slot_bytes, pin, headroom)
         self._retired: list[int] = []
-        self._retired_leased: set[int] = set()
-        """Addresses of leased slots of retired memory."""
+        self._retired_slots: list[weakref.ref[Slot]] = []
+        """What was leased of retired memory when it was retired."""
         self._let_go = False
         """Whether the `mooncake_client` has let go of the retired memory: it may carry out a late write of it till then."""
         self._reusable = False
@@ -322,7 +343,6 @@ class SharedStagingPool(StagingPool):
         """
         with self._changed:
             self._let_go = True
-            self._collect()
             self._discard_retired()
         with _spare_lock:
             spare = _spare.get(self.nbytes)
@@ -349,11 +369,10 @@ class SharedStagingPool(StagingPool):
     def retire(self) -> None:
         """Never hand out the present memory again: somebody may still write to it. Leased slots stay readable."""
         with self._changed:
-            self._collect()
             if self.address:
                 self._retired.append(self.address)
-                self._retired_leased |= self._leased
-            self._free, self._leased = [], set()
+                self._retired_slots += self._leased.values()
+            self._places, self._free, self._leased = {}, {}, {}
             self.address = 0
             self._let_go = False
             self._changed.notify_all()
@@ -362,20 +381,12 @@ class SharedStagingPool(StagingPool):
         super().close()
         with self._changed:
             self._collect()
-            if self._reusable and not self._leased:
+            if self._reusable and len(self._free) == len(self._places):
                 self._reusable = False
                 self._leave_to_next(self.address)
 
-    @property
-    def _has_memory(self) -> bool:
-        return bool(self.address)
-
-    def _returned(self, place: _Place) -> None:
-        if place.address in self._retired_leased:
-            self._retired_leased.remove(place.address)
-            self._discard_retired()
-        else:
-            super()._returned(place)
+    def _dismissed(self, slot: Slot) -> None:
+        self._discard_retired()
 
     def _leave_to_next(self, address: int) -> None:
         _discard(address, self.nbytes)
@@ -384,7 +395,10 @@ class SharedStagingPool(StagingPool):
 
     def _discard_retired(self) -> None:
         """Only the address range of retired memory stays: Mooncake has no call that frees it."""
-        while self._retired and self._let_go and not self._retired_leased:
+        self._retired_slots = [
+            reference for reference in self._retired_slots if (slot := reference()) is not None and slot._references
+        ]
+        while self._retired and self._let_go and not self._retired_slots:
             _discard(self._retired.pop(), self.nbytes)
 
 

@@ -219,7 +219,6 @@ class MooncakeStore:
             CallThreads(
                 f"mooncake-{name}",
                 settings.threads,
-                yields=settings.yield_cpu and not self._shared,
                 spare=settings.threads,
             )
             for name in ("get", "put")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
 
@@ -18,7 +17,6 @@ from transfer.errors import Status, TransferError, status_of
 from transfer.segment import mapping_at, prefault_segment
 from transfer.settings import ByteSize
 from transfer.staging import Slot, StagingPool
-from transfer.yielding import Yielding, may_yield
 
 
 def soon(seconds: float = 5.0) -> float:
@@ -27,7 +25,7 @@ def soon(seconds: float = 5.0) -> float:
 
 @pytest.fixture
 def threads() -> object:
-    made = CallThreads("test", 1, yields=True, limit=3)
+    made = CallThreads("test", 1, limit=3)
     yield made
     made.close(5)
 
@@ -98,21 +96,6 @@ def test_a_queued_call_that_nobody_waits_for_any_more_lets_go_at_once_and_a_runn
     assert queued.outcome(0) == 0
 
 
-def test_what_was_let_go_of_makes_room_in_the_queue(threads: CallThreads) -> None:
-    release = threading.Event()
-    first = threads.submit(release.wait, soon(60))
-    assert first is not None
-    wait_for(lambda: first.started)
-    for _ in range(3):  # the limit, which the running one counts towards
-        queued = threads.submit(lambda: 1, soon(60))
-        assert queued is not None
-        queued.abandon()
-    release.set()
-    last = threads.submit(lambda: 7, soon(60))
-    assert last is not None
-    assert last.outcome(0) == 7
-
-
 def test_a_spare_thread_takes_the_place_of_a_late_one_and_goes_when_that_is_back() -> None:
     threads = CallThreads("test", 1, spare=1)
     stuck, also = threading.Event(), threading.Event()
@@ -150,40 +133,6 @@ def test_a_call_that_is_queued_behind_one_that_becomes_late_gets_a_spare_thread(
     finally:
         stuck.set()
         threads.close(5)
-
-
-def policy() -> int:
-    return os.sched_getscheduler(threading.get_native_id()) & ~os.SCHED_RESET_ON_FORK
-
-
-DEADLINE = 6
-
-
-def test_a_spinning_call_yields_until_who_waits_for_it_loses_patience(threads: CallThreads) -> None:
-    def spin() -> list[int]:
-        seen = [policy()]
-        while policy() != os.SCHED_OTHER:
-            pass
-        return [*seen, policy()]
-
-    call = threads.submit(spin, soon(60))
-    assert call is not None
-    first = DEADLINE if may_yield() else os.SCHED_OTHER
-    assert call.outcome([]) == [first, os.SCHED_OTHER]
-
-
-def test_a_thread_yields_for_the_call_only_and_may_start_threads_meanwhile() -> None:
-    def nested() -> tuple[int, list[int]]:
-        seen: list[int] = []
-        child = threading.Thread(target=lambda: seen.append(policy()))
-        child.start()
-        child.join()
-        return policy(), seen
-
-    yielding = Yielding(True)
-    assert yielding.run(nested) == (DEADLINE if may_yield() else os.SCHED_OTHER, [os.SCHED_OTHER])
-    assert policy() == os.SCHED_OTHER
-    assert Yielding(False).run(policy) == os.SCHED_OTHER
 
 
 def test_a_full_queue_refuses_and_lets_go_at_once(threads: CallThreads) -> None:

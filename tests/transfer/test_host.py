@@ -302,7 +302,8 @@ def test_memory_of_a_closed_pool_is_used_again_and_holds_nothing_of_before() -> 
     second = SharedStagingPool(size, SLOT)
     assert second.register_with(dummy) == 0
     assert second.address == address
-    assert all(bytes(slot.view) == bytes(SLOT) for slot in leased(second, 5))
+    held = leased(second, 5)
+    assert all(bytes(slot.view) == bytes(SLOT) for slot in held)
     second.close()
     third = SharedStagingPool(size, SLOT)
     assert third.register_with(dummy) == 0

@@ -1,0 +1,291 @@
+"""One peer, one object, one interrupted call: what it costs, and whom."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from pd_cache.backends.mooncake import MooncakeBackend
+from pd_cache.config import CacheConfig, MooncakeTier
+from tests.support.engines import CHUNK, host, random_slots
+from tests.support.pool import ROOT, Pool
+from tests.support.waiting import wait_for
+from transfer.errors import Status
+from transfer.settings import ByteSize
+
+PAYLOAD = 64 << 10
+SLOTS = 32
+PATIENT = {"exist_ms": 60_000, "get_ms": 60_000, "put_ms": 60_000, "close_ms": 60_000}
+"""Deadlines that no machine is too busy for."""
+
+
+@contextmanager
+def backend(pool: Pool, segment: str = "any", **timeouts: int) -> Iterator[MooncakeBackend]:
+    """A backend of 32 slots, whose objects go to `segment`."""
+    settings = pool.settings(
+        CacheConfig(tiers=(MooncakeTier(preferred_segment=segment),)), transfer={"timeouts": {**PATIENT, **timeouts}}
+    )
+    transfer = msgspec.structs.replace(settings.transfer, staging_size=ByteSize(SLOTS * (PAYLOAD + 4096)))
+    opened = MooncakeBackend(msgspec.structs.replace(settings, transfer=transfer), PAYLOAD)
+    try:
+        opened.wait_available(30)
+        yield opened
+    finally:
+        opened.close()
+        opened.memory.pool.check_integrity()
+
+
+def fresh(count: int) -> list[str]:
+    return [uuid.uuid4().hex for _ in range(count)]
+
+
+def put(backend: MooncakeBackend, keys: list[str]) -> list[Status]:
+    """Each with its own byte, one after the other."""
+    statuses = []
+    for key in keys:
+        staged = backend.stage(timeout=60)
+        assert staged is not None, "no memory"
+        staged.payload[:] = bytes([len(key) % 251]) * PAYLOAD
+        staged.seal(key)
+        statuses += backend.batched_put([key], [staged], timeout=60).results()
+    return statuses
+
+
+def get(backend: MooncakeBackend, keys: list[str], timeout: float | None = None) -> list[str]:
+    """The reasons of the misses; empty for a hit."""
+    reasons = []
+    for fetched in backend.batched_get(keys, timeout=timeout):
+        reasons.append(fetched.reason)
+        fetched.release()
+    return reasons
+
+
+@pytest.fixture
+def two_stores(make_pool: Callable[..., Pool]) -> Pool:
+    """The master keeps a store node that is stopped for as long as a test runs."""
+    return make_pool(segment="64MiB", client_ttl_s=600).start("master", "store-0", "store-1")
+
+
+def test_a_store_node_that_is_stopped_takes_neither_memory_nor_the_pool_from_calls_to_others(two_stores: Pool) -> None:
+    pool = two_stores
+    lost, kept = fresh(24), fresh(24)
+    with backend(pool, pool.segment(0)) as writer:
+        assert set(put(writer, lost)) == {Status.OK}
+    with backend(pool, pool.segment(1), get_ms=9000, put_ms=9000) as node:
+        assert set(put(node, kept)) == {Status.OK}
+        # a peer that is met for the first time while it is stopped holds the call for Mooncake's handshake, a minute more
+        assert get(node, lost[:1]) == [""]
+        pool.nodes["store-0"].send(signal.SIGSTOP)
+        try:
+            readers = [threading.Thread(target=get, args=(node, lost)) for _ in range(6)]
+            for reader in readers:
+                reader.start()
+            wait_for(lambda: node.staging.in_use >= SLOTS // 4, 60, "readers that hold memory")
+            # meanwhile
+            assert set(put(node, fresh(4))) == {Status.OK}
+            assert node.available
+            for reader in readers:
+                reader.join(120)
+            assert node.available, "a peer that does not deliver says nothing about the pool"
+            wait_for(lambda: node.store._bulk.peers.any_silent, 60, "the first call to end")
+            assert set(get(node, lost[:4])) == {"transfer_failed"}, "it is not asked, or fails"
+            assert set(get(node, kept)) == {""}
+            assert set(put(node, fresh(4))) == {Status.OK}
+        finally:
+            pool.nodes["store-0"].send(signal.SIGCONT)
+        wait_for(lambda: set(get(node, lost)) == {""}, 90, "the peer being asked again")
+        wait_for(lambda: node.staging.in_use == 0, 60, "the last calls to end")
+
+
+def test_calls_that_hang_on_one_peer_never_hold_more_than_half_of_the_memory(two_stores: Pool) -> None:
+    pool = two_stores
+    lost = fresh(24)
+    with backend(pool, pool.segment(0), get_ms=1000, put_ms=1000) as node:
+        for key in lost:
+            wait_for(lambda key=key: put(node, [key]) == [Status.OK], 60)
+        pool.nodes["store-0"].send(signal.SIGSTOP)
+        try:
+            for _ in range(4):
+                get(node, lost)
+                staged = [item for _ in range(node.batch_size) if (item := node.stage(timeout=0)) is not None]
+                keys = fresh(len(staged))
+                node.batched_put(keys, staged).results()
+                assert node.staging.in_use <= SLOTS // 2, "quarantined"
+                assert node.stage(timeout=60) is not None
+        finally:
+            pool.nodes["store-0"].send(signal.SIGCONT)
+        wait_for(lambda: node.staging.in_use == 0, 90, "the last calls to end")
+
+
+def test_waiting_for_memory_and_the_transfer_share_one_deadline(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with backend(pool) as node:
+        keys = fresh(2)
+        assert put(node, keys) == [Status.OK] * 2
+        held = [node.staging.lease(time.monotonic() + 60) for _ in range(SLOTS)]
+        given: list[float] = []
+        start_get = node.store.start_get
+
+        def spy(keys: list[str], slots: Any, *, timeout: float) -> Any:
+            given.append(time.monotonic() + timeout)
+            return start_get(keys, slots, timeout=timeout)
+
+        monkeypatch.setattr(node.store, "start_get", spy)
+        releaser = threading.Timer(0.3, held.clear)
+        releaser.start()
+        deadline = time.monotonic() + 30
+        assert get(node, keys, timeout=30) == ["", ""]
+        releaser.join()
+        assert given
+        assert max(given) <= deadline + 0.1, "the wait for memory did not prolong it"
+
+
+def damage(client: Any, key: str) -> None:
+    good = client.get(key)
+    assert client.upsert(key, good[:10] + bytes([good[10] ^ 1]) + good[11:]) == 0
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["flipped", "larger"])
+def test_a_damaged_object_under_a_popular_prefix_is_healed_by_the_next_round(pool: Pool, whole: bool) -> None:
+    tokens, slots = list(range(64)), list(range(64))
+    with host(pool, timeouts=PATIENT) as node:
+        node.compute(tokens, slots)
+        assert node.store(tokens, slots) == 64
+        victim = node.keys(tokens)[1]
+        with pool.bare_client() as client:
+            if whole:
+                damage(client, victim)
+            else:
+                assert client.upsert(victim, bytes(1 << 20)) == 0
+        assert node.engine.lookup(tokens) == 64, "which leases it, as each lookup does"
+        assert sum(node.retrieve(tokens, slots)) == CHUNK
+        assert node.engine.lookup(tokens) == CHUNK
+        node.compute(tokens, slots)
+        assert node.store(tokens, slots) == CHUNK
+        assert node.engine.lookup(tokens) == 64
+        assert all(node.retrieve(tokens, slots))
+        assert node.engine.metrics.totals()["tier_healed", "mooncake"] == 1
+
+
+def test_a_key_that_another_writer_has_begun_and_not_ended_is_not_counted_as_stored(
+    pool: Pool,
+) -> None:
+    tokens, slots = list(range(40)), list(range(40))
+    with pool.bare_client() as client, host(pool, timeouts=PATIENT) as node:
+        node.compute(tokens, slots)
+        keys = node.keys(tokens)
+        assert client.batch_put_session_start(keys[1:2], [100]) == [0]
+        assert node.store(tokens, slots) == 40 - CHUNK
+        assert node.troubles("store") == {"busy": 1}
+        assert node.engine.lookup(tokens) == CHUNK
+        assert client.batch_put_session_revoke(keys[1:2]) == [0]
+        assert node.store(tokens, slots) == CHUNK
+        assert node.engine.lookup(tokens) == 40
+
+
+def test_slots_of_calls_that_a_user_interrupted_come_back(pool: Pool) -> None:
+    rng = random.Random(3)
+    tokens = list(range(160))
+    with host(pool, timeouts=PATIENT, staging_size="128KiB") as node:
+        slots = random_slots(rng, 160, True)
+        node.compute(tokens, slots)
+        assert node.store(tokens, slots) == 160
+        staging = node.engine.backend.memory.pool
+        began = time.monotonic()
+        assert all(node.retrieve(tokens, slots))
+        usual = time.monotonic() - began
+        interrupts = 0
+        usually = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        try:
+            for _ in range(60):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.1, 1) * usual)
+                    node.retrieve(tokens, slots)
+                except KeyboardInterrupt:
+                    interrupts += 1
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            signal.signal(signal.SIGALRM, usually)
+        assert interrupts
+
+        def nothing_is_held() -> bool:
+            gc.collect()  # tracebacks hold frames, and these hold slots
+            return staging.in_use == 0
+
+        wait_for(nothing_is_held, 60, "the last transfers to end")
+        staging.check_integrity()
+        assert all(node.retrieve(tokens, slots))
+
+
+FORKED = """
+import os, sys
+from pathlib import Path
+from tests.support.engines import host
+from tests.support.pool import Pool
+
+class There(Pool):
+    def __init__(self, port):
+        self.port, self.client = port, "embedded"
+
+with host(There(int(sys.argv[1])), timeouts={"exist_ms": 60000}, segment_size=16 << 20) as node:
+    tokens = slots = list(range(40))
+    node.compute(tokens, slots)
+    assert node.store(tokens, slots) == 40
+    child = os.fork()
+    if not child:
+        assert node.engine.lookup(tokens) == 0
+        assert node.store(tokens, slots) == 0
+        assert not any(node.retrieve(tokens, slots))
+        assert not node.engine.available
+        node.engine.close()
+        node.engine.close()
+        os._exit(7)  # as multiprocessing's children end: exit() would run the destructors of Mooncake's threads
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7, status
+    assert node.engine.lookup(tokens) == 40
+    print("the parent goes on", flush=True)
+"""
+
+
+def test_an_engine_is_closed_in_a_forked_child_and_goes_on_in_its_parent(pool: Pool) -> None:
+    done = subprocess.run(
+        (sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, str(pool.port)),
+        cwd=ROOT,
+        env={**os.environ, "MC_LOG_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "the parent goes on" in done.stdout, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_nothing_but_close_ends_the_thread_that_keeps_the_store(
+    make_pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool().start()
+    troubles: list[BaseException] = [OSError("out of threads"), RuntimeError("odd"), MemoryError()]
+
+    def breaks(size: int, probe: object) -> None:
+        if troubles:
+            raise troubles.pop()
+
+    monkeypatch.setattr("transfer.store.prefault_segment", breaks)
+    with host(pool, wait=False, segment_size=16 << 20, prefault=True, breaker={"probe_interval_ms": 50}) as node:
+        node.engine.wait_available(60)
+        assert not troubles
+        assert node.engine.lookup([1] * 8) == 0
