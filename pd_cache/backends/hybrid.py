@@ -112,7 +112,15 @@ class HybridBackend(StorageBackend):
         yield from self._read(keys, 0, None if timeout is None else time.monotonic() + timeout)
 
     def stage(self, *, timeout: float | None = None) -> Staged | None:
-        return self.tiers[-1].backend.stage(timeout=timeout)
+        """As the last tier. A blocking one that has enough to write is waited for first, as far as `timeout` allows."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self.wait_room(timeout) and timeout == 0.0:
+            return None  # the caller has memory to go on with; what it puts now can be written meanwhile
+        return self.tiers[-1].backend.stage(timeout=_seconds_to(deadline))
+
+    def wait_room(self, timeout: float | None = None) -> bool:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return all(tier.backend.wait_room(_seconds_to(deadline)) for tier in self.tiers if tier.blocking)
 
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
         items = self.memory.own(staged, keys)

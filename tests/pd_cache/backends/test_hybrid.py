@@ -13,6 +13,7 @@ import pytest
 
 from pd_cache.backends import open_backend
 from pd_cache.backends.disk import LocalDiskBackend
+from pd_cache.backends.disk_health import DiskHealth, DiskState
 from pd_cache.backends.folder import ObjectFolder
 from pd_cache.backends.hybrid import HybridBackend, Tier
 from pd_cache.backends.local import LocalBackend
@@ -60,6 +61,12 @@ def hybrid_of(subject: Subject) -> HybridBackend:
 
 def holds(subject: Subject, tier: str, key: str) -> bool:
     return subject.bases[tier].batched_contains([key]) == [Status.OK]
+
+
+def disk_health(subject: Subject) -> DiskHealth:
+    disk = subject.bases["disk"]
+    assert isinstance(disk, LocalDiskBackend)
+    return disk.health
 
 
 def only_on_disk(subject: Subject, *keys: str) -> None:
@@ -176,7 +183,7 @@ def test_a_tier_that_is_off_is_passed_over_and_its_absence_is_no_plain_miss(
 ) -> None:
     subject = make()
     only_on_disk(subject, "k")
-    monkeypatch.setattr(subject.bases["disk"], "_state", "off")
+    monkeypatch.setattr(disk_health(subject), "state", DiskState.OFF)
     assert subject.backend.batched_contains(["k"]) == [Status.TIER_OFF]
     assert subject.get(["k"]) == ["tier_off"]
     assert subject.backend.available, "memory still is"
@@ -195,7 +202,7 @@ def test_a_put_is_wanted_where_the_last_tier_lacks_the_key_or_cannot_tell_and_no
     keys = ["both", "memory", "disk", "none"]
     assert subject.backend.batched_contains(keys) == [Status.OK, Status.OK, Status.OK, Status.MISSING]
     assert subject.backend.batched_wants(keys) == [Status.OK, Status.MISSING, Status.OK, Status.MISSING]
-    monkeypatch.setattr(subject.bases["disk"], "_state", "off")
+    monkeypatch.setattr(disk_health(subject), "state", DiskState.OFF)
     assert subject.backend.batched_wants(keys) == [Status.TIER_OFF, Status.TIER_OFF, Status.MISSING, Status.MISSING]
 
 
