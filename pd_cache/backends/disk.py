@@ -114,7 +114,9 @@ class _Read(NamedTuple):
     """Seconds that the call was given."""
 
     def release(self) -> None:
-        """Nobody waits for it any more; the call has a reference of its own, as long as it runs."""
+        """Nobody waits for it any more. A call that runs keeps a reference of its own for as long as it does."""
+        if self.call is not None:
+            self.call.abandon()
         if self.staged is not None:
             self.staged.release()
 

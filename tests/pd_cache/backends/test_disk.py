@@ -331,7 +331,7 @@ def test_a_disk_that_hangs_costs_one_deadline_and_its_memory_stays_quarantined(
         assert impatient.reason == "timeout"
         assert subject.backend.available, "an impatient caller says nothing about the disk"
         assert subject.get(["k", "l"]) == ["timeout", "timeout"]
-        assert subject.backend.memory.pool.in_use == 3, "the calls may still write there"
+        assert subject.backend.memory.pool.in_use == 2, "the two calls that run may still write there"
         assert subject.get(["k"]) == ["tier_off"]
         assert subject.count("pd_cache_tier_failures_total", reason="timeout") == 1
     finally:

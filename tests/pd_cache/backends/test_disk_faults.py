@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pd_cache.backends.faults import Fault, fault_of
 from pd_cache.backends.folder import ObjectFolder, digest_of
+from tests.support.backends import TIMEOUTS
 from tests.support.disks import OBJECT, Open, disk_of, file_of, files, value
 from tests.support.waiting import wait_for
 from transfer.errors import PoolUnavailableError, Status
 
 KEYS = [f"k{n}" for n in range(8)]
+IMPATIENT = msgspec.structs.replace(TIMEOUTS, put_ms=300, get_ms=300)
 
 
 def all_values() -> dict[str, bytes]:
@@ -412,6 +415,48 @@ def test_reads_from_a_disk_that_hangs_hold_a_quarter_of_the_memory_at_most(
         reader.join(20)
     assert outcomes == [expected()] * 6, "those that waited for their turn got all"
     assert memory.pool.in_use == 0
+
+
+def test_a_frozen_disk_keeps_the_slots_of_the_calls_that_it_holds_and_no_others(
+    open_disk: Open, freezable_disk: Path
+) -> None:
+    subject = open_disk(freezable_disk, objects=40, retry_s=60.0, timeouts=IMPATIENT)
+    subject.put(all_values())
+    memory, disk = subject.backend.memory, disk_of(subject)
+    subprocess.run(["fsfreeze", "-f", freezable_disk], check=True)
+    try:
+        assert subject.put({f"new{n}": value(n) for n in range(10)}) == [Status.TIMEOUT] * 10
+        assert memory.pool.in_use == 2, "one for each thread"
+        assert disk._write_slots._taken == 2
+        assert not subject.backend.available
+        assert subject.put({"late": value("late")}) == [Status.TIER_OFF]
+    finally:
+        subprocess.run(["fsfreeze", "-u", freezable_disk], check=True)
+    wait_for(lambda: memory.pool.in_use == 0, what="the memory back")
+    disk.index.check_integrity()
+
+
+def test_queued_reads_of_a_disk_that_hangs_let_go_at_their_deadline_and_when_nobody_waits_any_more(
+    open_disk: Open, hung: threading.Event
+) -> None:
+    subject = open_disk(threads=1, retry_s=60.0)
+    subject.put(all_values())
+    memory, disk = subject.backend.memory, disk_of(subject)
+    hung.clear()
+    patient = threading.Thread(target=lambda: subject.get(["k7"]))
+    patient.start()
+    wait_for(lambda: memory.pool.in_use == 1, what="a read that the disk holds")
+    fetches = subject.backend.batched_get(["k0", "k1"], timeout=0.2)
+    assert next(fetches).reason == "timeout"
+    assert memory.pool.in_use == 2, "the first let go; the second is still asked for"
+    fetches.close()
+    assert memory.pool.in_use == 1
+    assert disk._read_slots._taken == 1
+    hung.set()
+    patient.join(10)
+    wait_for(lambda: memory.pool.in_use == 0, what="the memory back")
+    disk.index.check_integrity()
+    assert subject.get(KEYS) == expected()
 
 
 def test_an_interrupted_read_leaves_nothing_pinned(open_disk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
