@@ -163,7 +163,10 @@ class LocalDiskBackend(StorageBackend):
         if not self._places:
             log.warning("tier %s holds nothing: its capacity is less than one object", metrics.tier)
         slots = memory.pool.slots if slots is None else slots
-        self._read_slots = Share(slots // 4, self.health.changed, lambda: self.health.readable)
+        # one reader with all that it reads ahead is never too many, unless memory is short
+        self._read_slots = Share(
+            max(slots // 4, min(self._ahead, slots // 2)), self.health.changed, lambda: self.health.readable
+        )
         self._write_slots = Share(slots // 2, self.health.changed, lambda: self.health.writable)
         # every call holds a slot, except notes
         limit = memory.pool.slots + 256

@@ -296,6 +296,46 @@ def test_a_put_does_not_wait_for_a_tier_that_writes_behind(tmp_path: Path, slow_
         subject.backend.close()
 
 
+def test_a_store_waits_for_a_blocking_disk_that_is_slower_before_it_takes_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = threading.Semaphore(0)
+    write = ObjectFolder.write
+
+    def one_a_turn(self: ObjectFolder, digest: str, pages: memoryview) -> str:
+        assert turns.acquire(timeout=20)
+        return write(self, digest, pages)
+
+    monkeypatch.setattr(ObjectFolder, "write", one_a_turn)
+    metrics, memory = CacheMetrics(), make_memory(PAYLOAD, 16)
+    disk = make_disk(memory, tmp_path, 40, metrics=metrics)
+    disk.wait_available(10)
+    hybrid = HybridBackend([Tier(disk, metrics.tier("disk"), blocking=True)])
+    outcomes, staged, stored, most = [], [], 0, 0
+    try:
+        while stored < 40:
+            lent = hybrid.stage(timeout=0.0) if stored + len(staged) < 40 and len(staged) < 4 else None
+            if lent is None and not staged:
+                turns.release(4)
+                lent = hybrid.stage(timeout=20.0)
+                assert lent is not None, "it waited for the disk"
+            if lent is not None:
+                staged.append(lent)
+            else:
+                outcomes.append(hybrid.batched_put([f"k{stored + n}" for n in range(len(staged))], staged))
+                stored += len(staged)
+                staged = []
+            most = max(most, memory.pool.in_use)
+        for _ in range(40):
+            turns.release()
+        assert [status for outcome in outcomes for status in outcome.results()] == [Status.OK] * 40
+        assert most <= 8, "half of the memory"
+    finally:
+        for _ in range(40):
+            turns.release()
+        hybrid.close()
+
+
 def test_what_does_not_fit_into_the_backlog_is_dropped_and_counted(tmp_path: Path, slow_disk: threading.Event) -> None:
     subject = make_behind(tmp_path, backlog=3)
     try:
