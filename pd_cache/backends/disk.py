@@ -320,7 +320,8 @@ class LocalDiskBackend(StorageBackend):
         try:
             self._sweep()
             while write.evicted:
-                self._delete(write.evicted[-1])
+                if (deleted := self._delete(write.evicted[-1])) is not Status.OK:
+                    return deleted
                 write.evicted.pop()
             name = self._with_room(lambda: self.folder.write(write.digest, staged.slot.pages))
         except OSError as error:
@@ -420,21 +421,21 @@ class LocalDiskBackend(StorageBackend):
         with contextlib.suppress(IndexError):
             while True:
                 name = self._litter.popleft()
-                try:
-                    self._delete(name)
-                except OSError as error:
+                if self._delete(name) is not Status.OK:
                     self._litter.append(name)
-                    self.health.judge("a deletion", error, writing=True)
                     return
 
-    def _delete(self, name: str) -> None:
-        """Delete a file. Something else under its name is not ours, and stays. OSError where the disk is to blame."""
+    def _delete(self, name: str) -> Status:
+        """Delete a file, unless the disk is in trouble. One that cannot be deleted, or is not ours, stays and counts as gone."""
         try:
             self.folder.unlink(name)
         except OSError as error:
-            if fault_of(error) is not Fault.OBJECT:
-                raise
-            self._metrics.spoiled("a deletion", name_of(error), str(error))
+            if fault_of(error) is Fault.OBJECT:
+                self._metrics.spoiled("a deletion", name_of(error), str(error))
+                return Status.OK
+            status = self.health.judge("a deletion", error, writing=True)
+            return Status.OK if status is Status.INTERNAL else status
+        return Status.OK
 
     # --- reading -------------------------------------------------------------------------------------------------
 

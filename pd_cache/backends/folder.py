@@ -284,17 +284,19 @@ class ObjectFolder:
         try:
             os.mkdir(folder)
         except FileExistsError:
-            if not stat.S_ISDIR(os.lstat(folder).st_mode):
+            if not _is_folder(folder):
                 with self._moving_aside:
                     self._move_aside(folder)
 
     def _move_aside(self, path: Path) -> None:
-        if not stat.S_ISDIR(os.lstat(path).st_mode):  # else another thread did it
+        """Make a folder where something else stood; another thread may have done so, or be about to."""
+        if os.path.lexists(path) and not _is_folder(path):
             numbers = (self._root / f"stray-{path.name}-{number}" for number in itertools.count(1))
             aside = next(candidate for candidate in numbers if not os.path.lexists(candidate))
             os.rename(path, aside)
-            os.mkdir(path)
             log.warning("%s was no folder; it is %s now", path, aside.name)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
 
     def _write_temporary(self, pages: memoryview) -> Path:
         """A new file with these bytes; its name is a serial that no object has."""
@@ -386,6 +388,14 @@ class ObjectFolder:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether a folder is there, not a link to one."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _looked_at(files: list[os.DirEntry[str]]) -> Iterator[tuple[os.DirEntry[str], os.stat_result | None]]:

@@ -142,6 +142,27 @@ def test_one_bad_block_among_many_reads_costs_one_object(open_disk: Open, monkey
     assert subject.count("pd_cache_tier_failures_total") == 0
 
 
+def test_a_file_that_cannot_be_deleted_for_a_bad_block_does_not_keep_others_from_being_written(
+    open_disk: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = open_disk(objects=8)
+    subject.put(all_values())
+    bad = file_of(subject, "k0").name
+    unlink = ObjectFolder.unlink
+
+    def fail(self: ObjectFolder, name: str) -> None:
+        if name == bad:
+            raise OSError(errno.EIO, "Input/output error", name)
+        unlink(self, name)
+
+    monkeypatch.setattr(ObjectFolder, "unlink", fail)
+    for n in range(20):
+        assert subject.put({f"new{n}": value(n)}) == [Status.OK]
+    assert subject.count("pd_cache_tier_file_errors_total", error="eio") == 1
+    assert subject.count("pd_cache_tier_failures_total") == 0
+    assert len(files(subject)) == 9
+
+
 def test_a_disk_whose_files_fail_one_after_another_is_switched_off(
     open_disk: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
