@@ -475,6 +475,7 @@ class LocalDiskBackend(StorageBackend):
         if damage is None:
             return ""
         self._discard(entry)
+        self._metrics.healed()
         return damage.value
 
     def _unread(self, entry: Entry[str], error: OSError) -> str:
@@ -486,6 +487,7 @@ class LocalDiskBackend(StorageBackend):
         status = self.health.judge("a read", error, writing=False)
         if status is Status.INTERNAL:
             self._discard(entry)
+            self._metrics.healed()
             return Damage.UNREADABLE.value
         return str(status.value)
 

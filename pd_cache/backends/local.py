@@ -233,6 +233,7 @@ class LocalBackend(StorageBackend, Generic[H]):
                 return FetchedObject(staged, on_release=lambda: self._unpin(entry))
             self.index.discard(entry)
         self._count()
+        self._metrics.healed()
         return FetchedObject(None, damage.value)
 
     def _unpin(self, entry: Entry[H]) -> None:

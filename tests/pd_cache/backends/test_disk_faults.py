@@ -91,6 +91,7 @@ def test_something_else_in_an_objects_place_costs_that_object_and_the_next_put_h
     assert subject.backend.available
     assert subject.backend.batched_contains(KEYS) == [Status.OK if key != "k3" else Status.MISSING for key in KEYS]
     assert subject.count("pd_cache_tier_file_errors_total", tier="disk") >= 1
+    assert subject.count("pd_cache_tier_healed_total", tier="disk") == 1
     assert subject.count("pd_cache_tier_failures_total") == 0
     if oddity is a_folder_with_a_file:
         assert (path / "thesis.txt").read_text() == "not ours"
