@@ -68,8 +68,22 @@ class TierMetrics:
         if files:
             self._owner._tier_ignored.labels(self.tier, kind).inc(files)
 
+    def budget(self, nbytes: int) -> None:
+        """Bytes that the tier may hold now."""
+        self._owner._tier_budget.labels(self.tier).set(nbytes)
+
+    def shrunk(self, nbytes: int, detail: str) -> None:
+        """The file system has no room for the whole budget, which is `nbytes` now."""
+        self.budget(nbytes)
+        self._owner.say(f"tier {self.tier}", "evicted, the file system is full", 1, detail)
+
+    def spoiled(self, what: str, error: str, detail: str) -> None:
+        """One file could not be read, written or deleted, by an `error` that is that file's alone."""
+        self._owner._tier_spoiled.labels(self.tier, error).inc()
+        self._owner.say(f"tier {self.tier}: {what} failed", error, 1, detail, "files")
+
     def switched_off(self, reason: str) -> None:
-        """The tier failed and is left alone for a while."""
+        """The tier failed and is left alone for a while, or is only read."""
         self._off.set(1)
         self._owner._tier_failures.labels(self.tier, reason).inc()
 
@@ -128,6 +142,12 @@ class CacheMetrics:
         self._tier_off = Gauge("pd_cache_tier_off", "1 while a tier is switched off", tier, registry=registry)
         self._tier_failures = Counter(
             "pd_cache_tier_failures", "Times that a tier was switched off", ["tier", "reason"], registry=registry
+        )
+        self._tier_budget = Gauge(
+            "pd_cache_tier_budget_bytes", "Bytes that a disk tier may hold, as far as they fit", tier, registry=registry
+        )
+        self._tier_spoiled = Counter(
+            "pd_cache_tier_file_errors", "Errors that were one file's alone", ["tier", "error"], registry=registry
         )
         self._tier_ignored = Counter(
             "pd_cache_tier_ignored_files", "Files that are no whole objects", ["tier", "kind"], registry=registry

@@ -49,6 +49,8 @@ class Status(enum.Enum):
     """This process's transfer threads are all held: too many calls at once, or a peer that hangs."""
     TIER_OFF = "tier_off"
     """A storage tier of this node failed and is switched off for a while."""
+    READ_ONLY = "read_only"
+    """A storage tier of this node can be read, and not written."""
     CLOSED = "closed"
     """The store is not open."""
     INTERNAL = "internal"

@@ -110,6 +110,10 @@ class StorageBackend(ABC):
     def stage(self, *, timeout: float | None = None) -> Staged | None:
         """Memory for one payload; None if none came free in time."""
 
+    def wait_room(self, timeout: float | None = None) -> bool:
+        """Wait until a put would be taken, for callers that hold no memory. False if that took longer than `timeout`."""
+        return True
+
     @abstractmethod
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
         """Begin to write each payload under its key. The staged memory is the backend's from here on.

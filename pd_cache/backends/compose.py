@@ -57,15 +57,16 @@ def open_backend(
                 headroom=slots_of(transfer.staging_size, payload_bytes) // 4,
             )
             memory = ObjectMemory(slots, payload_bytes)
+        # besides those that the local tiers keep objects in
+        staging = memory.pool.slots - reserve // StagingPool.stride_of(memory.object_bytes)
         parts: list[Tier] = []
         for tier, name in zip(tiers, names, strict=True):
             counts = metrics.tier(name)
             if isinstance(tier, MooncakeTier):
                 parts.append(Tier(opened[0], counts, tier.blocking, "never"))
                 continue
-            opened.append(_open_tier(settings, tier, memory, counts))
+            opened.append(_open_tier(settings, tier, memory, staging, counts))
             parts.append(Tier(opened[-1], counts, tier.blocking, tier.promote))
-        staging = memory.pool.slots - reserve // StagingPool.stride_of(memory.object_bytes)
         return HybridBackend(parts, backlog=staging // 2, close_s=settings.transfer.timeouts.close_ms / 1000)
     except BaseException:
         for backend in opened:
@@ -74,7 +75,7 @@ def open_backend(
 
 
 def _open_tier(
-    settings: NodeSettings, tier: LocalTier | DiskTier, memory: ObjectMemory, metrics: TierMetrics
+    settings: NodeSettings, tier: LocalTier | DiskTier, memory: ObjectMemory, staging: int, metrics: TierMetrics
 ) -> StorageBackend:
     timeouts = settings.transfer.timeouts
     if isinstance(tier, LocalTier):
@@ -92,6 +93,7 @@ def _open_tier(
         retry_s=tier.retry_s,
         timeouts=timeouts,
         metrics=metrics,
+        slots=staging,
     )
 
 

@@ -1,28 +1,36 @@
 """LocalDiskBackend: objects as files, with a byte budget that survives a restart.
 
 Reads and writes run on threads of their own, bounded and with deadlines (`transfer.calls`); what is where is answered from
-the index, without a system call. A folder that fails, or is full, is switched off and tried again later; meanwhile every
-call answers at once. A full one can still be read.
+the index, without a system call.
+
+1. A file that cannot be read leaves the index, and the next put of its key writes another. Only trouble of the folder itself
+   switches the tier off (`disk_health.py`); then every call answers at once, until the keeper finds it well again.
+2. The budget is what fits: where the file system has less room than `capacity`, the oldest objects make room, and their places
+   come back when there is room again.
+3. A disk that hangs holds a bounded share of the memory: a quarter of the slots for reads, half of them for writes. Nobody
+   waits for a deletion.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import functools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pd_cache.backends.base import Fetched, PutOutcome, Staged, StorageBackend
+from pd_cache.backends.disk_health import DiskHealth, DiskState, state_of
 from pd_cache.backends.eviction import PolicyName, make_policy
+from pd_cache.backends.faults import Fault, fault_of, name_of
 from pd_cache.backends.folder import PAGE, Found, ObjectFolder, digest_of
 from pd_cache.backends.index import Entry, EvictingIndex, Removal, Room
 from pd_cache.backends.memory import FetchedObject, ObjectMemory, StagedObject
-from pd_cache.backends.objects import inspect
+from pd_cache.backends.objects import Damage, inspect
 from pd_cache.metrics import TierMetrics
 from transfer.calls import Call, CallThreads
 from transfer.errors import PoolUnavailableError, Status
@@ -30,12 +38,41 @@ from transfer.settings import Timeouts
 
 log = logging.getLogger(__name__)
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+T = TypeVar("T")
+
 _BATCH_BYTES = 64 << 20
 _FAIR_S = 2.0
 """A disk that has not answered within this hangs."""
-_PATIENCE_S = 3600.0
-"""For deletions, which nobody waits for: one that was dropped would leave a file that nobody counts."""
+_EVICTED_FOR_ONE = 8
+"""Objects that make room for one of the same size, at most: if that is not enough, somebody else takes what they leave."""
+
+
+class Share:
+    """How many slots the calls of one kind may hold. Waiting for a place ends early where the tier is of no use any more."""
+
+    def __init__(self, most: int, changed: threading.Condition, useful: Callable[[], bool]) -> None:
+        self._most = max(1, most)
+        self._taken = 0
+        self._changed = changed
+        self._useful = useful
+
+    def take(self, seconds: float) -> bool:
+        """Take a place, waiting for one if need be. Each is given back once."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken < self._most or not self._useful(), seconds)
+            taken = self._taken < self._most
+            self._taken += taken
+            return taken
+
+    def give_back(self) -> None:
+        with self._changed:
+            self._taken -= 1
+            self._changed.notify_all()
+
+    def wait_half_free(self, seconds: float) -> bool:
+        """Wait until at most half of the places are taken; False if they were not in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._taken * 2 <= self._most or not self._useful(), seconds)
 
 
 class _Write:
@@ -43,9 +80,9 @@ class _Write:
 
     __slots__ = ("call", "digest", "evicted", "settled", "staged")
 
-    def __init__(self, digest: str, staged: StagedObject, evicted: list[str]) -> None:
+    def __init__(self, digest: str, evicted: list[str]) -> None:
         self.digest = digest
-        self.staged = staged
+        self.staged: StagedObject | None = None
         self.evicted = evicted
         """Files that made room for it and are still there."""
         self.call: Call[Status] | None = None
@@ -77,7 +114,9 @@ class _Read(NamedTuple):
     """Seconds that the call was given."""
 
     def release(self) -> None:
-        """Nobody waits for it any more; the call has a reference of its own, as long as it runs."""
+        """Nobody waits for it any more. A call that runs keeps a reference of its own for as long as it does."""
+        if self.call is not None:
+            self.call.abandon()
         if self.staged is not None:
             self.staged.release()
 
@@ -98,45 +137,60 @@ class LocalDiskBackend(StorageBackend):
         retry_s: float,
         timeouts: Timeouts,
         metrics: TierMetrics,
+        slots: int | None = None,
     ) -> None:
-        """Begin to open the folder; does not wait for it. `capacity`: bytes of files. `threads`: each way."""
+        """Begin to open the folder; does not wait for it. `capacity`: bytes of files. `threads`: each way.
+
+        `slots`: how many of the memory's are for transfers, of which this tier holds a share; all of them if not given.
+        """
         self.memory = memory
         self.payload_bytes = memory.payload_bytes
         self.batch_size = max(1, min(memory.pool.slots // 4, _BATCH_BYTES // max(1, self.payload_bytes)))
         self._file_bytes = -(-memory.object_bytes // PAGE) * PAGE
-        places = capacity // self._file_bytes
-        self.index: EvictingIndex[str] = EvictingIndex(places, make_policy(policy, places))
+        self._places = capacity // self._file_bytes
+        self.index: EvictingIndex[str] = EvictingIndex(self._places, make_policy(policy, self._places))
         self.folder = ObjectFolder(path, self._file_bytes, direct=direct, sync=sync)
         self._timeouts = timeouts
         self._metrics = metrics
         self._retry_s = retry_s
         self._ahead = threads + 1
+        self._lock = threading.RLock()
         self._writing: dict[str, _Write] = {}
-        self._state = "opening"
-        """`opening`, `on`, `full` (reads only), `off` or `closed`."""
-        self._changed = threading.Condition()
-        self._trouble = "not opened yet"
-        if not places:
+        self._litter: deque[str] = deque()
+        """Files that are to be deleted."""
+        self._sweep_queued = False
+        self.health = DiskHealth(self.folder, metrics, retry_s)
+        if not self._places:
             log.warning("tier %s holds nothing: its capacity is less than one object", metrics.tier)
-        # every call holds a slot, except deletions: what is queued is bounded by the memory
+        slots = memory.pool.slots if slots is None else slots
+        # one reader with all that it reads ahead is never too many, unless memory is short
+        self._read_slots = Share(
+            max(slots // 4, min(self._ahead, slots // 2)), self.health.changed, lambda: self.health.readable
+        )
+        self._write_slots = Share(slots // 2, self.health.changed, lambda: self.health.writable)
+        # every call holds a slot, except notes
         limit = memory.pool.slots + 256
         self._reads = CallThreads(f"{metrics.tier}-read", threads, limit=limit)
         self._writes = CallThreads(f"{metrics.tier}-write", threads, limit=limit)
+        # of their own: a deletion is also due where all others are held by calls that came too late
+        self._deletions = CallThreads(f"{metrics.tier}-delete", 1, limit=2)
         self._keeper = threading.Thread(target=self._keep, name=f"{metrics.tier}-keeper", daemon=True)
         self._keeper.start()
 
     @property
     def available(self) -> bool:
-        return self._state in ("on", "full")
+        return self.health.readable
 
     def wait_available(self, timeout: float) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._state != "opening", timeout) or not self.available:
-                raise PoolUnavailableError(f"{self.folder.root} is {self._state}: {self._trouble}")
+        health = self.health
+        with health.changed:
+            health.changed.wait_for(lambda: health.state is not DiskState.OPENING, timeout)
+            if not health.readable:
+                raise PoolUnavailableError(f"{self.folder.root} is {health.state.value}: {health.trouble}")
 
     def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         if not self.available:
-            return [self._refusal()] * len(keys)
+            return [self.health.refusal] * len(keys)
         found = self.index.contains([digest_of(key) for key in keys])
         return [Status.OK if there else Status.MISSING for there in found]
 
@@ -145,19 +199,21 @@ class LocalDiskBackend(StorageBackend):
         deadline = None if timeout is None else time.monotonic() + timeout
         ahead: deque[_Read] = deque()
         started = 0
+        refusal = ""
         try:
             while started < len(keys) or ahead:
                 while started < len(keys) and len(ahead) < self._ahead:
                     seconds = longest if deadline is None else min(longest, max(0.0, deadline - time.monotonic()))
                     # only a reader that holds nothing waits for memory: two of them can never wait for each other
                     read = self._start_read(keys[started], seconds, 0.0 if ahead else seconds)
-                    if read is None:
+                    if isinstance(read, str):
+                        refusal = read
                         break
                     started += 1
                     ahead.append(read)
                 if not ahead:
                     for _ in keys[started:]:
-                        yield FetchedObject(None, self.memory.refusal)
+                        yield FetchedObject(None, refusal)
                     return
                 yield self._finish(keys[started - len(ahead)], ahead.popleft())
         finally:
@@ -165,107 +221,156 @@ class LocalDiskBackend(StorageBackend):
                 left.release()
 
     def stage(self, *, timeout: float | None = None) -> Staged | None:
-        return self.memory.stage(self._timeouts.put_ms / 1000 if timeout is None else timeout)
+        deadline = time.monotonic() + self._put_seconds(timeout)
+        if not self.wait_room(timeout):
+            return None
+        return self.memory.stage(max(0.0, deadline - time.monotonic()))
+
+    def wait_room(self, timeout: float | None = None) -> bool:
+        return self._write_slots.wait_half_free(self._put_seconds(timeout))
 
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
-        seconds = self._timeouts.put_ms / 1000 if timeout is None else timeout
+        seconds = self._put_seconds(timeout)
         deadline = time.monotonic() + seconds
         return _Writes(self, [self._put(key, item, deadline) for key, item in zip(keys, items, strict=True)], seconds)
 
     def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
-        if not self.available:
-            return [self._refusal()] * len(keys)
+        if self.health.state not in (DiskState.ON, DiskState.FULL):
+            return [self.health.refusal] * len(keys)
         return [self._remove(digest_of(key)) for key in keys]
 
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
-        if self._state != "on":
-            return self._refusal()
-        call = self._writes.submit(functools.partial(self._note, key, value), time.monotonic() + _PATIENCE_S)
+        if not self.health.writable:
+            return self.health.refusal
+        call = self._writes.submit(
+            functools.partial(self._note, key, value), time.monotonic() + self._put_seconds(None)
+        )
         return self._rejection() if call is None else Status.OK
 
     def close(self) -> None:
-        with self._changed:
-            if self._state == "closed":
-                return
-            self._state = "closed"
-            self._changed.notify_all()
+        well = self.health.writable
+        if not self.health.close():
+            return
         end = time.monotonic() + self._timeouts.close_ms / 1000
         drained = True
-        for threads in (self._writes, self._reads):
+        for threads in (self._writes, self._reads, self._deletions):
             drained &= threads.close(max(0.0, end - time.monotonic()))
         self._keeper.join(max(0.0, end - time.monotonic()))
         drained &= not self._keeper.is_alive()
         self.index.close()
         self.memory.close()
         if drained:
+            if well:
+                self._sweep()
             self.folder.close()
         else:
             log.warning("tier %s: the disk outlived close(); its folder stays taken", self._metrics.tier)
 
+    def _put_seconds(self, timeout: float | None) -> float:
+        return self._timeouts.put_ms / 1000 if timeout is None else timeout
+
     def _rejection(self) -> Status:
         """Why no thread took a call: they are closed, or have too much to do."""
-        return Status.CLOSED if self._state == "closed" else Status.OVERLOADED
+        return Status.CLOSED if self.health.state is DiskState.CLOSED else Status.OVERLOADED
 
     # --- writing -------------------------------------------------------------------------------------------------
 
     def _put(self, key: str, item: StagedObject, deadline: float) -> Status | Call[Status]:
         digest = digest_of(key)
         try:
-            if self._state != "on":
-                return self._refusal()
-            with self._changed:
+            if not self.health.writable:
+                return self.health.refusal
+            with self._lock:
                 under_way = self._writing.get(digest)
                 if under_way is not None and under_way.call is not None:
                     return under_way.call  # content is named by its key: those are the same bytes
+                if not self._write_slots.take(0.0):
+                    return Status.OK if self.index.contains([digest])[0] else self._rejection()
                 room, evicted = self.index.reserve(digest)
-                write = _Write(digest, item, evicted)
                 if room is Room.RESERVED:
-                    self._writing[digest] = write
-                    # sealed before another put of the key, or a reader, could see it
-                    item.seal(key)
-                    write.staged = item.share()
-                    write.call = self._writes.submit(
-                        functools.partial(self._write, write), deadline, functools.partial(self._ended, write)
-                    )
                     self._metrics.evicted(len(evicted))
+                    write = _Write(digest, evicted)
+                    self._writing[digest] = write
+                    ended = functools.partial(self._ended, write)
+                    try:
+                        # sealed before another put of the key, or a reader, could see it
+                        item.seal(key)
+                        write.staged = item.share()
+                    except BaseException:
+                        ended()
+                        raise
+                    write.call = self._writes.submit(functools.partial(self._write, write), deadline, ended)
                     return write.call or self._rejection()
+            self._write_slots.give_back()
             self._unlink(evicted)
             self._metrics.evicted(len(evicted))
             if room is Room.PRESENT:
                 return Status.OK
-            return Status.CLOSED if self._state == "closed" else Status.NO_SPACE
+            return Status.CLOSED if self.health.state is DiskState.CLOSED else Status.NO_SPACE
         finally:
             item.release()
 
     def _write(self, write: _Write) -> Status:
         """On a writing thread: make room, write, publish."""
+        staged = write.staged
+        assert staged is not None
+        if self.health.state in (DiskState.OFF, DiskState.READ_ONLY):
+            return self.health.refusal
         try:
+            self._sweep()
             while write.evicted:
-                self.folder.unlink(write.evicted[-1])
+                if (deleted := self._delete(write.evicted[-1])) is not Status.OK:
+                    return deleted
                 write.evicted.pop()
-            name = self.folder.write(write.digest, write.staged.slot.pages)
+            name = self._with_room(lambda: self.folder.write(write.digest, staged.slot.pages))
         except OSError as error:
-            return self._failed("a write", error)
-        with self._changed:
+            return self.health.judge("a write", error, writing=True)
+        self.health.worked()
+        with self._lock:
             # off the list in the same step in which it appears in the index: a removal finds it in one of them
             wanted = self._settle(write)
             published = wanted and self.index.fill(write.digest, name)
             if not wanted:
                 self.index.cancel()
         if not published:
-            self._unlink_now(name)
+            self._unlink([name])
         self._count()
         return Status.OK
 
+    def _with_room(self, write: Callable[[], T]) -> T:
+        """Carry out a write. Where the file system is full, the oldest objects go for it, and their places."""
+        for _ in range(_EVICTED_FOR_ONE):
+            try:
+                return write()
+            except OSError as error:
+                if fault_of(error) is not Fault.NO_ROOM or not self._give_up_one(error):
+                    raise
+        return write()
+
+    def _give_up_one(self, error: OSError) -> bool:
+        name = self.index.give_up()
+        if name is None:
+            return False
+        self._metrics.evicted(1)
+        self._metrics.shrunk(self.index.capacity * self._file_bytes, str(error))
+        self._count()
+        with self.health.changed:
+            self.health.changed.notify_all()  # the keeper lets the budget grow again
+        self._litter.append(name)
+        self._sweep()
+        return True
+
     def _ended(self, write: _Write) -> None:
         """The call is over, or never began; runs exactly once."""
-        with self._changed:
+        with self._lock:
             if not write.settled:
                 self._settle(write)
                 self.index.cancel()
         self._unlink(write.evicted)
-        write.staged.release()
+        if write.staged is not None:
+            write.staged.release()
+        self._write_slots.give_back()
 
     def _settle(self, write: _Write) -> bool:
         """Note that the write's reservation is dealt with; False if its key was removed while it was under way."""
@@ -282,7 +387,7 @@ class LocalDiskBackend(StorageBackend):
         return status
 
     def _remove(self, digest: str) -> Status:
-        with self._changed:
+        with self._lock:
             if self._writing.pop(digest, None) is not None:
                 return Status.OK  # it will not be published
             removal, name = self.index.remove(digest)
@@ -293,59 +398,98 @@ class LocalDiskBackend(StorageBackend):
 
     def _note(self, key: str, value: bytes) -> None:
         try:
-            self.folder.note(key, value)
+            self._with_room(lambda: self.folder.note(key, value))
         except OSError as error:
-            self._failed("a note", error)
+            self.health.judge("a note", error, writing=True)
 
-    def _unlink(self, names: list[str]) -> None:
-        """Delete files, off this thread where that can be had."""
-        for name in names:
-            if self._writes.submit(functools.partial(self._unlink_now, name), time.monotonic() + _PATIENCE_S) is None:
-                self._unlink_now(name)
+    def _unlink(self, names: Sequence[str]) -> None:
+        """Have files deleted, on another thread: a disk that hangs must not hold up who reads, puts or removes."""
+        if not names:
+            return
+        self._litter.extend(names)
+        if not self._sweep_queued:
+            self._sweep_queued = True
+            # where it does not get its turn the next write sweeps, or the keeper
+            self._deletions.submit(self._sweep, time.monotonic() + self._put_seconds(None), self._sweep_over)
 
-    def _unlink_now(self, name: str) -> None:
+    def _sweep_over(self) -> None:
+        self._sweep_queued = False
+
+    def _sweep(self) -> None:
+        """Delete what is to be deleted; what the disk does not let go of stays on the list."""
+        self._sweep_queued = False
+        with contextlib.suppress(IndexError):
+            while True:
+                name = self._litter.popleft()
+                if self._delete(name) is not Status.OK:
+                    self._litter.append(name)
+                    return
+
+    def _delete(self, name: str) -> Status:
+        """Delete a file, unless the disk is in trouble. One that cannot be deleted, or is not ours, stays and counts as gone."""
         try:
             self.folder.unlink(name)
         except OSError as error:
-            self._failed("a deletion", error)
+            if fault_of(error) is Fault.OBJECT:
+                self._metrics.spoiled("a deletion", name_of(error), str(error))
+                return Status.OK
+            status = self.health.judge("a deletion", error, writing=True)
+            return Status.OK if status is Status.INTERNAL else status
+        return Status.OK
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def _start_read(self, key: str, seconds: float, patience: float) -> _Read | None:
-        """Begin to read a key; None if no memory came free within `patience` seconds."""
+    def _start_read(self, key: str, seconds: float, patience: float) -> _Read | str:
+        """Begin to read a key; why not, if no memory came free within `patience` seconds."""
         if not self.available:
-            return _Read(None, None, self._refusal().value)
-        entry = self.index.pin(digest_of(key))
-        if entry is None:
-            return _Read(None, None, Status.MISSING.value)
-        staged = self.memory.stage(patience)
-        if staged is None:
-            self._unpin(entry)
-            return None
-        target = staged.share()
-
-        def let_go() -> None:
-            target.release()
-            self._unpin(entry)
-
-        call = self._reads.submit(functools.partial(self._read, key, entry, target), time.monotonic() + seconds, let_go)
+            return _Read(None, None, self.health.refusal.value)
+        latest = time.monotonic() + patience
+        with contextlib.ExitStack() as undo:  # whatever interrupts this, nothing stays pinned
+            entry = self.index.pin(digest_of(key))
+            if entry is None:
+                return _Read(None, None, Status.MISSING.value)
+            undo.callback(self._unpin, entry)
+            if not self._read_slots.take(patience):
+                return self._rejection().value
+            undo.callback(self._read_slots.give_back)
+            staged = self.memory.stage(max(0.0, latest - time.monotonic()))
+            if staged is None:
+                return self.memory.refusal
+            target = staged.share()
+            undo.callback(target.release)
+            read = functools.partial(self._read, key, entry, target)
+            call = self._reads.submit(read, time.monotonic() + seconds, undo.pop_all().close)
         return _Read(call, staged, "" if call is not None else self._rejection().value, seconds)
 
     def _read(self, key: str, entry: Entry[str], target: StagedObject) -> str:
         """On a reading thread: read and check; what is wrong, if anything is."""
+        if self.health.state is DiskState.OFF:
+            return Status.TIER_OFF.value
         try:
             nbytes = self.folder.read(entry.resource, target.slot.pages)
-        except FileNotFoundError:  # somebody deleted it
-            self._discard(entry)
-            return Status.MISSING.value
         except OSError as error:
-            return self._failed("a read", error).value
+            return self._unread(entry, error)
+        self.health.worked()
         data = target.slot.view[: self.memory.object_bytes if nbytes == self._file_bytes else nbytes]
         damage = inspect(key, data, self.payload_bytes)
         if damage is None:
             return ""
         self._discard(entry)
+        self._metrics.healed()
         return damage.value
+
+    def _unread(self, entry: Entry[str], error: OSError) -> str:
+        """A file was not read: why. If that is its own fault, it is forgotten."""
+        with contextlib.suppress(OSError):
+            if isinstance(error, FileNotFoundError) and self.folder.is_held:
+                self._discard(entry)
+                return Status.MISSING.value
+        status = self.health.judge("a read", error, writing=False)
+        if status is Status.INTERNAL:
+            self._discard(entry)
+            self._metrics.healed()
+            return Damage.UNREADABLE.value
+        return str(status.value)
 
     def _finish(self, key: str, read: _Read) -> Fetched:
         """Wait for a read; its object, or why there is none."""
@@ -366,16 +510,10 @@ class LocalDiskBackend(StorageBackend):
         self._count()
 
     def _unpin(self, entry: Entry[str]) -> None:
-        if self.index.unpin(entry) and self._state != "closed":
+        if self.index.unpin(entry) and self.health.state is not DiskState.CLOSED:
             self._unlink([entry.resource])
 
     # --- health --------------------------------------------------------------------------------------------------
-
-    def _refusal(self) -> Status:
-        """Why a call is not begun."""
-        if self._state == "closed":
-            return Status.CLOSED
-        return Status.NO_SPACE if self._state == "full" else Status.TIER_OFF
 
     def _count(self) -> None:
         self._metrics.holds(len(self.index) * self._file_bytes)
@@ -383,64 +521,55 @@ class LocalDiskBackend(StorageBackend):
     def _late(self, what: str, started: bool, patience: float, usual_ms: int) -> None:
         """A deadline passed. A disk that hangs counts as failed; a long queue, or an impatient caller, says nothing."""
         if started and patience >= min(_FAIR_S, usual_ms / 1000):
-            self._switch_off("off", f"{what} got no answer in {patience:g} s", Status.TIMEOUT.value)
-
-    def _failed(self, what: str, error: OSError) -> Status:
-        """Switch off, and say what that means for the call at hand."""
-        full = error.errno in _FULL
-        reason = errno.errorcode.get(error.errno or 0, "unknown").lower()
-        self._switch_off("full" if full else "off", f"{what} failed: {error}", reason)
-        return Status.NO_SPACE if full else Status.TIER_OFF
-
-    def _switch_off(self, state: str, trouble: str, reason: str) -> None:
-        with self._changed:
-            if self._state in ("closed", "off") or self._state == state:
-                return
-            self._state, self._trouble = state, trouble
-            self._changed.notify_all()
-        self._metrics.switched_off(reason)
-        log.warning(
-            "tier %s: %s; %s until it works again, which is tried every %g s",
-            self._metrics.tier,
-            trouble,
-            "nothing is written" if state == "full" else "it is not used",
-            self._retry_s,
-        )
+            self.health.late(what, patience)
 
     def _keep(self) -> None:
-        """The keeper thread: opens the folder, and tries it again while it is switched off."""
+        """The keeper thread: opens the folder, tries it again while it is switched off, and gives places back."""
+        health = self.health
         while True:
-            self._try()
-            with self._changed:
-                self._changed.wait_for(lambda: self._state != "on")
-                if self._changed.wait_for(lambda: self._state == "closed", self._retry_s):
+            try:
+                self._tend()
+            except Exception as error:  # nothing but close() ends this thread
+                log.exception("tier %s: its folder could not be looked after", self._metrics.tier)
+                health.settle(DiskState.OFF, f"opening the folder failed: {error!r}", Status.INTERNAL.value)
+            with health.changed:
+                health.changed.wait_for(lambda: not health.writable or self._is_small)
+                if health.changed.wait_for(lambda: health.state is DiskState.CLOSED, self._retry_s):
                     return
 
-    def _try(self) -> None:
-        try:
-            found = self.folder.open()
-            self._take_in(found)
-            self.folder.probe()
-        except OSError as error:
-            self._failed("opening the folder", error)
-            return
-        with self._changed:
-            if self._state == "closed":
+    @property
+    def _is_small(self) -> bool:
+        """Whether the file system had less room than the budget."""
+        return self.index.capacity < self._places
+
+    def _tend(self) -> None:
+        if not self.health.writable:
+            held = False
+            try:
+                if not self.folder.is_held:
+                    self.index.clear()
+                    self._take_in(self.folder.open())
+                    self._sweep()
+                held = True
+                self._with_room(self.folder.probe)
+            except OSError as error:
+                state = state_of(error) if held else DiskState.OFF
+                self.health.settle(state, f"opening the folder failed: {error}", name_of(error))
                 return
-            before, self._state = self._state, "on"
-            self._changed.notify_all()
-        self._metrics.switched_on()
-        log.info(
-            "tier %s: %s is %s, %d objects", self._metrics.tier, self.folder.root,
-            "open" if before == "opening" else "back", len(self.index),
-        )  # fmt: skip
+            self.health.settle(DiskState.ON)
+        if self._is_small:
+            try:
+                self.index.grow(self.folder.room(), self._places)
+            except OSError as error:
+                self.health.judge("looking for room", error, writing=True)
+            self._metrics.budget(self.index.capacity * self._file_bytes)
+        self._sweep()
 
     def _take_in(self, found: Found) -> None:
         """Fill the index with what was there, oldest first."""
         for digest, name in found.objects:
             room, evicted = self.index.reserve(digest)
-            for old in evicted if room is not Room.NONE else (*evicted, name):
-                self.folder.unlink(old)
+            self._litter.extend(evicted if room is not Room.NONE else (*evicted, name))
             if room is Room.RESERVED:
                 self.index.fill(digest, name)
         self._metrics.ignored("foreign", found.foreign)

@@ -35,6 +35,9 @@ class EvictionPolicy(ABC):
     def evict(self, pinned: Pinned) -> str:
         """Choose a victim and forget it. At least one key that the policy holds must not be pinned."""
 
+    def resize(self, capacity: int) -> None:  # noqa: B027 - most orders do not depend on it
+        """There will be at most `capacity` keys from now on."""
+
     @abstractmethod
     def __len__(self) -> int:
         """How many keys it holds."""
@@ -110,11 +113,16 @@ class S3FIFO(EvictionPolicy):
 
     def __init__(self, capacity: int) -> None:
         """`capacity`: how many entries there will be at most; the small queue gets a tenth of it."""
-        self._small_target = max(1, capacity // 10)
-        self._ghosts = max(1, capacity - self._small_target)
         self._small: OrderedDict[str, int] = OrderedDict()
         self._main: OrderedDict[str, int] = OrderedDict()
         self._ghost: OrderedDict[str, None] = OrderedDict()
+        self.resize(capacity)
+
+    def resize(self, capacity: int) -> None:
+        self._small_target = max(1, capacity // 10)
+        self._ghosts = max(1, capacity - self._small_target)
+        while len(self._ghost) > self._ghosts:
+            self._ghost.popitem(last=False)
 
     def added(self, key: str) -> None:
         if key in self._ghost:

@@ -3,13 +3,18 @@
     <path>/<file bytes>/<n>/lock                        held while a process uses folder n
     <path>/<file bytes>/<n>/tmp/<serial>                being written
     <path>/<file bytes>/<n>/<xx>/<digest>-<serial>      an object; xx are the digest's first two digits
+    <path>/<file bytes>/<n>/stray-<name>-<number>       what stood where a folder of ours belongs
 
 A file is an object (payload and trailer) filled up with zeros to whole pages, so that direct I/O can move it in one piece.
 It is written under a temporary name and renamed when it is whole; the serial keeps two writers of one key apart. The digest
 is of the key, so that any key makes a safe name. What a name promises is not believed: objects are checked when read.
 
 Processes that share a path each take a folder of their own, the first that is free. A folder is given up when its process
-ends, whichever way, and found again with all that is in it by the next that starts.
+ends, whichever way, and found again with all that is in it by the next that starts. Where nothing can be written, a folder
+that was made before can still be taken and read.
+
+Whatever stands under a name of ours is met without following or waiting for it: a symbolic link, a pipe or a folder where
+a file belongs is an error of that one file.
 """
 
 from __future__ import annotations
@@ -23,9 +28,13 @@ import logging
 import mmap
 import os
 import re
-import shutil
+import stat
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from pd_cache.backends.faults import MAY_NOT, Fault, fault_of
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +42,8 @@ PAGE = 4096
 _FOLDERS = 64
 """Processes that may share one path."""
 _NAME = re.compile(r"(?P<digest>[0-9a-f]{32})-[0-9a-f]{1,16}")
+_SERIALS = 1 << 56
+"""Serials of our own stay below; a larger one in a name that was found is not counted on from."""
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
@@ -64,17 +75,30 @@ class ObjectFolder:
         self._direct = direct and bool(_DIRECT)
         self._sync = sync
         self._lock = -1
+        self._writable = False
         self._serials = itertools.count(1)
+        self._moving_aside = threading.Lock()
 
     @property
     def root(self) -> Path:
         """The folder that this process holds."""
         return self._root
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a folder was opened, and is still there. OSError where that cannot be found out."""
+        if self._lock < 0:
+            return False
+        try:
+            return os.path.samestat(os.stat(self._root / "lock"), os.fstat(self._lock))
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return False
+
     def open(self) -> Found:
-        """Take a folder and see what is in it. Once it succeeded, a further call takes nothing and finds nothing."""
-        if self._lock >= 0:
+        """Take a folder and see what is in it. While it is held, a further call finds nothing."""
+        if self.is_held:
             return Found([], 0, 0)
+        self.close()
         self._lock = self._take()
         try:
             return self._scan()
@@ -84,12 +108,11 @@ class ObjectFolder:
 
     def write(self, digest: str, pages: memoryview) -> str:
         """Write an object and publish it; its name."""
-        serial = f"{next(self._serials):x}"
-        name = f"{digest}-{serial}"
-        temporary, final = self._root / "tmp" / serial, self.path_of(name)
+        temporary = self._write_temporary(pages)
+        name = f"{digest}-{temporary.name}"
+        final = self.path_of(name)
         try:
-            self._write_whole(temporary, pages)
-            final.parent.mkdir(exist_ok=True)
+            self._ensure(final.parent)
             temporary.rename(final)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -101,39 +124,53 @@ class ObjectFolder:
 
     def read(self, name: str, pages: memoryview) -> int:
         """Read an object; how many bytes there were."""
-        descriptor = os.open(self.path_of(name), os.O_RDONLY | os.O_CLOEXEC | self._flags)
-        try:
-            done = 0
-            while done < len(pages):
-                count = os.preadv(descriptor, [pages[done:]], done)
-                done += count
-                if not count or done % PAGE:
-                    break
-            return done
-        finally:
-            os.close(descriptor)
+        return self._read_whole(self.path_of(name), pages)
 
     def unlink(self, name: str) -> None:
         """Delete an object; nothing happens if it is gone."""
         with contextlib.suppress(FileNotFoundError):
             self.path_of(name).unlink()
 
+    def check(self) -> None:
+        """OSError if the folder is in trouble, not only one file in it: a page written there does not come back."""
+        if not self.is_held:
+            raise OSError(errno.ENOENT, "the folder was taken away", str(self._root))
+        with mmap.mmap(-1, 2 * PAGE) as memory, memoryview(memory) as pages, pages[:PAGE] as page, pages[PAGE:] as back:
+            page[:] = os.urandom(PAGE)
+            temporary = self._write_temporary(page)
+            try:
+                if self._read_whole(temporary, back) != PAGE or page != back:
+                    raise OSError(errno.EIO, "what was written does not come back", str(temporary))
+            finally:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+
     def probe(self) -> None:
         """Try whether an object could be written now. OSError if not."""
-        (self._root / "tmp").mkdir(parents=True, exist_ok=True)
-        temporary = self._root / "tmp" / f"probe-{next(self._serials):x}"
-        try:
-            with mmap.mmap(-1, self._file_bytes) as zeros, memoryview(zeros) as pages:
-                self._write_whole(temporary, pages)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+        with mmap.mmap(-1, self._file_bytes) as zeros, memoryview(zeros) as pages:
+            temporary = self._write_temporary(pages)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if not self._writable:  # it is now
+            self._writable = True
+            self._clear()
+
+    def room(self) -> int:
+        """How many objects the file system has room for, besides those that are there; a quota may allow fewer."""
+        status = os.statvfs(self._root)
+        return status.f_bavail * status.f_frsize // self._file_bytes
 
     def note(self, key: str, value: bytes) -> None:
         """Leave a small text for people, whole or not at all."""
+        self._ensure(self._root / "tmp")
         temporary = self._root / "tmp" / f"note-{next(self._serials):x}"
-        temporary.write_bytes(value)
-        temporary.rename(self._root / f"note-{digest_of(key)}")
+        try:
+            temporary.write_bytes(value)
+            temporary.rename(self._root / f"note-{digest_of(key)}")
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
 
     def close(self) -> None:
         """Let go of the folder. Idempotent."""
@@ -149,10 +186,16 @@ class ObjectFolder:
         return _DIRECT if self._direct else 0
 
     def _take(self) -> int:
+        refused: OSError | None = None
         for index in range(_FOLDERS):
             root = self._base / str(index)
-            (root / "tmp").mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                descriptor = self._open_lock(root)
+            except OSError as error:
+                if fault_of(error) is not Fault.OBJECT:
+                    raise
+                refused = refused or error  # something else stands there
+                continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -163,51 +206,130 @@ class ObjectFolder:
                 raise
             self._root = root
             return descriptor
-        raise OSError(errno.EBUSY, f"{_FOLDERS} processes hold folders below it already", str(self._base))
+        raise refused or OSError(errno.EBUSY, f"{_FOLDERS} processes hold folders below it already", str(self._base))
+
+    def _open_lock(self, root: Path) -> int:
+        """The lock of a folder, which is made if need be; only to read where nothing can be written."""
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | flags, 0o600)
+        except OSError as error:
+            if error.errno not in MAY_NOT:
+                raise
+            try:
+                descriptor = os.open(root / "lock", os.O_RDONLY | flags)
+            except FileNotFoundError:
+                raise error from None
+            self._writable = False
+        else:
+            self._writable = True
+        return descriptor
 
     def _scan(self) -> Found:
-        torn = sum(1 for _ in (self._root / "tmp").iterdir())
-        shutil.rmtree(self._root / "tmp")
-        (self._root / "tmp").mkdir()
+        torn = self._clear() if self._writable else 0
         seen: list[tuple[int, str, str]] = []
         foreign = 0
         highest = 0
         for folder in os.scandir(self._root):
             if folder.name in ("lock", "tmp") or folder.name.startswith("note-"):
                 continue
-            if not folder.is_dir(follow_symlinks=False):
+            try:
+                files = list(os.scandir(folder)) if folder.is_dir(follow_symlinks=False) else None
+            except OSError as error:
+                log.warning("%s: what is in it is not used: %s", folder.path, error)
+                files = None
+            if files is None:
                 foreign += 1
                 continue
-            for file in os.scandir(folder):
+            for file, status in _looked_at(files):
                 match = _NAME.fullmatch(file.name)
-                if match is None or file.name[:2] != folder.name or not file.is_file(follow_symlinks=False):
+                regular = status is not None and stat.S_ISREG(status.st_mode)
+                if match is None or file.name[:2] != folder.name or status is None or not regular:
                     foreign += 1
                     continue
-                status = file.stat(follow_symlinks=False)
                 if status.st_size != self._file_bytes:
                     torn += 1
-                    os.unlink(file)
+                    self._delete_found(file.path)
                     continue
-                highest = max(highest, int(file.name[33:], 16))
+                serial = int(file.name[33:], 16)
+                highest = max(highest, serial if serial < _SERIALS else 0)
                 seen.append((status.st_mtime_ns, match["digest"], file.name))
-        self._serials = itertools.count(highest + 1)
+        self._serials = itertools.count(max(highest + 1, next(self._serials)))
         newest: dict[str, str] = {}
         for _, digest, name in sorted(seen):
             if (older := newest.pop(digest, None)) is not None:
-                self.unlink(older)
+                self._delete_found(str(self.path_of(older)))
             newest[digest] = name
         return Found(list(newest.items()), foreign, torn)
 
-    def _write_whole(self, path: Path, pages: memoryview) -> None:
-        descriptor = self._create(path)
+    def _clear(self) -> int:
+        """Delete the writes that never ended; how many there were. One that cannot be deleted stays."""
+        self._ensure(self._root / "tmp")
+        left = [entry.path for entry in os.scandir(self._root / "tmp")]
+        for path in left:
+            self._delete_found(path)
+        return len(left)
+
+    def _delete_found(self, path: str) -> None:
+        """Delete a file that is no use, if that can be done: one that stays is found again, and hurts nobody."""
+        if self._writable:
+            try:
+                os.unlink(path)
+            except OSError as error:
+                log.warning("%s stays: %s", path, error)
+
+    def _ensure(self, folder: Path) -> None:
+        """See to it that a folder of ours is there. What stands in its place is not ours: it is moved aside."""
         try:
-            done = 0
-            while done < len(pages):
-                done += os.pwritev(descriptor, [pages[done:]], done)
-            if self._sync:
-                os.fdatasync(descriptor)
-        finally:
-            os.close(descriptor)
+            os.mkdir(folder)
+        except FileExistsError:
+            if not _is_folder(folder):
+                with self._moving_aside:
+                    self._move_aside(folder)
+
+    def _move_aside(self, path: Path) -> None:
+        """Make a folder where something else stood; another thread may have done so, or be about to."""
+        if os.path.lexists(path) and not _is_folder(path):
+            numbers = (self._root / f"stray-{path.name}-{number}" for number in itertools.count(1))
+            aside = next(candidate for candidate in numbers if not os.path.lexists(candidate))
+            os.rename(path, aside)
+            log.warning("%s was no folder; it is %s now", path, aside.name)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+
+    def _write_temporary(self, pages: memoryview) -> Path:
+        """A new file with these bytes; its name is a serial that no object has."""
+        try:
+            temporary, descriptor = self._new_file()
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise
+            # its folder was deleted, or something else stands there
+            self._ensure(self._root / "tmp")
+            temporary, descriptor = self._new_file()
+        try:
+            try:
+                done = 0
+                while done < len(pages):
+                    done += os.pwritev(descriptor, [pages[done:]], done)
+                if self._sync:
+                    os.fdatasync(descriptor)
+            finally:
+                os.close(descriptor)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        return temporary
+
+    def _new_file(self) -> tuple[Path, int]:
+        while True:
+            path = self._root / "tmp" / f"{next(self._serials):x}"
+            try:
+                return path, self._create(path)
+            except FileExistsError:  # left from another time, and could not be deleted
+                continue
 
     def _create(self, path: Path) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -216,11 +338,48 @@ class ObjectFolder:
         except OSError as error:
             if error.errno != errno.EINVAL or not self._direct:
                 raise
-        log.info("%s: no direct I/O on this file system, files go through the page cache", self._root)
-        self._direct = False
+        self._through_the_page_cache()
         with contextlib.suppress(FileNotFoundError):  # some file systems refuse after they have created it
             path.unlink()
         return os.open(path, flags, 0o600)
+
+    def _read_whole(self, path: Path, pages: memoryview) -> int:
+        descriptor = self._open_to_read(path)
+        try:
+            done = 0
+            while done < len(pages):
+                count = os.preadv(descriptor, [pages[done:]], done)
+                done += count
+                if not count or done % PAGE:
+                    break
+            return done
+        finally:
+            os.close(descriptor)
+
+    def _open_to_read(self, path: Path) -> int:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        refused = False
+        try:
+            descriptor = os.open(path, flags | self._flags)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._direct:
+                raise
+            refused = True
+            descriptor = os.open(path, flags)
+        try:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO, "no regular file", str(path))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if refused:
+            self._through_the_page_cache()
+        return descriptor
+
+    def _through_the_page_cache(self) -> None:
+        log.info("%s: no direct I/O on this file system, files go through the page cache", self._root)
+        self._direct = False
 
     @staticmethod
     def _sync_folder(path: Path) -> None:
@@ -229,3 +388,20 @@ class ObjectFolder:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether a folder is there, not a link to one."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _looked_at(files: list[os.DirEntry[str]]) -> Iterator[tuple[os.DirEntry[str], os.stat_result | None]]:
+    """Files with what they are; None where that cannot be found out."""
+    for file in files:
+        try:
+            yield file, file.stat(follow_symlinks=False)
+        except OSError:
+            yield file, None

@@ -109,26 +109,18 @@ class HybridBackend(StorageBackend):
         return statuses
 
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        done = 0
-        floor = 0  # of the next key: the first tier that it was not looked for in vain
-        while done < len(keys):
-            with contextlib.closing(self._read_runs(keys[done:], floor, deadline)) as outcomes:
-                for level, key, fetched in outcomes:
-                    if fetched.payload is None and level + 1 < len(self.tiers):
-                        self.tiers[level].metrics.missed(fetched.reason)
-                        # what this reader has in flight is given up first: the next tier may have to wait for memory
-                        floor = level + 1
-                        break
-                    if fetched.payload is not None:
-                        self.tiers[level].metrics.hit()
-                        self._promote(level, key, fetched)
-                    floor = 0
-                    done += 1
-                    yield fetched
+        yield from self._read(keys, 0, None if timeout is None else time.monotonic() + timeout)
 
     def stage(self, *, timeout: float | None = None) -> Staged | None:
-        return self.tiers[-1].backend.stage(timeout=timeout)
+        """As the last tier. A blocking one that has enough to write is waited for first, as far as `timeout` allows."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self.wait_room(timeout) and timeout == 0.0:
+            return None  # the caller has memory to go on with; what it puts now can be written meanwhile
+        return self.tiers[-1].backend.stage(timeout=_seconds_to(deadline))
+
+    def wait_room(self, timeout: float | None = None) -> bool:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return all(tier.backend.wait_room(_seconds_to(deadline)) for tier in self.tiers if tier.blocking)
 
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
@@ -180,31 +172,58 @@ class HybridBackend(StorageBackend):
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def _read_runs(
-        self, keys: Sequence[str], floor: int, deadline: float | None
-    ) -> Generator[tuple[int, str, Fetched], None, None]:
-        """Each key's outcome in the first tier that knows it, with that tier's number. The first key from `floor` on."""
-        levels = self._levels(keys, floor, _seconds_to(deadline))
+    def _read(self, keys: Sequence[str], floor: int, deadline: float | None) -> Generator[Fetched, None, None]:
+        """Each key's outcome in the first tier that has it, from the one with the number `floor` on."""
         start = 0
-        for level, run in groupby(levels):
+        for level, run in groupby(self._levels(keys, floor, _seconds_to(deadline))):
             stop = start + len(list(run))
-            fetches = self.tiers[level].backend.batched_get(keys[start:stop], timeout=_seconds_to(deadline))
-            with contextlib.closing(fetches):
-                for key, fetched in zip(keys[start:stop], fetches, strict=True):
-                    yield level, key, fetched
+            yield from self._read_run(level, keys[start:stop], deadline)
             start = stop
 
+    def _read_run(self, level: int, keys: Sequence[str], deadline: float | None) -> Generator[Fetched, None, None]:
+        """Keys that one tier knows. Those that it turns out not to have come from the tiers behind it.
+
+        Whatever is missing where, a tier is given each key a constant number of times on average: misses in a row go to the
+        next tier together, and a tier that was wrong is given one key at first, then two, four, eight.
+        """
+        tier = self.tiers[level]
+        behind = level + 1 < len(self.tiers)
+        done, size = 0, len(keys)
+        while done < len(keys):
+            asked = keys[done : done + size]
+            lacking: list[str] = []
+            fetches = tier.backend.batched_get(asked, timeout=_seconds_to(deadline))
+            with contextlib.closing(fetches):
+                for key, fetched in zip(asked, fetches, strict=True):
+                    if fetched.payload is None and behind:
+                        tier.metrics.missed(fetched.reason)
+                        lacking.append(key)
+                        continue
+                    if lacking:
+                        # it is read again: the next tier may have to wait for memory, and who waits for it holds none
+                        fetched.release()
+                        break
+                    if fetched.payload is not None:
+                        tier.metrics.hit()
+                        self._promote(level, key, fetched)
+                    done += 1
+                    yield fetched
+            size *= 2
+            if lacking:
+                size = 1
+                done += len(lacking)
+                yield from self._read(lacking, level + 1, deadline)
+
     def _levels(self, keys: Sequence[str], floor: int, timeout: float | None) -> list[int]:
-        """The number of the first tier that knows each key; the last one's for those that no other does."""
+        """The first tier from `floor` on that knows each key, by number; the last one's for those that no other does."""
         last = len(self.tiers) - 1
         levels = [last] * len(keys)
         unknown = list(range(len(keys)))
-        for level, tier in enumerate(self.tiers[:-1]):
-            asked = [index for index in unknown if index or level >= floor]
-            if not asked or not tier.backend.available:
+        for level, tier in enumerate(self.tiers[floor:-1], floor):
+            if not unknown or not tier.backend.available:
                 continue
-            answers = tier.backend.batched_contains([keys[index] for index in asked], timeout=timeout)
-            for index, answer in zip(asked, answers, strict=True):
+            answers = tier.backend.batched_contains([keys[index] for index in unknown], timeout=timeout)
+            for index, answer in zip(unknown, answers, strict=True):
                 if answer is Status.OK:
                     levels[index] = level
             unknown = [index for index in unknown if levels[index] == last]

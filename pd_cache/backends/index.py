@@ -148,15 +148,31 @@ class EvictingIndex(Generic[R]):
                 self._policy.removed(entry.key)
                 self._pinned -= 1
 
+    def give_up(self) -> R | None:
+        """Evict one entry and its place: `capacity` is what is held then. None where every entry is being read."""
+        with self._lock:
+            if self._closed or len(self._entries) <= self._pinned:
+                return None
+            resource = self._entries.pop(self._policy.evict(self._is_pinned)).resource
+            self._resize(len(self._entries) + self._reserved)
+            return resource
+
+    def grow(self, places: int, most: int) -> None:
+        """Let there be as many `places` besides what is held, but not fewer than before and not above `most` in all."""
+        with self._lock:
+            self._resize(min(most, max(self.capacity, len(self._entries) + self._reserved + places)))
+
+    def clear(self) -> None:
+        """Forget every entry: what they stood for is gone. Readers keep what they hold."""
+        with self._lock:
+            self._forget()
+
     def close(self) -> list[R]:
         """Take nothing in any more, and forget everything; the resources of entries that nobody reads."""
         with self._lock:
             self._closed = True
             resources = [entry.resource for entry in self._entries.values() if not entry.pins]
-            for key in self._entries:
-                self._policy.removed(key)
-            self._entries.clear()
-            self._pinned = 0
+            self._forget()
             return resources
 
     def check_integrity(self) -> None:
@@ -166,6 +182,16 @@ class EvictingIndex(Generic[R]):
             assert len(self._entries) + self._reserved <= max(self.capacity, 0)
             assert self._pinned == sum(entry.pins > 0 for entry in self._entries.values())
             assert self._reserved >= 0
+
+    def _forget(self) -> None:
+        for key in self._entries:
+            self._policy.removed(key)
+        self._entries.clear()
+        self._pinned = 0
+
+    def _resize(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._policy.resize(capacity)
 
     def _is_pinned(self, key: str) -> bool:
         return self._entries[key].pins > 0

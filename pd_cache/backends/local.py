@@ -8,6 +8,7 @@ Entries are of one size, so that memory cannot fragment. An entry that is being 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -78,23 +79,31 @@ class DeviceShelf:
             self._free.put(place)
 
     def keep(self, staged: StagedObject) -> int | None:
-        try:
-            slab, place = self._slab, self._free.get_nowait()
+        with contextlib.ExitStack() as undo:
+            undo.callback(staged.release)
+            slab = self._slab
             if slab is None:
                 return None
+            try:
+                place = self._free.get_nowait()
+            except queue.Empty:  # another thread took an entry out and is about to drop its place
+                return None
+            undo.callback(self._free.put, place)
             slab[place].copy_(self._view(staged.slot.view[: self._memory.object_bytes]))
-            return place
-        except queue.Empty:  # somebody took an entry out and is about to drop its place
-            return None
-        finally:
-            staged.release()
+            undo.pop_all()
+        staged.release()
+        return place
 
     def show(self, held: int, key: str, deadline: float) -> StagedObject | None:
         slab = self._slab
         staged = None if slab is None else self._memory.stage(max(0.0, deadline - time.monotonic()))
         if slab is None or staged is None:
             return None
-        self._view(staged.slot.view[: self._memory.object_bytes]).copy_(slab[held])
+        try:
+            self._view(staged.slot.view[: self._memory.object_bytes]).copy_(slab[held])
+        except BaseException:
+            staged.release()
+            raise
         staged.sealed_for = key
         return staged
 
@@ -147,11 +156,13 @@ class LocalBackend(StorageBackend, Generic[H]):
         return [Status.OK if found else Status.MISSING for found in self.index.contains(keys)]
 
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
-        # all at once, so that what is there now is not evicted by what this reader brings in
-        entries = [self.index.pin(key) for key in keys]
+        entries: list[Entry[H] | None] = []
         served = 0
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
+            # all at once, so that what is there now is not evicted by what this reader brings in
+            for key in keys:
+                entries.append(self.index.pin(key))
             for key, entry in zip(keys, entries, strict=True):
                 served += 1
                 yield self._missing() if entry is None else self._read(key, entry, deadline)
@@ -210,17 +221,19 @@ class LocalBackend(StorageBackend, Generic[H]):
 
     def _read(self, key: str, entry: Entry[H], deadline: float | None) -> Fetched:
         latest = time.monotonic() + self._timeouts.get_ms / 1000
-        staged = self._shelf.show(entry.resource, key, latest if deadline is None else min(latest, deadline))
-        if staged is None:
-            self._unpin(entry)
-            return FetchedObject(None, self.memory.refusal)
-        damage = inspect(key, staged.slot.view[: self.memory.object_bytes], self.payload_bytes)
-        if damage is None:
-            return FetchedObject(staged, on_release=lambda: self._unpin(entry))
-        staged.release()
-        self.index.discard(entry)
-        self._unpin(entry)
+        with contextlib.ExitStack() as undo:  # whatever interrupts this, the entry does not stay pinned
+            undo.callback(self._unpin, entry)
+            staged = self._shelf.show(entry.resource, key, latest if deadline is None else min(latest, deadline))
+            if staged is None:
+                return FetchedObject(None, self.memory.refusal)
+            undo.callback(staged.release)
+            damage = inspect(key, staged.slot.view[: self.memory.object_bytes], self.payload_bytes)
+            if damage is None:
+                undo.pop_all()
+                return FetchedObject(staged, on_release=lambda: self._unpin(entry))
+            self.index.discard(entry)
         self._count()
+        self._metrics.healed()
         return FetchedObject(None, damage.value)
 
     def _unpin(self, entry: Entry[H]) -> None:
@@ -235,11 +248,14 @@ class LocalBackend(StorageBackend, Generic[H]):
         if room is not Room.RESERVED:
             item.release()
             return Status.OK if room is Room.PRESENT else self._refused()
-        item.seal(key)
-        kept = self._shelf.keep(item)
-        if kept is None:
-            self.index.cancel()
-            return self._refused()
+        with contextlib.ExitStack() as undo:  # a device that fails raises
+            undo.callback(self.index.cancel)
+            undo.callback(item.release)
+            item.seal(key)
+            kept = self._shelf.keep(item)
+            if kept is None:
+                return self._refused()
+            undo.pop_all()
         if not self.index.fill(key, kept):
             self._shelf.drop(kept)
         self._count()

@@ -31,6 +31,8 @@ class Damage(enum.Enum):
     FOREIGN = "foreign"
     VERSION = "other_version"
     CORRUPT = "corrupt"
+    UNREADABLE = "unreadable"
+    """The disk did not give them out: a bad block, or something else stands where its file was."""
 
 
 def seal(key: str, buffer: memoryview, payload_bytes: int) -> int:

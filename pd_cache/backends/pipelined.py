@@ -133,6 +133,9 @@ class PipelinedBackend(StorageBackend):
     def stage(self, *, timeout: float | None = None) -> Staged | None:
         return self.inner.stage(timeout=timeout)
 
+    def wait_room(self, timeout: float | None = None) -> bool:
+        return self.inner.wait_room(timeout)
+
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
         return self.inner.batched_put(keys, staged, timeout=timeout)
 

@@ -275,6 +275,72 @@ def test_a_damaged_object_in_one_tier_is_read_from_the_next_and_mended(
     assert subject.count("pd_cache_tier_hits_total", tier="local") == 10, "what was read was put back"
 
 
+@pytest.mark.parametrize("chain", ["local+mooncake", "disk+mooncake"])
+def test_the_pools_damaged_object_is_replaced_from_a_tier_whose_copy_is_good(
+    make: Callable[..., Subject], chain: str, key: Callable[[object], str], raw_client_of_module: Any
+) -> None:
+    from tests.support.backends import plant
+
+    subject = make(f"hybrid({chain})")
+    pool = Subject(subject.bases["mooncake"], {}, subject.metrics)
+    keys = [key(n) for n in range(4)]
+    values = {name: value(n) for n, name in enumerate(keys)}
+    subject.put(values)
+    plant(subject.bases["mooncake"], keys[2], flipped_bit, raw_client_of_module)
+    assert subject.get(keys) == list(values.values()), "the good copy wins"
+    assert pool.get(keys) == [*list(values.values())[:2], "corrupt", value(3)], "another node finds the damage"
+    assert subject.backend.batched_wants(keys) == [Status.OK, Status.OK, Status.MISSING, Status.OK]
+    assert subject.put({keys[2]: values[keys[2]]}) == [Status.OK]
+    assert pool.get(keys) == list(values.values())
+
+
+def test_a_chunk_that_is_damaged_in_every_tier_is_wanted_again_and_healed(
+    make: Callable[..., Subject], key: Callable[[object], str], raw_client_of_module: Any
+) -> None:
+    subject = make("hybrid(local+disk+mooncake)")
+    keys = [key(n) for n in range(3)]
+    subject.put({name: value(n) for n, name in enumerate(keys)})
+    subject.plant(keys[1], flipped_bit, raw_client_of_module)
+    assert subject.get(keys) == [value(0), "corrupt", value(2)]
+    assert subject.backend.batched_contains(keys) == [Status.OK, Status.MISSING, Status.OK]
+    assert subject.backend.batched_wants(keys) == [Status.OK, Status.MISSING, Status.OK]
+    assert subject.put({keys[1]: value(1)}) == [Status.OK]
+    assert subject.get(keys) == [value(n) for n in range(3)]
+    assert subject.count("pd_cache_tier_hits_total", tier="mooncake") == 0
+    for base in subject.bases.values():
+        assert Subject(base, {}, subject.metrics).get(keys) == [value(n) for n in range(3)], "in every tier"
+
+
+def test_a_failing_copy_of_a_device_leaves_nothing_pinned_reserved_or_leased(
+    make: Callable[..., Subject], key: Callable[[object], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pd_cache.backends.local import DeviceShelf
+
+    subject = make("device", objects=2)
+    subject.put({key(0): value(0)})
+    local = subject.bases["device"]
+    assert isinstance(local, LocalBackend)
+
+    def fail(view: memoryview) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        assert isinstance(local._shelf, DeviceShelf)
+        patch.setattr(local._shelf, "_view", fail)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="CUDA"):
+                subject.get([key(0)])
+            with pytest.raises(RuntimeError, match="CUDA"):
+                subject.put({key(1): value(1)})
+    assert subject.backend.memory.pool.in_use == 0
+    assert local.index._pinned == local.index._reserved == 0
+    for _ in range(3):
+        for n in range(3):
+            assert subject.put({key(n): value(n)}) == [Status.OK]
+            assert subject.get([key(n)]) == [value(n)]
+    subject.check_integrity()
+
+
 @pytest.fixture(scope="module")
 def raw_client_of_module(pool: Pool) -> Iterator[Any]:
     with pool.bare_client() as client:

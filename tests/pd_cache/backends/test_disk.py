@@ -9,58 +9,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from pd_cache.backends.disk import LocalDiskBackend
 from pd_cache.backends.folder import ObjectFolder, digest_of
-from pd_cache.metrics import CacheMetrics
-from tests.support.backends import TIMEOUTS, Subject, count, make_disk, make_memory
+from tests.support.backends import TIMEOUTS, count
+from tests.support.disks import OBJECT, PAYLOAD, Open, disk_of, files, value
 from tests.support.waiting import wait_for
 from transfer.errors import Status
-
-PAYLOAD = 100_000
-
-Open = Callable[..., Subject]
-
-
-@pytest.fixture
-def open_disk(tmp_path: Path) -> Iterator[Open]:
-    """Opens disk tiers over one path, for 8 objects if not told otherwise."""
-    subjects: list[Subject] = []
-
-    def make(path: Path = tmp_path / "cache", objects: int = 8, *, wait: bool = True, **options: Any) -> Subject:
-        metrics = CacheMetrics()
-        disk = make_disk(make_memory(PAYLOAD, 24), path, objects, metrics=metrics, **options)
-        subjects.append(Subject(disk, {"disk": disk}, metrics))
-        if wait:
-            disk.wait_available(10)
-        return subjects[-1]
-
-    try:
-        yield make
-    finally:
-        for subject in subjects:
-            subject.backend.close()
-            wait_for(lambda one=subject: one.backend.memory.pool.in_use == 0, what="all memory free")
-
-
-def value(n: object) -> bytes:
-    return str(n).encode().ljust(PAYLOAD, b".")
-
-
-def disk_of(subject: Subject) -> LocalDiskBackend:
-    assert isinstance(subject.backend, LocalDiskBackend)
-    return subject.backend
-
-
-def files(subject: Subject) -> list[Path]:
-    """The objects in the folder, oldest name first."""
-    return sorted(disk_of(subject).folder.root.glob("??/*"))
 
 
 def test_what_was_stored_is_there_after_a_restart(open_disk: Open) -> None:
@@ -216,36 +175,66 @@ def test_the_folder_never_holds_more_than_its_budget(open_disk: Open) -> None:
 # --- troubles --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB: ten objects do not fit."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]).returncode:
-        pytest.skip("mounting a file system takes root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
+def leave_room_for(objects: int, folder: Path, ballast: Path) -> None:
+    """Fill a file system up to so many objects, and half a one."""
+    status = os.statvfs(folder)
+    size = OBJECT * objects + OBJECT // 2
+    ballast.write_bytes(bytes(status.f_bavail * status.f_frsize - size))
 
 
-def test_a_full_disk_refuses_writes_is_still_read_and_comes_back(open_disk: Open, small_disk: Path) -> None:
+def test_on_a_full_disk_the_oldest_make_room_and_the_budget_grows_again_with_the_room(
+    open_disk: Open, small_disk: Path
+) -> None:
     subject = open_disk(small_disk, objects=50)
-    ballast = small_disk / "somebody-elses"
     subject.put({"early": value("early")})
-    ballast.write_bytes(bytes(700_000))
-    statuses = [status for n in range(4) for status in subject.put({f"k{n}": value(n)})]
-    assert Status.OK in statuses
-    assert statuses[-1] is Status.NO_SPACE
+    leave_room_for(3, small_disk, small_disk / "somebody-elses")
+    for n in range(8):
+        assert subject.put({f"k{n}": value(n)}) == [Status.OK]
+    assert subject.get([f"k{n}" for n in range(8)]) == ["missing"] * 4 + [value(n) for n in range(4, 8)]
+    assert not subject.has("early"), "the oldest went first"
+    assert subject.count("pd_cache_tier_evictions_total") == 5
+    assert subject.count("pd_cache_tier_off", tier="disk") == 0, "it was never off"
+    assert subject.count("pd_cache_tier_failures_total") == 0
+    (small_disk / "somebody-elses").unlink()
+    wait_for(lambda: disk_of(subject).index.capacity > 5, what="more places")
+    assert subject.put({"a": value("a"), "b": value("b")}) == [Status.OK] * 2
+    assert subject.get(["k4", "k5", "k6", "k7", "a", "b"]) == [*(value(n) for n in range(4, 8)), value("a"), value("b")]
+    assert list((disk_of(subject).folder.root / "tmp").iterdir()) == []
+    subject.check_integrity()
+
+
+def test_a_disk_that_others_filled_when_it_was_opened_makes_room_too(open_disk: Open, small_disk: Path) -> None:
+    first = open_disk(small_disk, objects=50)
+    for n in range(4):
+        first.put({f"k{n}": value(n)})
+        os.utime(next(f for f in files(first) if digest_of(f"k{n}") in f.name), ns=(n, n))
+    first.backend.close()
+    leave_room_for(0, small_disk, small_disk / "somebody-elses")
+    second = open_disk(small_disk, objects=50)
+    assert second.put({"new": value("new")}) == [Status.OK]
+    assert second.get(["k0", "k3", "new"]) == ["missing", value(3), value("new")]
+
+
+def test_a_full_disk_with_nothing_to_evict_refuses_writes_is_read_and_comes_back(
+    open_disk: Open, small_disk: Path
+) -> None:
+    subject = open_disk(small_disk, objects=50)
+    subject.put({"early": value("early")})
+    disk = disk_of(subject)
+    reader = disk.index.pin(digest_of("early"))
+    assert reader is not None
+    leave_room_for(0, small_disk, small_disk / "somebody-elses")
+    assert subject.put({"refused": value("refused")}) == [Status.NO_SPACE]
     assert subject.count("pd_cache_tier_off", tier="disk") == 1
     assert subject.count("pd_cache_tier_failures_total", tier="disk", reason="enospc") == 1
-    assert subject.get(["early"]) == [value("early")]
     assert subject.put({"refused": value("refused")}) == [Status.NO_SPACE]
-    ballast.unlink()
+    assert subject.get(["early"]) == [value("early")]
+    (small_disk / "somebody-elses").unlink()
     wait_for(lambda: subject.count("pd_cache_tier_off", tier="disk") == 0, what="the tier in use again")
+    disk.index.unpin(reader)
     assert subject.put({"late": value("late")}) == [Status.OK]
     assert subject.get(["late", "early"]) == [value("late"), value("early")]
-    assert list((disk_of(subject).folder.root / "tmp").iterdir()) == []
+    assert list((disk.folder.root / "tmp").iterdir()) == []
 
 
 def test_a_limit_of_the_process_counts_as_a_full_disk(open_disk: Open) -> None:
@@ -289,7 +278,7 @@ def test_a_failing_disk_is_switched_off_and_tried_again(
     subject.put({"k": value("k")})
     broken = threading.Event()
     broken.set()
-    read, probe = ObjectFolder.read, ObjectFolder.probe
+    read, write = ObjectFolder._read_whole, ObjectFolder._write_temporary
 
     def fail(real: Any) -> Any:
         def call(*arguments: Any) -> Any:
@@ -299,8 +288,8 @@ def test_a_failing_disk_is_switched_off_and_tried_again(
 
         return call
 
-    monkeypatch.setattr(ObjectFolder, "read", fail(read))
-    monkeypatch.setattr(ObjectFolder, "probe", fail(probe))
+    monkeypatch.setattr(ObjectFolder, "_read_whole", fail(read))
+    monkeypatch.setattr(ObjectFolder, "_write_temporary", fail(write))
     assert subject.get(["k"]) == ["tier_off"]
     assert not subject.backend.available
     assert subject.backend.batched_contains(["k"]) == [Status.TIER_OFF]
@@ -342,7 +331,7 @@ def test_a_disk_that_hangs_costs_one_deadline_and_its_memory_stays_quarantined(
         assert impatient.reason == "timeout"
         assert subject.backend.available, "an impatient caller says nothing about the disk"
         assert subject.get(["k", "l"]) == ["timeout", "timeout"]
-        assert subject.backend.memory.pool.in_use == 3, "the calls may still write there"
+        assert subject.backend.memory.pool.in_use == 2, "the two calls that run may still write there"
         assert subject.get(["k"]) == ["tier_off"]
         assert subject.count("pd_cache_tier_failures_total", reason="timeout") == 1
     finally:

@@ -202,6 +202,28 @@ class IndexModel(RuleBasedStateMachine):
         else:
             assert any(entry.key == key and entry.resource == self.model[key] for entry in self.pins)
 
+    @rule()
+    def give_up(self) -> None:
+        before = self.index.capacity
+        resource = self.index.give_up()
+        if resource is None:
+            assert all(any(entry.resource == value for entry in self.pins) for value in self.model.values())
+            assert self.index.capacity == before
+        else:
+            self.forget([resource])
+            assert self.index.capacity == len(self.model) + len(self.reserved) < before
+
+    @rule(places=st.integers(0, 8), most=st.integers(0, 8))
+    def grow(self, places: int, most: int) -> None:
+        before = self.index.capacity
+        self.index.grow(places, max(most, before))
+        assert before <= self.index.capacity <= max(most, before)
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+        self.model.clear()
+
     @invariant()
     def whole(self) -> None:
         if hasattr(self, "index"):
@@ -231,3 +253,12 @@ def test_a_closed_index_takes_nothing_and_leaves_what_is_read_to_its_readers() -
     assert index.reserve("c").room is Room.NONE
     assert index.unpin(entry), "the last reader lets go of it"
     assert len(index) == 0
+
+
+def test_s3fifo_keeps_its_proportions_where_there_is_less_room() -> None:
+    policy = S3FIFO(1000)
+    policy.resize(20)  # the small queue is a tenth: 2
+    fill(policy, "ab")
+    for _ in range(2):
+        policy.used("a")
+    assert policy.evict(nobody) == "b", "what was used went into the main queue"

@@ -13,6 +13,7 @@ import pytest
 
 from pd_cache.backends import open_backend
 from pd_cache.backends.disk import LocalDiskBackend
+from pd_cache.backends.disk_health import DiskHealth, DiskState
 from pd_cache.backends.folder import ObjectFolder
 from pd_cache.backends.hybrid import HybridBackend, Tier
 from pd_cache.backends.local import LocalBackend
@@ -60,6 +61,12 @@ def hybrid_of(subject: Subject) -> HybridBackend:
 
 def holds(subject: Subject, tier: str, key: str) -> bool:
     return subject.bases[tier].batched_contains([key]) == [Status.OK]
+
+
+def disk_health(subject: Subject) -> DiskHealth:
+    disk = subject.bases["disk"]
+    assert isinstance(disk, LocalDiskBackend)
+    return disk.health
 
 
 def only_on_disk(subject: Subject, *keys: str) -> None:
@@ -176,7 +183,7 @@ def test_a_tier_that_is_off_is_passed_over_and_its_absence_is_no_plain_miss(
 ) -> None:
     subject = make()
     only_on_disk(subject, "k")
-    monkeypatch.setattr(subject.bases["disk"], "_state", "off")
+    monkeypatch.setattr(disk_health(subject), "state", DiskState.OFF)
     assert subject.backend.batched_contains(["k"]) == [Status.TIER_OFF]
     assert subject.get(["k"]) == ["tier_off"]
     assert subject.backend.available, "memory still is"
@@ -195,7 +202,7 @@ def test_a_put_is_wanted_where_the_last_tier_lacks_the_key_or_cannot_tell_and_no
     keys = ["both", "memory", "disk", "none"]
     assert subject.backend.batched_contains(keys) == [Status.OK, Status.OK, Status.OK, Status.MISSING]
     assert subject.backend.batched_wants(keys) == [Status.OK, Status.MISSING, Status.OK, Status.MISSING]
-    monkeypatch.setattr(subject.bases["disk"], "_state", "off")
+    monkeypatch.setattr(disk_health(subject), "state", DiskState.OFF)
     assert subject.backend.batched_wants(keys) == [Status.TIER_OFF, Status.TIER_OFF, Status.MISSING, Status.MISSING]
 
 
@@ -213,6 +220,34 @@ def test_alternating_tiers_and_little_memory_never_wait_for_one_another(make: Ca
     for reader in readers:
         reader.join(30)
     assert outcomes == [expected] * 4
+
+
+def named(calls: list[tuple[str, list[str]]], method: str) -> list[list[str]]:
+    return [keys for name, keys in calls if name == method]
+
+
+@pytest.mark.parametrize("kept", [0, 2, 3], ids=["a wiped folder", "every other file", "two of three files"])
+def test_a_tier_that_lost_files_is_given_each_key_a_constant_number_of_times(
+    make: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    subject = make("hybrid(local+disk)", promote="never", objects=64)
+    keys = [f"k{n}" for n in range(64)]
+    for start in range(0, len(keys), 8):
+        subject.put({key: value(key) for key in keys[start : start + 8]})
+    local, disk = subject.bases["local"], subject.bases["disk"]
+    assert isinstance(local, LocalBackend)
+    lost = [key for n, key in enumerate(keys) if not kept or n % kept == 0]
+    # known to the index when it is asked, and gone when they are read
+    local.batched_remove(lost)
+    monkeypatch.setattr(local, "batched_contains", lambda asked, **_: [Status.OK] * len(asked))
+    first, second = (Asked(one, monkeypatch, "batched_contains", "batched_get") for one in (local, disk))
+    assert subject.get(keys) == [value(key) for key in keys]
+    assert len(named(first.calls, "batched_contains")) == 1
+    assert sum(map(len, named(first.calls, "batched_get"))) <= 4 * len(keys)
+    assert [key for asked in named(second.calls, "batched_get") for key in asked] == lost, "each once"
+    assert subject.count("pd_cache_tier_misses_total", tier="local", reason="missing") == len(lost)
+    if not kept:
+        assert len(second.calls) == 1, "what is lost in a row is read in one go"
 
 
 # --- writing behind --------------------------------------------------------------------------------------------------
@@ -259,6 +294,46 @@ def test_a_put_does_not_wait_for_a_tier_that_writes_behind(tmp_path: Path, slow_
     finally:
         slow_disk.set()
         subject.backend.close()
+
+
+def test_a_store_waits_for_a_blocking_disk_that_is_slower_before_it_takes_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = threading.Semaphore(0)
+    write = ObjectFolder.write
+
+    def one_a_turn(self: ObjectFolder, digest: str, pages: memoryview) -> str:
+        assert turns.acquire(timeout=20)
+        return write(self, digest, pages)
+
+    monkeypatch.setattr(ObjectFolder, "write", one_a_turn)
+    metrics, memory = CacheMetrics(), make_memory(PAYLOAD, 16)
+    disk = make_disk(memory, tmp_path, 40, metrics=metrics)
+    disk.wait_available(10)
+    hybrid = HybridBackend([Tier(disk, metrics.tier("disk"), blocking=True)])
+    outcomes, staged, stored, most = [], [], 0, 0
+    try:
+        while stored < 40:
+            lent = hybrid.stage(timeout=0.0) if stored + len(staged) < 40 and len(staged) < 4 else None
+            if lent is None and not staged:
+                turns.release(4)
+                lent = hybrid.stage(timeout=20.0)
+                assert lent is not None, "it waited for the disk"
+            if lent is not None:
+                staged.append(lent)
+            else:
+                outcomes.append(hybrid.batched_put([f"k{stored + n}" for n in range(len(staged))], staged))
+                stored += len(staged)
+                staged = []
+            most = max(most, memory.pool.in_use)
+        for _ in range(40):
+            turns.release()
+        assert [status for outcome in outcomes for status in outcome.results()] == [Status.OK] * 40
+        assert most <= 8, "half of the memory"
+    finally:
+        for _ in range(40):
+            turns.release()
+        hybrid.close()
 
 
 def test_what_does_not_fit_into_the_backlog_is_dropped_and_counted(tmp_path: Path, slow_disk: threading.Event) -> None:

@@ -1,0 +1,154 @@
+"""DiskHealth: what a disk tier may be used for, and whose trouble an error is.
+
+1. An error of one file is that file's. The error's number says so, or the folder does: what can still be written there and
+   read back is well. Only errors that could be a dead disk's, three in a row, say otherwise.
+2. A folder that can only be read is read. One that is in trouble is switched off; its keeper tries it again.
+3. Those who meet an error can make the state worse. Only the keeper makes it better.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+
+from pd_cache.backends.faults import MAY_NOT, Fault, fault_of, name_of
+from pd_cache.backends.folder import ObjectFolder
+from pd_cache.metrics import TierMetrics
+from transfer.errors import Status
+
+log = logging.getLogger(__name__)
+
+_STRIKES = 3
+
+
+class DiskState(enum.Enum):
+    """What can be done with the folder now."""
+
+    OPENING = "opening"
+    ON = "on"
+    FULL = "full"
+    """It is read. Nothing can be written, and there is nothing of ours to evict."""
+    READ_ONLY = "read-only"
+    OFF = "off"
+    CLOSED = "closed"
+
+
+_REFUSALS = {
+    DiskState.FULL: Status.NO_SPACE,
+    DiskState.READ_ONLY: Status.READ_ONLY,
+    DiskState.CLOSED: Status.CLOSED,
+}
+_READABLE = frozenset({DiskState.ON, DiskState.FULL, DiskState.READ_ONLY})
+
+
+class DiskHealth:
+    """The state of one disk tier. Thread-safe."""
+
+    def __init__(self, folder: ObjectFolder, metrics: TierMetrics, retry_s: float) -> None:
+        self.state = DiskState.OPENING
+        self.trouble = "not opened yet"
+        self.changed = threading.Condition()
+        """Notified when the state changes."""
+        self._folder = folder
+        self._metrics = metrics
+        self._retry_s = retry_s
+        self._strikes = 0
+
+    @property
+    def readable(self) -> bool:
+        return self.state in _READABLE
+
+    @property
+    def writable(self) -> bool:
+        return self.state is DiskState.ON
+
+    @property
+    def refusal(self) -> Status:
+        """Why a call is not begun, where none is."""
+        return _REFUSALS.get(self.state, Status.TIER_OFF)
+
+    def worked(self) -> None:
+        """A file was read or written."""
+        self._strikes = 0
+
+    def late(self, what: str, seconds: float) -> None:
+        """The disk hangs."""
+        self._worsen(DiskState.OFF, f"{what} got no answer in {seconds:g} s", Status.TIMEOUT.value)
+
+    def judge(self, what: str, error: OSError, *, writing: bool) -> Status:
+        """What an error means for the call at hand: INTERNAL where it is one file's. The disk's troubles switch it off."""
+        fault = fault_of(error)
+        if fault in (Fault.OBJECT, Fault.UNCLEAR):
+            trouble = self._asked(writing)
+            if trouble is not None:
+                what, error, fault = f"{what} failed, and then a check", trouble, fault_of(trouble)
+            elif fault is Fault.OBJECT or self._strike() < _STRIKES:
+                self._metrics.spoiled(what, name_of(error), str(error))
+                return Status.INTERNAL
+        if fault is Fault.PROCESS:
+            self._metrics.spoiled(what, name_of(error), str(error))
+            return Status.OVERLOADED
+        self._worsen(state_of(error), f"{what} failed: {error}", name_of(error))
+        return self.refusal
+
+    def settle(self, state: DiskState, trouble: str = "", reason: str = "") -> None:
+        """The keeper tried the folder, and this came of it. A closed tier stays closed."""
+        with self.changed:
+            if self.state in (state, DiskState.CLOSED):
+                return
+            self._strikes = 0
+            before = self._switch(state, trouble)
+        if state is DiskState.ON:
+            self._metrics.switched_on()
+            what = "open" if before is DiskState.OPENING else "back"
+            log.info("tier %s: %s is %s", self._metrics.tier, self._folder.root, what)
+        else:
+            self._say(state, trouble, reason)
+
+    def close(self) -> bool:
+        """Nothing is begun any more. False if it was closed before."""
+        with self.changed:
+            return self._switch(DiskState.CLOSED, "closed") is not DiskState.CLOSED
+
+    def _strike(self) -> int:
+        self._strikes += 1
+        return self._strikes
+
+    def _asked(self, writing: bool) -> OSError | None:
+        """The folder's own trouble, if it is in any that matters for reading, or for writing."""
+        try:
+            self._folder.check()
+        except OSError as trouble:
+            if writing or (fault_of(trouble) not in (Fault.NO_ROOM, Fault.TOO_LARGE) and trouble.errno not in MAY_NOT):
+                return trouble
+        return None
+
+    def _worsen(self, state: DiskState, trouble: str, reason: str) -> None:
+        with self.changed:
+            if self.state in (state, DiskState.OFF, DiskState.CLOSED):
+                return
+            self._switch(state, trouble)
+        self._say(state, trouble, reason)
+
+    def _switch(self, state: DiskState, trouble: str) -> DiskState:
+        before, self.state, self.trouble = self.state, state, trouble
+        self.changed.notify_all()
+        return before
+
+    def _say(self, state: DiskState, trouble: str, reason: str) -> None:
+        self._metrics.switched_off(reason)
+        log.warning(
+            "tier %s: %s; %s until it works again, which is tried every %g s",
+            self._metrics.tier,
+            trouble,
+            "it is not used" if state is DiskState.OFF else "nothing is written",
+            self._retry_s,
+        )
+
+
+def state_of(error: OSError) -> DiskState:
+    """What can be done with a folder that answers with this error."""
+    if fault_of(error) in (Fault.NO_ROOM, Fault.TOO_LARGE):
+        return DiskState.FULL
+    return DiskState.READ_ONLY if error.errno in MAY_NOT else DiskState.OFF

@@ -1,0 +1,67 @@
+"""Disk tiers, and a small file system of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cache.metrics import CacheMetrics
+from tests.support.backends import Subject, make_disk, make_memory
+from tests.support.disks import PAYLOAD, Open
+from tests.support.waiting import wait_for
+
+
+@pytest.fixture
+def open_disk(tmp_path: Path) -> Iterator[Open]:
+    """Opens disk tiers over one path, for 8 objects if not told otherwise."""
+    subjects: list[Subject] = []
+
+    def make(path: Path = tmp_path / "cache", objects: int = 8, *, wait: bool = True, **options: Any) -> Subject:
+        metrics = CacheMetrics()
+        disk = make_disk(make_memory(PAYLOAD, 24), path, objects, metrics=metrics, **options)
+        subjects.append(Subject(disk, {"disk": disk}, metrics))
+        if wait:
+            disk.wait_available(10)
+        return subjects[-1]
+
+    try:
+        yield make
+    finally:
+        for subject in subjects:
+            subject.backend.close()
+            wait_for(lambda one=subject: one.backend.memory.pool.in_use == 0, what="all memory free")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB: ten objects do not fit."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]).returncode:
+        pytest.skip("mounting a file system takes root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture
+def freezable_disk(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 file system of its own, which `fsfreeze` can stop; thawed in the end in any case."""
+    image, folder = tmp_path / "image", tmp_path / "freezable"
+    folder.mkdir()
+    image.write_bytes(b"")
+    os.truncate(image, 32 << 20)
+    made = not os.geteuid() and not subprocess.run(["mkfs.ext4", "-q", image], capture_output=True).returncode
+    if not made or subprocess.run(["mount", "-o", "loop", image, folder], capture_output=True).returncode:
+        pytest.skip("mounting a file system takes root and loop devices")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["fsfreeze", "-u", folder], capture_output=True)
+        subprocess.run(["umount", "-l", folder], check=True)
