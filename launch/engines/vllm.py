@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +25,7 @@ from pd_cache.config import (
     VllmEngineConfig,
     dump_config,
 )
+from pd_cache.runtime import temporary_folder
 from pd_cache.tokens import Namespace
 from pd_cache.vllm.health import NAMESPACE_FILE, TellNamespace, read_namespace
 
@@ -45,8 +45,8 @@ def serve_vllm(
     proxy sends anything more; it must not raise.
     """
     settings = config.supervisor
-    with stop_on_signals() as stop, tempfile.TemporaryDirectory(prefix="pd-cache-") as folder:
-        file, namespace = Path(folder) / "cluster.yaml", Path(folder) / "namespace.json"
+    with stop_on_signals() as stop, temporary_folder() as folder:
+        file, namespace = folder / "cluster.yaml", folder / "namespace.json"
         file.write_text(dump_config(config), encoding="utf-8")
         # vLLM starts processes of its own, which a guard ends with it, however that ends
         guarded = LocalProcesses(settings.stop_grace_s)

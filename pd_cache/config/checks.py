@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import urllib.parse
 from collections.abc import Iterator, Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import NamedTuple
 
+from pd_cache.config.document import KeyPath
 from pd_cache.config.schema import (
     Arguments,
     CacheServerNode,
@@ -26,8 +30,6 @@ from transfer.settings import MIN_SEGMENT
 
 _LONGEST_SOCKET = 100
 """Of an address; the kernel takes paths of 107 bytes, and we append a few."""
-
-KeyPath = tuple[str | int, ...]
 
 ELECTION_S = 20
 """The least `client_ttl_s` of elected masters: an election takes up to 18 s."""
@@ -52,6 +54,7 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
                 ("nodes", index, "name"), f"is also the name of nodes[{seen[node.name]}]; names must be unique"
             )
         seen[node.name] = index
+    yield from _address_problems(config)
     masters = [index for index, node in enumerate(config.nodes) if isinstance(node, MasterNode)]
     yield from _master_problems(config, masters)
     ports: dict[tuple[str, int], str] = {}
@@ -92,6 +95,51 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
                 f"a read that outlives its lease is lost, and transfer.timeouts allow one "
                 f"{slowest} ms; make this at least that",
             )
+
+
+def _address_problems(config: ClusterConfig) -> Iterator[Problem]:
+    """Addresses that stand for many machines, or for all networks of one: nobody can be reached there, and what listens
+    there listens wider than written."""
+    found: list[tuple[KeyPath, str]] = [(("nodes", n, "host"), node.host) for n, node in enumerate(config.nodes)]
+    for index, node in enumerate(config.nodes):
+        if isinstance(node, CacheServerNode) and node.url.startswith("tcp://"):
+            found.append((("nodes", index, "url"), node.url.removeprefix("tcp://").rpartition(":")[0]))
+    if config.transfer.client_address:
+        found.append((("transfer", "client_address"), config.transfer.client_address.rpartition(":")[0]))
+    if "://" in config.transfer.metadata:
+        try:
+            server = urllib.parse.urlsplit(config.transfer.metadata)
+            found.append((("transfer", "metadata"), server.hostname or ""))
+            if not server.hostname or not config.transfer.metadata.isprintable() or (server.port or 1) < 1:
+                raise ValueError
+        except ValueError:
+            yield Problem(("transfer", "metadata"), "is no address such as http://10.0.0.1:8080/metadata")
+            return
+    if isinstance(config.discovery, EtcdDiscovery):
+        found += [
+            (("discovery", "endpoints", n), endpoint.rpartition(":")[0].strip("[]"))
+            for n, endpoint in enumerate(config.discovery.endpoints)
+        ]
+    for path, host in found:
+        address = _literal(host)
+        if address is not None and (
+            address.is_unspecified or address.is_multicast or str(address) == "255.255.255.255"
+        ):
+            yield Problem(
+                path, f"{address} is the address of no machine; write the one that the other nodes reach it at"
+            )
+
+
+def _literal(host: str) -> IPv4Address | IPv6Address | None:
+    """A host as an address, in every spelling that the resolver takes (`0` is 0.0.0.0); None for a name."""
+    try:
+        return ip_address(socket.inet_aton(host))
+    except OSError:
+        pass
+    try:
+        return ip_address(host)
+    except ValueError:
+        return None
 
 
 def _master_problems(config: ClusterConfig, masters: list[int]) -> Iterator[Problem]:
@@ -183,8 +231,10 @@ def _cache_server_problems(config: ClusterConfig) -> Iterator[Problem]:
     for index, node in enumerate(config.nodes):
         if isinstance(node, CacheServerNode):
             url = config.server_url(node)
-            if url.startswith("ipc://") and len(url) > _LONGEST_SOCKET:
-                yield Problem(("nodes", index, "url"), f"{url} is longer than the {_LONGEST_SOCKET} bytes that may be")
+            if url.startswith("ipc://") and len(url.encode()) > _LONGEST_SOCKET:
+                yield Problem(
+                    ("nodes", index, "url"), f"{url[:60]}… is longer than the {_LONGEST_SOCKET} bytes that may be"
+                )
         if not isinstance(node, EngineNode) or node.cache_server is None:
             continue
         server = config.node(node.cache_server)
@@ -248,6 +298,8 @@ def _tier_problems(tiers: Sequence[StorageTier]) -> Iterator[Problem]:
     """Tiers in an order, or of a kind, that cannot work."""
     for index, tier in enumerate(tiers):
         before = tiers[:index]
+        if isinstance(tier, LocalTier | DiskTier) and not tier.capacity:
+            yield Problem(("cache", "tiers", index, "capacity"), "holds nothing; leave the tier out, or give it room")
         if any(isinstance(other, MooncakeTier) for other in before):
             yield Problem(("cache", "tiers", index), "stands after the pool; {kind: mooncake} must be the last tier")
         if isinstance(tier, LocalTier):
