@@ -7,6 +7,7 @@ from pd_cache.config.document import KeyPath
 from pd_cache.config.reader import Source, decode_custom, dump_config, load_config, parse_config, read_config
 from pd_cache.config.schema import (
     ROLES,
+    SECRET_VARIABLES,
     Argument,
     BenchConfig,
     CacheConfig,
@@ -43,6 +44,7 @@ from pd_cache.config.schema import (
 
 __all__ = [
     "ROLES",
+    "SECRET_VARIABLES",
     "Argument",
     "BenchConfig",
     "CacheConfig",

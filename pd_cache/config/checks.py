@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import urllib.parse
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,8 @@ from typing import NamedTuple
 
 from pd_cache.config.document import KeyPath
 from pd_cache.config.schema import (
+    SECRET_VARIABLES,
+    Argument,
     Arguments,
     CacheServerNode,
     ClusterConfig,
@@ -36,6 +39,14 @@ ELECTION_S = 20
 
 _OURS = frozenset(("host", "port", "kv-transfer-config", "served-model-name", "model"))
 """Flags of `vllm serve` that follow from the rest of the file."""
+
+
+_SECRET_NAME = re.compile(r"(^|[.-])(key|apikey|token|secret|password|passwd|credentials?)$")
+"""Flags such as --some-secret, and not --ssl-keyfile or --max-num-batched-tokens."""
+_SECRET_KEY = re.compile(
+    r"(?i)[\"'](\w*[_-])?(api_?key|access_?key|private_?key|token|secret\w*|password|passwd|credentials?)[\"']\s*:\s*[\"']"
+)
+"""A secret inside of a JSON argument, with its value."""
 
 
 class Problem(NamedTuple):
@@ -209,15 +220,35 @@ def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
                     yield Problem(("nodes", index, field), "is for vLLM, and engine.kind is reference")
         return
     for where, args in ((("engine", "args"), engine.args), *_own_args(config)):
-        for name in args:
+        for name, value in args.items():
             if name.replace("_", "-") in _OURS:
                 yield Problem((*where, name), "is set by pd-cache itself; leave it out")
+            if problem := _secret_problem(name.replace("_", "-"), value):
+                yield Problem((*where, name), problem)
     for index, node in enumerate(config.nodes):
         if isinstance(node, EngineNode) and config.shards % tensor_parallel(engine, node):
             yield Problem(
                 ("cache", "shards"),
                 f"must be a multiple of the tensor-parallel size {tensor_parallel(engine, node)} of nodes[{index}]",
             )
+
+
+def _secret_problem(name: str, value: Argument) -> str | None:
+    """Why an argument must not stand on a command line, which every user of the machine can read."""
+    variable = SECRET_VARIABLES.get(name)
+    if variable is not None:
+        one = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if isinstance(one, list) or (isinstance(one, bool) and name == "api-key"):
+            return f"must be one text: vLLM gets it as {variable}, which holds one"
+        return None
+    texts = [str(part) for part in (value if isinstance(value, list) else [value])]
+    if _SECRET_NAME.search(name) and not isinstance(value, bool | int | float):
+        return "looks like a secret, and every user of the machine can read vLLM's arguments; give it in `env`"
+    if any(_SECRET_KEY.search(text) for text in texts):
+        return (
+            "holds what looks like a secret, and every user of the machine can read vLLM's arguments; give it in `env`"
+        )
+    return None
 
 
 def _own_args(config: ClusterConfig) -> Iterator[tuple[KeyPath, Arguments]]:

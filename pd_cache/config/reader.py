@@ -86,7 +86,7 @@ def decode_custom(kind: type, value: object) -> object:
     raise NotImplementedError(kind)  # msgspec's way of being told that a type is not ours
 
 
-_AT = re.compile(r"(?s)(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?")
+_AT = re.compile(r"(?s)(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>.*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
 _IN_WORDS = {

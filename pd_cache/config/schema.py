@@ -225,6 +225,11 @@ def argument(args: Arguments, name: str) -> Argument | None:
     return next((value for key, value in args.items() if key.replace("_", "-") == name), None)
 
 
+SECRET_VARIABLES = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
+"""Arguments of `vllm serve` that are secrets, and the variables by which vLLM takes them: the list of a machine's processes
+shows everybody the arguments of each, and the environment only to its owner."""
+
+
 EngineConfig = ReferenceEngineConfig | VllmEngineConfig
 
 
