@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.supervisor import Program, StopEvent, Supervisor, to_stderr
-from launch.topology import check_machine, choose_ports, local_nodes
+from launch.topology import check_machine, choose_ports, choose_sockets, local_nodes
 from pd_cache.config import ROLES, ClusterConfig, Node, Source, dump_config, parse_config
 from pd_cache.errors import ConfigError
 from pd_cache.runtime import RuntimeFolderError, note, read_note, temporary_folder
@@ -59,7 +59,7 @@ def running(
         hosts = ", ".join(sorted({node.host for node in config.nodes}))
         raise ConfigError(f"{source.file}: no node of this file belongs on this machine; its hosts are {hosts}")
     check_machine(config, source, mine)
-    resolved = choose_ports(config)
+    resolved = choose_sockets(choose_ports(config))
     text = dump_config(resolved)
     with temporary_folder() as folder, note(_note_of(source.file), text) as noted:
         if not noted:

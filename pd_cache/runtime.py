@@ -33,6 +33,12 @@ class RuntimeFolderError(PdCacheError):
 
 def runtime_folder() -> Path:
     """Returns the folder of this user's sockets and notes. It need not exist; `own_folder` makes and checks it."""
+    return _folders()[0]
+
+
+def _folders() -> list[Path]:
+    """Where a process of this user may have put them: not every one has the variable."""
+    shared = _SHARED / f"pd-cache-{os.geteuid()}"
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     if named.startswith("/"):
         try:
@@ -40,8 +46,8 @@ def runtime_folder() -> Path:
         except (OSError, RuntimeFolderError):
             pass
         else:
-            return Path(named) / "pd-cache"
-    return _SHARED / f"pd-cache-{os.geteuid()}"
+            return [Path(named) / "pd-cache", shared]
+    return [shared]
 
 
 @contextlib.contextmanager
@@ -55,12 +61,9 @@ def own_folder(path: Path | None = None) -> Iterator[int]:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         descriptor = _opened(path)
-        above = path.parent.stat().st_mode
     except OSError as error:
         raise RuntimeFolderError(f"{path}: cannot be used for runtime files: {error.strerror}; {_REPAIR}") from None
     try:
-        if above & 0o022 and not above & stat.S_ISVTX:
-            raise RuntimeFolderError(f"{path}: others may rename it, because {path.parent} is not sticky; {_REPAIR}")
         yield descriptor
     finally:
         os.close(descriptor)
@@ -116,16 +119,32 @@ def note(name: str, text: str) -> Iterator[bool]:
 
 def read_note(name: str) -> str | None:
     """Returns the note that a living process of this user has left, or None. Raises RuntimeFolderError as `own_folder` does."""
-    with own_folder() as folder:
+    for path in _folders():
         try:
-            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-        except OSError:
+            folder = _opened(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise RuntimeFolderError(f"{path}: {error.strerror}; {_REPAIR}") from None
+        try:
+            found = _read(name, folder)
+        finally:
+            os.close(folder)
+        if found is not None:
+            return found
+    return None
+
+
+def _read(name: str, folder: int) -> str | None:
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except OSError:
+        return None
+    with open(descriptor, encoding="utf-8") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or not _locked(descriptor):
             return None
-        with open(descriptor, encoding="utf-8") as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or not _locked(descriptor):
-                return None
-            return file.read(_READ_LIMIT)
+        return file.read(_READ_LIMIT)
 
 
 @contextlib.contextmanager
@@ -157,16 +176,21 @@ _REPAIR = "remove it, or set XDG_RUNTIME_DIR to a folder of your own with mode 0
 def _opened(path: Path) -> int:
     """A descriptor of a folder that is ours alone. OSError where there is none, RuntimeFolderError if it is not."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    found = os.fstat(descriptor)
-    if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077 == 0:
-        return descriptor
-    os.close(descriptor)
-    owner = (
-        "another user" if found.st_uid != os.geteuid() else f"you, but its mode is {stat.S_IMODE(found.st_mode):04o}"
-    )
-    raise RuntimeFolderError(
-        f"{path}: expected a folder of your own with mode 0700, and it belongs to {owner}; {_REPAIR}"
-    )
+    try:
+        found, above = os.fstat(descriptor), path.parent.stat()
+        mode = stat.S_IMODE(found.st_mode)
+        owner = "you" if found.st_uid == os.geteuid() else "another user"
+        if owner != "you" or mode & 0o077:
+            raise RuntimeFolderError(
+                f"{path}: expected a folder of your own with mode 0700, and it belongs to {owner}, and its mode is "
+                f"{mode:04o}; {_REPAIR}"
+            )
+        if above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX:
+            raise RuntimeFolderError(f"{path}: others may rename it, because {path.parent} is not sticky; {_REPAIR}")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _made(path: Path) -> int:

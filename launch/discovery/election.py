@@ -40,6 +40,8 @@ class ElectionWatch:
         self._leads = leads
         self._clock = clock
         self._at_odds_since: float | None = None
+        self._revision = 0
+        """Of the key when it was read last."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="election-watch", daemon=True)
 
@@ -63,13 +65,19 @@ class ElectionWatch:
     def _agree(self) -> bool:
         try:
             with self._connector.client() as client:
-                value, _ = client.get(self._key)
+                value, about = client.get(self._key)
         except _Lost:
             return True  # without etcd nobody can lead, and a new start would not help
         leads = self._leads()
         if leads is None:
             return True
-        return value is not None and leads == (value.decode(errors="replace") == self._address)
+        if value is None:
+            return False
+        before, self._revision = self._revision, about.mod_revision
+        if value.decode(errors="replace") == self._address:
+            return leads
+        # masters that refuse to lead take turns: each is named for a second
+        return not leads and self._revision == before
 
     def _run(self) -> None:
         while not self._closed.wait(_POLL_S):

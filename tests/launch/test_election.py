@@ -22,18 +22,24 @@ class Clock:
         return self.now
 
 
-def lost(etcd: Etcd, named: str | None, leads: bool | None) -> bool:
-    """Whether an election counts as lost after it looked like this for long enough; never before."""
+def name(etcd: Etcd, leader: str | None) -> None:
+    """What an election leaves in etcd."""
     client = etcd.client()
     try:
-        client.delete(KEY) if named is None else client.put(KEY, named)
+        client.delete(KEY) if leader is None else client.put(KEY, leader)
     finally:
         client.close()
+
+
+def lost(etcd: Etcd, named: str | None, leads: bool | None) -> bool:
+    """Whether an election counts as lost after it looked like this for long enough; never before."""
+    name(etcd, named)
     clock = Clock()
     watch = ElectionWatch(etcd.settings(), "elected", OURS, lambda: leads, clock)
-    watch.look()
-    assert not watch.lost
-    clock.now = DISAGREES_S
+    for clock.now in (0.0, 1.0):
+        watch.look()
+        assert not watch.lost
+    clock.now = 1.0 + DISAGREES_S
     watch.look()
     found = watch.lost
     watch.begin_anew()
@@ -66,6 +72,18 @@ def test_a_master_is_started_anew_if_it_and_etcd_differ(
     etcd: Etcd, named: str | None, leads: bool | None, expected: bool
 ) -> None:
     assert lost(etcd, named, leads) is expected
+
+
+def test_a_master_is_started_anew_if_others_take_turns_to_be_named_and_none_stays(etcd: Etcd) -> None:
+    clock = Clock()
+    watch = ElectionWatch(etcd.settings(), "elected", OURS, lambda: False, clock)
+    for clock.now in (0.0, DISAGREES_S / 2, DISAGREES_S):
+        name(etcd, None)
+        name(etcd, "10.0.0.2:50051")
+        watch.look()
+    assert watch.lost
+    watch.look()  # the last of them stays
+    assert not watch.lost
 
 
 def test_while_etcd_is_away_no_master_is_started_anew(make_etcd: Callable[..., Etcd]) -> None:

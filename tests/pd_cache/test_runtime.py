@@ -82,7 +82,7 @@ def test_a_folder_that_another_user_made_first_is_refused(ours: Path) -> None:
     os.chown(ours, STRANGER, STRANGER)
     for use in (own_folder, temporary_folder, lambda: note("n", "x")):
         with (
-            pytest.raises(RuntimeFolderError, match="belongs to another user; remove it, or set XDG_RUNTIME_DIR"),
+            pytest.raises(RuntimeFolderError, match=r"belongs to another user.*remove it, or set XDG_RUNTIME_DIR"),
             use(),
         ):
             pass
@@ -130,6 +130,18 @@ def test_a_note_is_there_for_as_long_as_its_writer_keeps_it(ours: Path) -> None:
             assert not second
         assert read_note("n") == "text"
     assert os.listdir(ours) == []
+
+
+def test_a_note_is_found_by_a_process_of_another_environment(
+    ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service has no session folder, and the shell that asks for its status has one."""
+    session = tmp_path / "session"
+    session.mkdir(mode=0o700)
+    with note("n", "text"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+        assert read_note("n") == "text"
+        assert runtime_folder().parent == session
 
 
 def test_a_note_without_a_living_writer_is_not_believed_and_makes_room_for_the_next(ours: Path) -> None:
