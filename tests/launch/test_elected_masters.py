@@ -107,6 +107,7 @@ def lose_keys(etcd: Etcd) -> None:
     client.close()
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("lose", [Etcd.stop, lose_disk, lose_keys], ids=["dies", "loses its disk", "loses its keys"])
 def test_hits_come_back_by_themselves_after_etcd_fails_and_while_it_is_dead_status_says_why_there_are_none(
     lose: Callable[[Etcd], None], make_etcd: Callable[..., Etcd], tmp_path: Path
