@@ -134,8 +134,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
 LEADER = "leader"
 _NO_LEADER = (
-    "a master that runs alone needs a start (its row says more); elected ones lead again 15 s after etcd does "
-    "(`etcdctl endpoint health`)"
+    "a master that runs alone needs a start (its row says more); elected ones lead again 15 s after etcd "
+    "answers (`etcdctl endpoint health`), and within a minute where it lost its data"
 )
 _NO_MEMORY = "nodes that follow another master, as after a loss of etcd's data, find this one when they are restarted"
 _TWO_LEADERS = "restart those whose address is not in etcd (`etcdctl get --prefix mooncake-store/`)"

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from launch.discovery.etcd import _Connector, _Lost
 from pd_cache.config import EtcdDiscovery
 
-DISAGREES_S = 10.0
-"""An election that goes well leaves them at odds for a second or two."""
+DISAGREES_S = 30.0
+"""An election that goes well leaves them at odds for a second or two, and for longer where the next leader has many keys to take
+over: to start it anew then would lose them."""
 _POLL_S = 1.0
 
 

@@ -136,5 +136,5 @@ def test_hits_come_back_by_themselves_after_etcd_fails_and_while_it_is_dead_stat
             assert "none of 2 masters leads" in status.problems[0]
             assert "etcdctl endpoint health" in status.problems[0]
             etcd.start()
-        wait_for(hit, 60, "hits again")
+        wait_for(hit, 120, "hits again")
         wait_for(lambda: cluster_status(cluster.config).well, 30, "the cluster being well again")
