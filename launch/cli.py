@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 import pd_cache
-from pd_cache.config import ROLES, ClusterConfig, read_config
+from pd_cache.config import ROLES, ClusterConfig, load_config, read_config
 from pd_cache.errors import ConfigError, PdCacheError
 
 if TYPE_CHECKING:
@@ -115,10 +115,9 @@ def status(file: Path, as_json: bool, watch: bool) -> None:
     from rich.console import Console
 
     from launch import status as shown
-    from launch.up import running_copy
+    from launch.up import running_config
 
-    copy = running_copy(file)  # where `up` runs the file, its ports are known
-    config, _ = read_config(copy if copy.exists() else file)
+    config = running_config(file) or load_config(file)  # where `up` runs the file, its ports are known
     if watch:
         shown.watch(config)
         return
@@ -146,12 +145,9 @@ def doctor(file: Path | None, as_json: bool) -> None:
 
     from launch import doctor as examined
     from launch.signals import StoppedError, signals_as_exceptions
-    from launch.up import running_copy
+    from launch.up import running_config
 
-    config = None
-    if file is not None:
-        copy = running_copy(file)
-        config, _ = read_config(copy if copy.exists() else file)
+    config = None if file is None else running_config(file) or load_config(file)
     try:
         with signals_as_exceptions(), Console(stderr=True).status("examining …"):
             report = examined.examine(config, file)

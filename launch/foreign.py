@@ -48,13 +48,20 @@ class ForeignProgram:
         deadline: float,
         hint: Callable[[], str],
         again: bool = False,
+        anew: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`wait_serving`, call `ready`, and return when `stop` is set. RoleError if it ends by itself meanwhile."""
+        """`wait_serving`, call `ready`, and return when `stop` is set. RoleError if it ends by itself meanwhile.
+
+        It is ended and started again whenever `anew()` is true.
+        """
         self.wait_serving(stop, serving=serving, deadline=deadline, hint=hint, again=again)
         if not stop.is_set():
             ready()
         while not stop.wait(_POLL_S):
             self._check(f"; {hint()}")
+            if anew():
+                self._end()
+                self._child = self._spawn()
 
     def wait_serving(
         self,
@@ -84,6 +91,9 @@ class ForeignProgram:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
         child = self._child
         if child is None:
             return

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
+import logging
 import shutil
 import signal
 import socket
@@ -14,9 +16,9 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launch.discovery import Member, find_master
 from launch.errors import RoleError
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 
     from launch.engines.reference import KVCache
     from pd_cache.tokens import Namespace
+
+log = logging.getLogger(__name__)
 
 Ready = Callable[[str], None]
 """Called once, with the node's URL (or an empty string), as soon as it can be used."""
@@ -122,10 +126,16 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
 
 
 def run_master(config: ClusterConfig, node: MasterNode, ready: Ready, member: Member) -> None:
-    """Run Mooncake's master as a child that dies with this process. One of several is ready as leader or as standby."""
+    """Run Mooncake's master as a child that dies with this process. One of several is ready as leader or as standby.
+
+    It is started anew where etcd has lost data of the election: masters do not notice that by themselves.
+    """
     command, settings = master_command(config, node), config.supervisor
     spawn = functools.partial(spawn_child, command, stdout=subprocess.DEVNULL)
-    with stop_on_signals() as stop, ForeignProgram("mooncake_master", spawn, settings.stop_grace_s) as master:
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals())
+        anew = stack.enter_context(_lost_election(config, node))
+        master = stack.enter_context(ForeignProgram("mooncake_master", spawn, settings.stop_grace_s))
         try:
             master.run(
                 stop,
@@ -133,9 +143,36 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Ready, member: Me
                 ready=lambda: ready(f"{node.host}:{node.port}"),
                 deadline=time.monotonic() + settings.ready_timeout_s,
                 hint=lambda: f"are the ports {node.port} and {node.metrics_port} of {node.host} free?",
+                anew=anew,
             )
         finally:
             member.leave()  # first, so that nobody who starts now looks for it there
+
+
+@contextlib.contextmanager
+def _lost_election(config: ClusterConfig, node: MasterNode) -> Iterator[Callable[[], bool]]:
+    """Whether a master has to be started anew, asked again and again."""
+    if not config.masters.ha or not isinstance(config.discovery, EtcdDiscovery):
+        yield lambda: False
+        return
+    from launch.discovery.election import DISAGREES_S, ElectionWatch
+
+    def leads() -> bool | None:
+        health = _master_health(node)
+        return None if health is None else health.get("role") == "leader"
+
+    with ElectionWatch(config.discovery, config.name, f"{node.host}:{node.port}", leads) as watch:
+
+        def anew() -> bool:
+            lost = watch.lost
+            if lost:
+                watch.begin_anew()
+                log.warning(
+                    "%s: for %g s it and etcd have differed on who leads; it is started anew", node.name, DISAGREES_S
+                )
+            return lost
+
+        yield anew
 
 
 def client_command(config: ClusterConfig, node: StoreNode) -> list[str]:
@@ -347,12 +384,17 @@ def run_proxy_node(config: ClusterConfig, node: ProxyNode, ready: Ready, member:
 
 
 def _serving(node: MasterNode, elected: bool) -> bool:
+    health = _master_health(node) or {}
+    return bool(health.get("service_ready")) or (elected and health.get("role") == "standby")
+
+
+def _master_health(node: MasterNode) -> dict[str, Any] | None:
+    """What a master says of itself; None where it does not answer."""
     try:
         with urllib.request.urlopen(f"http://{node.host}:{node.metrics_port}/health", timeout=1) as answer:
-            health = json.load(answer)
-            return bool(health.get("service_ready")) or (elected and health.get("role") == "standby")
-    except (OSError, urllib.error.URLError, ValueError):
-        return False
+            return dict(json.load(answer))
+    except (OSError, urllib.error.URLError, ValueError, TypeError):
+        return None
 
 
 def _listening(address: str) -> bool:

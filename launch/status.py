@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.discovery import Directory, Namespaced, NodeRecord, View, differences, open_directory
-from launch.reachability import fetch, host_of
+from launch.reachability import fetch, host_of, segments_at
 from launch.topology import is_local
 from pd_cache.config import ClusterConfig
 from pd_cache.errors import PdCacheError
@@ -61,6 +61,10 @@ class NodeStatus(msgspec.Struct, kw_only=True):
     in_flight: int | None = None
     errors: dict[str, float] = {}
     """By operation and reason, since the start."""
+    leads: str = ""
+    """Of a master: `leader`, `standby`, or what it says it is instead; empty where it does not say."""
+    mounted: int | None = None
+    """Of the master that leads: bytes of memory that nodes have given to the pool, as far as it knows."""
 
     @property
     def name(self) -> str:
@@ -102,11 +106,39 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     nodes: list[NodeStatus]
 
     @property
+    def problems(self) -> list[str]:
+        """What no row says alone, and what to do about it."""
+        masters = [node for node in self.nodes if node.record.role == "master"]
+        leading = [node.name for node in masters if node.leads == LEADER]
+        asked = [node for node in masters if node.asked]
+        if not asked:
+            return []
+        if not leading:
+            return [f"none of {len(masters)} masters leads: there are no hits, and nothing is stored; {_NO_LEADER}"]
+        if len(leading) > 1:
+            names = ", ".join(leading)
+            return [f"{len(leading)} masters lead ({names}): each knows only some of the keys; {_TWO_LEADERS}"]
+        promised = sum(node.record.capacity.segment_bytes for node in self.nodes)
+        mounted = next((node.mounted for node in masters if node.leads == LEADER), None)
+        if mounted is not None and mounted < promised:
+            return [
+                f"{leading[0]} has {shown_bytes(mounted)} of the {shown_bytes(promised)} that nodes give; {_NO_MEMORY}"
+            ]
+        return []
+
+    @property
     def well(self) -> bool:
-        """Whether discovery and everybody answers and nobody differs."""
-        return self.fresh and all(node.well for node in self.nodes)
+        """Whether discovery and everybody answers, one master leads and nobody differs."""
+        return self.fresh and all(node.well for node in self.nodes) and not self.problems
 
 
+LEADER = "leader"
+_NO_LEADER = (
+    "a master that runs alone needs a start (its row says more); elected ones lead again 15 s after etcd "
+    "answers (`etcdctl endpoint health`), and within a minute where it lost its data"
+)
+_NO_MEMORY = "nodes that follow another master, as after a loss of etcd's data, find this one when they are restarted"
+_TWO_LEADERS = "restart those whose address is not in etcd (`etcdctl get --prefix mooncake-store/`)"
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
@@ -190,10 +222,28 @@ def _ask_master(row: NodeStatus) -> None:
     if row.record.metrics is None:
         row.state = f"{_NOT_ASKED}: it does not tell where its metrics are"
         return
+    row.leads = master_role(row.record.metrics)
+    if row.leads == LEADER:
+        with contextlib.suppress(OSError, ValueError, msgspec.DecodeError):
+            row.mounted = sum(segment.size_bytes for segment in segments_at(row.record.metrics))
     samples = _samples(_get(row.record.metrics, "/metrics"))
     row.bytes_by_tier = {"mooncake": _total(samples, "master_allocated_bytes")}
     refused = _total(samples, "master_put_start_alloc_failures_total")
     row.errors = {"store.no_space": refused} if refused else {}
+
+
+def master_role(metrics: str) -> str:
+    """What a master says of itself: `leader`, `standby` or such. OSError or ValueError where it does not answer."""
+    try:
+        health = msgspec.json.decode(_get(metrics, "/health"), type=_MasterHealth)
+    except (msgspec.DecodeError, RecursionError):
+        raise ValueError("its /health is not that of a master") from None
+    return "leads, but does not serve yet" if health.role == LEADER and not health.service_ready else health.role
+
+
+class _MasterHealth(msgspec.Struct, frozen=True):
+    role: str = ""
+    service_ready: bool = False
 
 
 def _ask_http(address: str, row: NodeStatus) -> None:
@@ -285,7 +335,7 @@ def status_table(status: ClusterStatus) -> Group:
         table.add_row(
             row.name,
             row.record.role,
-            escape(row.state),
+            escape(f"{row.state}, {row.leads}" if row.leads else row.state),
             "" if row.up_since is None else f"{datetime.fromtimestamp(row.up_since):%Y-%m-%d %H:%M:%S}",
             "" if row.hit_rate is None else f"{row.hit_rate:.1%}",
             escape("\n".join(f"{tier} {shown_bytes(value)}" for tier, value in row.bytes_by_tier.items())),
@@ -293,7 +343,8 @@ def status_table(status: ClusterStatus) -> Group:
             escape("\n".join(f"{reason} {count:.0f}" for reason, count in row.errors.items())),
         )
     differing = [Text(f"{row.name}: {row.difference}", "yellow") for row in status.nodes if row.difference]
-    return Group(Text(f"discovery: {status.source}"), table, *differing)
+    problems = [Text(problem, "red") for problem in status.problems]
+    return Group(Text(f"discovery: {status.source}"), table, *problems, *differing)
 
 
 def watch(config: ClusterConfig, interval: float = 2.0) -> None:
@@ -314,7 +365,9 @@ def as_json(status: ClusterStatus) -> str:
     for row in status.nodes:
         shown = msgspec.to_builtins(row)
         nodes.append({**shown.pop("record"), **shown})
-    return msgspec.json.encode({"discovery": status.source, "well": status.well, "nodes": nodes}).decode()
+    return msgspec.json.encode(
+        {"discovery": status.source, "well": status.well, "problems": status.problems, "nodes": nodes}
+    ).decode()
 
 
 def shown_bytes(value: float) -> str:

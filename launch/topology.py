@@ -10,7 +10,16 @@ from pathlib import Path
 
 import msgspec
 
-from pd_cache.config import ClusterConfig, EtcdDiscovery, LocalTier, Node, Problem, Source, VllmEngineConfig
+from pd_cache.config import (
+    CacheServerNode,
+    ClusterConfig,
+    EtcdDiscovery,
+    LocalTier,
+    Node,
+    Problem,
+    Source,
+    VllmEngineConfig,
+)
 from pd_cache.errors import ConfigError
 from transfer.settings import rdma_devices
 
@@ -52,6 +61,16 @@ def choose_ports(config: ClusterConfig, nodes: Iterable[Node] | None = None) -> 
                     chosen[field] = holder.getsockname()[1]
             nodes.append(msgspec.structs.replace(node, **chosen))
         return msgspec.structs.replace(config, nodes=tuple(nodes))
+
+
+def choose_sockets(config: ClusterConfig) -> ClusterConfig:
+    """The same cluster with the address of each cache server written down: processes of another environment would choose
+    another folder."""
+    nodes = (
+        msgspec.structs.replace(node, url=config.server_url(node)) if isinstance(node, CacheServerNode) else node
+        for node in config.nodes
+    )
+    return msgspec.structs.replace(config, nodes=tuple(nodes))
 
 
 def pick_node(config: ClusterConfig, role: str, name: str | None) -> Node:

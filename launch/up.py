@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
+import logging
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.supervisor import Program, StopEvent, Supervisor, to_stderr
-from launch.topology import check_machine, choose_ports, local_nodes
-from pd_cache.config import ROLES, ClusterConfig, Node, Source, dump_config, runtime_folder
+from launch.topology import check_machine, choose_ports, choose_sockets, local_nodes
+from pd_cache.config import ROLES, ClusterConfig, Node, Source, dump_config, parse_config
 from pd_cache.errors import ConfigError
+from pd_cache.runtime import RuntimeFolderError, note, read_note, temporary_folder
+
+log = logging.getLogger(__name__)
 
 _STARTED_TOGETHER = (("master",), ("store",), ("cache-server",), ("prefill", "decode"), ("proxy",))
 assert tuple(role for group in _STARTED_TOGETHER for role in group) == ROLES
@@ -50,42 +51,43 @@ def running(
     """Start this machine's nodes, each when those it needs are ready; stop them in reverse order at the end.
 
     Every process runs `pd-cache launch ROLE` on a copy of the file in which each port is chosen. ConfigError or
-    SupervisorError if they cannot all be started; those that were are stopped again. `sink` gets what they print.
+    SupervisorError if they cannot all be started; those that were are stopped again;
+    RuntimeFolderError if this user has no runtime folder of their own. `sink` gets what they print.
     """
     mine = local_nodes(config)
     if not mine:
         hosts = ", ".join(sorted({node.host for node in config.nodes}))
         raise ConfigError(f"{source.file}: no node of this file belongs on this machine; its hosts are {hosts}")
     check_machine(config, source, mine)
-    resolved = choose_ports(config)
-    with tempfile.TemporaryDirectory(prefix="pd-cache-") as folder:
-        file = Path(folder) / source.file.name
-        file.write_text(dump_config(resolved), encoding="utf-8")
-        with _noted(source.file, file), Supervisor(resolved.supervisor, sink=sink) as supervisor:
+    resolved = choose_sockets(choose_ports(config))
+    text = dump_config(resolved)
+    with temporary_folder() as folder, note(_note_of(source.file), text) as noted:
+        if not noted:
+            log.warning("another `up` runs %s here; `status` and `doctor` go on showing that one", source.file)
+        file = folder / source.file.name
+        file.write_text(text, encoding="utf-8")
+        with Supervisor(resolved.supervisor, sink=sink) as supervisor:
             supervisor.start(
                 [[_program(node, file) for node in mine if node.role in roles] for roles in _STARTED_TOGETHER], stop
             )
             yield Cluster(resolved, supervisor)
 
 
-def running_copy(file: Path) -> Path:
-    """Where `up` leaves a copy of a file in which every port is chosen, for as long as it runs."""
-    digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]
-    return runtime_folder() / f"up-{digest}.yaml"
+def running_config(file: Path) -> ClusterConfig | None:
+    """Returns the configuration that a living `up` runs of `file`, in which every port is chosen; None if there is none.
 
-
-@contextmanager
-def _noted(file: Path, resolved: Path) -> Iterator[None]:
-    copy = running_copy(file)
-    copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    ours = copy.parent.stat().st_uid == os.getuid()  # else `status` is told the ports by hand
-    if ours:
-        shutil.copyfile(resolved, copy)
+    What another user could have left there, and what an `up` left that was killed, is not believed.
+    """
     try:
-        yield
-    finally:
-        if ours:
-            copy.unlink(missing_ok=True)
+        text = read_note(_note_of(file))
+    except RuntimeFolderError as error:
+        log.warning("%s", error)  # none of ours runs: `up` refuses such a folder
+        return None
+    return None if text is None else parse_config(text, file)[0]
+
+
+def _note_of(file: Path) -> str:
+    return f"up-{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]}.yaml"
 
 
 def _program(node: Node, file: Path) -> Program:

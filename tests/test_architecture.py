@@ -15,7 +15,7 @@ PACKAGES = ("transfer", "pd_cache", "launch")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 
 LAYERS = (
-    ("errors", "config", "metrics", "tokens", "block_hashes", "layout", "handoff", "weights"),
+    ("errors", "runtime", "config", "metrics", "tokens", "block_hashes", "layout", "handoff", "weights"),
     ("server.messages", "server.channel"),
     ("paged", "backends", "lookup"),
     ("mover",),
@@ -32,7 +32,7 @@ HOMES = {
     "grpc": ("launch/discovery/etcd.py",),
     "google.protobuf": ("launch/discovery/stubs.py",),
     "click": ("launch/cli.py",),
-    "yaml": ("pd_cache/config/reader.py",),
+    "yaml": ("pd_cache/config/document.py",),
     "xxhash": ("pd_cache/backends/objects.py",),
     "numpy": ("pd_cache/paged/cpu.py",),
     "triton": ("pd_cache/paged/cuda.py",),

@@ -14,6 +14,7 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
+_LARGEST = 2**60
 _ADDRESS = re.compile(r"[^\s:]+:[0-9]{1,5}")
 
 MIN_SEGMENT = 16 << 20
@@ -26,11 +27,11 @@ class ByteSize(int):
     @classmethod
     def parse(cls, text: object) -> ByteSize:
         """Read a size; ValueError says what is allowed."""
-        if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        if isinstance(text, int) and not isinstance(text, bool) and 0 <= text <= _LARGEST:
             return cls(text)
         if isinstance(text, str) and (match := _SIZE.fullmatch(text.strip())):
             unit = _UNITS.get(match[2].lower())
-            if unit is not None and len(match[1]) <= 20:
+            if unit is not None and len(match[1]) <= 20 and float(match[1]) * unit <= _LARGEST:
                 return cls(float(match[1]) * unit)
         raise ValueError(f"expected a size such as 512MiB, 4GiB or a number of bytes, got {text!r}")
 
@@ -44,7 +45,7 @@ class ByteSize(int):
 
 
 Milliseconds = Annotated[int, msgspec.Meta(ge=1, le=3_600_000)]
-Positive = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 
 
 class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,7 +73,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """`soft`: evicted only when nothing unpinned is left. `hard`: never evicted, so that a pool can stay full for good."""
     soft_pin_ttl_s: Annotated[int, msgspec.Meta(ge=1, le=86_400)] = 1_800
     """How long a soft pin holds."""
-    preferred_segment: Annotated[str, msgspec.Meta(pattern=r"^(own|any|[^\s:]+:[0-9]{1,5})$")] = "own"
+    preferred_segment: Annotated[str, msgspec.Meta(pattern=r"^(own|any|[^\s:]+:[0-9]{1,5})\Z")] = "own"
     """`own`: this node's own segment, where it has one. `any`: wherever there is room. `host:port`: that segment. Another
     segment is taken when this one is full."""
 

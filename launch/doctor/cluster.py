@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pd_cache
 from launch.doctor.finding import Finding, broken, ok, skipped, warning
-from launch.reachability import Segment, fetch
-from launch.status import ClusterStatus, NodeStatus, shown_bytes
+from launch.reachability import Segment
+from launch.status import LEADER, ClusterStatus, NodeStatus, shown_bytes
 from pd_cache.config import ClusterConfig
 
 _UP = "pd-cache up -c FILE"
@@ -88,10 +87,10 @@ def master_findings(config: ClusterConfig, rows: Iterable[NodeStatus]) -> Iterat
     """Whether exactly one master leads."""
     check = "cluster.master"
     masters = {row.name: row for row in rows if row.record.role == "master"}
-    roles = {name: role for name, row in masters.items() if (role := _role(row.record.metrics)) is not None}
-    leading = [name for name, role in roles.items() if role == "leader"]
+    roles = {name: row.leads for name, row in masters.items() if row.leads}
+    leading = [name for name, role in roles.items() if role == LEADER]
     for name, role in roles.items():
-        yield ok(check, "leads" if role == "leader" else role, name)
+        yield ok(check, "leads" if role == LEADER else role, name)
     if masters and len(leading) != 1:
         found = f"{len(leading)} of {len(masters)} masters lead" + (f": {', '.join(leading)}" if leading else "")
         yield broken(
@@ -108,21 +107,7 @@ def master_findings(config: ClusterConfig, rows: Iterable[NodeStatus]) -> Iterat
 
 def leader(rows: Iterable[NodeStatus]) -> NodeStatus | None:
     """The master that leads; None where none says so."""
-    return next((row for row in rows if row.record.role == "master" and _role(row.record.metrics) == "leader"), None)
-
-
-def _role(metrics: str | None) -> str | None:
-    """`leader`, `standby` or such; None where it does not answer."""
-    if metrics is None:
-        return None
-    try:
-        health = json.loads(fetch(f"{metrics}/health"))
-        if not isinstance(health, dict):
-            return None
-        role = str(health.get("role"))
-        return "leads, but does not serve yet" if role == "leader" and not health.get("service_ready") else role
-    except (OSError, ValueError):
-        return None
+    return next((row for row in rows if row.leads == LEADER), None)
 
 
 def segment_findings(rows: Iterable[NodeStatus], segments: Sequence[Segment]) -> Iterator[Finding]:

@@ -25,6 +25,7 @@ from launch.doctor.cluster import (
 )
 from launch.doctor.finding import Finding, Report, Verdict, skipped
 from launch.doctor.libraries import library_findings
+from launch.doctor.listening import listening_findings
 from launch.doctor.memory import memory_findings
 from launch.doctor.network import (
     advertised_findings,
@@ -83,6 +84,7 @@ def _findings(config: ClusterConfig | None, root: Path) -> Iterator[Finding]:
     }
     yield from memory_findings(config, mine, running, root)
     yield from port_findings(mine, held)
+    yield from listening_findings(mine, root)
     yield from _cluster(config, status, segments)
     yield from _network(config, status, segments, None if leading is None else leading.name)
     if metrics is not None and segments:

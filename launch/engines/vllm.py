@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +18,7 @@ from launch.foreign import ForeignProgram
 from launch.process import LocalProcesses, Program
 from launch.signals import stop_on_signals
 from pd_cache.config import (
+    SECRET_VARIABLES,
     Argument,
     ClusterConfig,
     DecodeNode,
@@ -26,6 +26,7 @@ from pd_cache.config import (
     VllmEngineConfig,
     dump_config,
 )
+from pd_cache.runtime import temporary_folder
 from pd_cache.tokens import Namespace
 from pd_cache.vllm.health import NAMESPACE_FILE, TellNamespace, read_namespace
 
@@ -45,13 +46,13 @@ def serve_vllm(
     proxy sends anything more; it must not raise.
     """
     settings = config.supervisor
-    with stop_on_signals() as stop, tempfile.TemporaryDirectory(prefix="pd-cache-") as folder:
-        file, namespace = Path(folder) / "cluster.yaml", Path(folder) / "namespace.json"
+    with stop_on_signals() as stop, temporary_folder() as folder:
+        file, namespace = folder / "cluster.yaml", folder / "namespace.json"
         file.write_text(dump_config(config), encoding="utf-8")
         # vLLM starts processes of its own, which a guard ends with it, however that ends
         guarded = LocalProcesses(settings.stop_grace_s)
-        environment = {**engine.env, **node.env, NAMESPACE_FILE: str(namespace)}
-        program = Program(node.name, tuple(command(engine, node, file, namespace)), environment)
+        variables = environment(engine, node, namespace)
+        program = Program(node.name, tuple(command(engine, node, file, namespace)), variables)
         output = _Output()
         # it has to be gone before whoever stops us loses patience
         vllm = ForeignProgram("vLLM", lambda: guarded.spawn(program, output.pass_on), 0.8 * settings.stop_grace_s)
@@ -69,8 +70,12 @@ def serve_vllm(
 
 
 def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path, namespace_file: Path) -> list[str]:
-    """`vllm serve` for a node of `file`. RoleError if there is no vLLM."""
-    arguments = {name.replace("_", "-"): value for name, value in (*engine.args.items(), *node.args.items())}
+    """`vllm serve` for a node of `file`, without secrets: `environment` has them. RoleError if there is no vLLM."""
+    arguments = {
+        name: value
+        for name, value in _arguments(engine, node).items()
+        if name not in SECRET_VARIABLES or isinstance(value, bool)
+    }
     connector = {
         "kv_connector": "PdCacheConnector",
         "kv_connector_module_path": "pd_cache.vllm.connector",
@@ -93,6 +98,22 @@ def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path
         f"--middleware={TellNamespace.__module__}.{TellNamespace.__name__}",
         *flags(arguments),
     ]
+
+
+def environment(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, namespace_file: Path) -> dict[str, str]:
+    """What is added to the environment of a node's vLLM: the file's own, and the secrets of its arguments."""
+    arguments = _arguments(engine, node)
+    secrets = {}
+    for name, variable in SECRET_VARIABLES.items():
+        value = arguments.get(name)
+        if value is not None and not isinstance(value, bool):  # true is vLLM's word for the token of `hf auth login`
+            secrets[variable] = str(value[0] if isinstance(value, list) else value)
+    return {**engine.env, **node.env, **secrets, NAMESPACE_FILE: str(namespace_file)}
+
+
+def _arguments(engine: VllmEngineConfig, node: PrefillNode | DecodeNode) -> dict[str, Argument]:
+    """The flags of a node, by the name that vLLM knows them by."""
+    return {name.replace("_", "-"): value for name, value in (*engine.args.items(), *node.args.items())}
 
 
 def flags(arguments: Mapping[str, Argument]) -> Iterator[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from pd_cache.config.checks import KeyPath, Problem, consistency_problems
-from pd_cache.config.reader import Source, decode_custom, dump_config, load_config, read_config
+from pd_cache.config.checks import Problem, consistency_problems
+from pd_cache.config.document import KeyPath
+from pd_cache.config.reader import Source, decode_custom, dump_config, load_config, parse_config, read_config
 from pd_cache.config.schema import (
     ROLES,
+    SECRET_VARIABLES,
     Argument,
     BenchConfig,
     CacheConfig,
@@ -38,11 +40,11 @@ from pd_cache.config.schema import (
     SupervisorConfig,
     TlsConfig,
     VllmEngineConfig,
-    runtime_folder,
 )
 
 __all__ = [
     "ROLES",
+    "SECRET_VARIABLES",
     "Argument",
     "BenchConfig",
     "CacheConfig",
@@ -82,6 +84,6 @@ __all__ = [
     "decode_custom",
     "dump_config",
     "load_config",
+    "parse_config",
     "read_config",
-    "runtime_folder",
 ]

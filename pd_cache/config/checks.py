@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import socket
+import urllib.parse
 from collections.abc import Iterator, Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import NamedTuple
 
+from pd_cache.config.document import KeyPath
 from pd_cache.config.schema import (
+    SECRET_VARIABLES,
+    Argument,
     Arguments,
     CacheServerNode,
     ClusterConfig,
@@ -27,13 +34,19 @@ from transfer.settings import MIN_SEGMENT
 _LONGEST_SOCKET = 100
 """Of an address; the kernel takes paths of 107 bytes, and we append a few."""
 
-KeyPath = tuple[str | int, ...]
-
 ELECTION_S = 20
 """The least `client_ttl_s` of elected masters: an election takes up to 18 s."""
 
 _OURS = frozenset(("host", "port", "kv-transfer-config", "served-model-name", "model"))
 """Flags of `vllm serve` that follow from the rest of the file."""
+
+
+_SECRET_NAME = re.compile(r"(^|[.-])(key|apikey|token|secret|password|passwd|credentials?)$")
+"""Flags such as --some-secret, and not --ssl-keyfile or --max-num-batched-tokens."""
+_SECRET_KEY = re.compile(
+    r"(?i)[\"'](\w*[_-])?(api_?key|access_?key|private_?key|token|secret\w*|password|passwd|credentials?)[\"']\s*:\s*[\"']"
+)
+"""A secret inside of a JSON argument, with its value."""
 
 
 class Problem(NamedTuple):
@@ -52,6 +65,7 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
                 ("nodes", index, "name"), f"is also the name of nodes[{seen[node.name]}]; names must be unique"
             )
         seen[node.name] = index
+    yield from _address_problems(config)
     masters = [index for index, node in enumerate(config.nodes) if isinstance(node, MasterNode)]
     yield from _master_problems(config, masters)
     ports: dict[tuple[str, int], str] = {}
@@ -92,6 +106,51 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
                 f"a read that outlives its lease is lost, and transfer.timeouts allow one "
                 f"{slowest} ms; make this at least that",
             )
+
+
+def _address_problems(config: ClusterConfig) -> Iterator[Problem]:
+    """Addresses that stand for many machines, or for all networks of one: nobody can be reached there, and what listens
+    there listens wider than written."""
+    found: list[tuple[KeyPath, str]] = [(("nodes", n, "host"), node.host) for n, node in enumerate(config.nodes)]
+    for index, node in enumerate(config.nodes):
+        if isinstance(node, CacheServerNode) and node.url.startswith("tcp://"):
+            found.append((("nodes", index, "url"), node.url.removeprefix("tcp://").rpartition(":")[0]))
+    if config.transfer.client_address:
+        found.append((("transfer", "client_address"), config.transfer.client_address.rpartition(":")[0]))
+    if "://" in config.transfer.metadata:
+        try:
+            server = urllib.parse.urlsplit(config.transfer.metadata)
+            found.append((("transfer", "metadata"), server.hostname or ""))
+            if not server.hostname or not config.transfer.metadata.isprintable() or (server.port or 1) < 1:
+                raise ValueError
+        except ValueError:
+            yield Problem(("transfer", "metadata"), "is no address such as http://10.0.0.1:8080/metadata")
+            return
+    if isinstance(config.discovery, EtcdDiscovery):
+        found += [
+            (("discovery", "endpoints", n), endpoint.rpartition(":")[0].strip("[]"))
+            for n, endpoint in enumerate(config.discovery.endpoints)
+        ]
+    for path, host in found:
+        address = _literal(host)
+        if address is not None and (
+            address.is_unspecified or address.is_multicast or str(address) == "255.255.255.255"
+        ):
+            yield Problem(
+                path, f"{address} is the address of no machine; write the one that the other nodes reach it at"
+            )
+
+
+def _literal(host: str) -> IPv4Address | IPv6Address | None:
+    """A host as an address, in every spelling that the resolver takes (`0` is 0.0.0.0); None for a name."""
+    try:
+        return ip_address(socket.inet_aton(host))
+    except OSError:
+        pass
+    try:
+        return ip_address(host)
+    except ValueError:
+        return None
 
 
 def _master_problems(config: ClusterConfig, masters: list[int]) -> Iterator[Problem]:
@@ -161,15 +220,35 @@ def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
                     yield Problem(("nodes", index, field), "is for vLLM, and engine.kind is reference")
         return
     for where, args in ((("engine", "args"), engine.args), *_own_args(config)):
-        for name in args:
+        for name, value in args.items():
             if name.replace("_", "-") in _OURS:
                 yield Problem((*where, name), "is set by pd-cache itself; leave it out")
+            if problem := _secret_problem(name.replace("_", "-"), value):
+                yield Problem((*where, name), problem)
     for index, node in enumerate(config.nodes):
         if isinstance(node, EngineNode) and config.shards % tensor_parallel(engine, node):
             yield Problem(
                 ("cache", "shards"),
                 f"must be a multiple of the tensor-parallel size {tensor_parallel(engine, node)} of nodes[{index}]",
             )
+
+
+def _secret_problem(name: str, value: Argument) -> str | None:
+    """Why an argument must not stand on a command line, which every user of the machine can read."""
+    variable = SECRET_VARIABLES.get(name)
+    if variable is not None:
+        one = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if isinstance(one, list) or (isinstance(one, bool) and name == "api-key"):
+            return f"must be one text: vLLM gets it as {variable}, which holds one"
+        return None
+    texts = [str(part) for part in (value if isinstance(value, list) else [value])]
+    if _SECRET_NAME.search(name) and not isinstance(value, bool | int | float):
+        return "looks like a secret, and every user of the machine can read vLLM's arguments; give it in `env`"
+    if any(_SECRET_KEY.search(text) for text in texts):
+        return (
+            "holds what looks like a secret, and every user of the machine can read vLLM's arguments; give it in `env`"
+        )
+    return None
 
 
 def _own_args(config: ClusterConfig) -> Iterator[tuple[KeyPath, Arguments]]:
@@ -183,8 +262,10 @@ def _cache_server_problems(config: ClusterConfig) -> Iterator[Problem]:
     for index, node in enumerate(config.nodes):
         if isinstance(node, CacheServerNode):
             url = config.server_url(node)
-            if url.startswith("ipc://") and len(url) > _LONGEST_SOCKET:
-                yield Problem(("nodes", index, "url"), f"{url} is longer than the {_LONGEST_SOCKET} bytes that may be")
+            if url.startswith("ipc://") and len(url.encode()) > _LONGEST_SOCKET:
+                yield Problem(
+                    ("nodes", index, "url"), f"{url[:60]}… is longer than the {_LONGEST_SOCKET} bytes that may be"
+                )
         if not isinstance(node, EngineNode) or node.cache_server is None:
             continue
         server = config.node(node.cache_server)
@@ -248,6 +329,8 @@ def _tier_problems(tiers: Sequence[StorageTier]) -> Iterator[Problem]:
     """Tiers in an order, or of a kind, that cannot work."""
     for index, tier in enumerate(tiers):
         before = tiers[:index]
+        if isinstance(tier, LocalTier | DiskTier) and not tier.capacity:
+            yield Problem(("cache", "tiers", index, "capacity"), "holds nothing; leave the tier out, or give it room")
         if any(isinstance(other, MooncakeTier) for other in before):
             yield Problem(("cache", "tiers", index), "stands after the pool; {kind: mooncake} must be the last tier")
         if isinstance(tier, LocalTier):

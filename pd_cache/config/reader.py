@@ -7,14 +7,16 @@ from __future__ import annotations
 import difflib
 import re
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import yaml
 
-from pd_cache.config.checks import KeyPath, Problem, consistency_problems
-from pd_cache.config.schema import ClusterConfig, Endpoint, Name
+from pd_cache.config import schema
+from pd_cache.config.checks import Problem, consistency_problems
+from pd_cache.config.document import LARGEST, KeyPath, dump_document, parse_document, shown_path, shown_value
+from pd_cache.config.schema import ClusterConfig
 from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize
 
@@ -22,7 +24,7 @@ from transfer.settings import ByteSize
 class Source:
     """A parsed file that still knows where each key stood."""
 
-    def __init__(self, file: Path, tree: Any, lines: dict[KeyPath, int]) -> None:
+    def __init__(self, file: Path, tree: Any, lines: Mapping[KeyPath, int]) -> None:
         self.file = file
         self.tree = tree
         self._lines = lines
@@ -31,19 +33,9 @@ class Source:
         """The problem as one message: `file:line: key.path: value: what is allowed`."""
         path = problem.path
         line = next((self._lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._lines), 1)
-        value = self._value(path)
-        shown = "" if value is None or isinstance(value, (dict, list)) else f" {value!r}:"
-        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or "file"
-        return ConfigError(f"{self.file}:{line}: {where}:{shown} {problem.message}")
-
-    def _value(self, path: KeyPath) -> Any:
-        value = self.tree
-        for part in path:
-            try:
-                value = value[part]
-            except (KeyError, IndexError, TypeError):
-                return None
-        return value
+        value = _lookup(self.tree, path)
+        shown = "" if value is None or isinstance(value, (dict, list)) else f" {shown_value(value)}:"
+        return ConfigError(f"{self.file}:{line}: {shown_path(path)}:{shown} {problem.message}")
 
 
 def load_config(file: str | Path) -> ClusterConfig:
@@ -53,7 +45,12 @@ def load_config(file: str | Path) -> ClusterConfig:
 
 def read_config(file: str | Path) -> tuple[ClusterConfig, Source]:
     """As `load_config`, with the source for checks that know more than the file (ports, devices, memory)."""
-    source = _parse(Path(file))
+    return parse_config(_text(Path(file)), file)
+
+
+def parse_config(text: str, file: str | Path) -> tuple[ClusterConfig, Source]:
+    """As `read_config`, of text that was read already; messages name `file`."""
+    source = Source(Path(file), *parse_document(text, Path(file)))
     try:
         config = msgspec.convert(source.tree, ClusterConfig, dec_hook=decode_custom)
     except msgspec.ValidationError as error:
@@ -65,61 +62,21 @@ def read_config(file: str | Path) -> tuple[ClusterConfig, Source]:
 
 def dump_config(config: ClusterConfig) -> str:
     """The configuration as YAML text that `load_config` reads back to an equal one."""
-    return yaml.safe_dump(msgspec.to_builtins(config, enc_hook=str), sort_keys=False)
+    return dump_document(msgspec.to_builtins(config, enc_hook=str))
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML without the surprise of a key that silently replaces an earlier one."""
-
-
-def _parse(file: Path) -> Source:
+def _text(file: Path) -> str:
     try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from None
+        with file.open("rb") as opened:
+            data = opened.read(LARGEST + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL in it
+        raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(data) > LARGEST:
+        raise ConfigError(f"{file}: is larger than {LARGEST >> 10} KiB, the most that a configuration may have")
+    try:
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: is not UTF-8 text (byte {error.start})") from None
-    loader = _Loader(text)
-    try:
-        root = loader.get_single_node()
-        lines: dict[KeyPath, int] = {}
-        if root is None:
-            raise ConfigError(f"{file}: is empty; it needs at least `nodes`")
-        _index(root, (), lines, file, ())
-        tree = loader.construct_document(root)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = mark.line + 1 if mark else 1
-        raise ConfigError(f"{file}:{line}: is not valid YAML: {error.problem or error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file}: is not valid YAML: {error}") from None
-    finally:
-        loader.dispose()
-    return Source(file, tree, lines)
-
-
-def _index(
-    node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: Path, within: tuple[yaml.Node, ...]
-) -> None:
-    """Note the line of every key, and refuse what no configuration is: a key twice, a node that contains itself."""
-    if any(node is outer for outer in within):
-        raise ConfigError(f"{file}:{node.start_mark.line + 1}: an alias stands inside of what it names")
-    within = (*within, node)
-    lines.setdefault(path, node.start_mark.line + 1)
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            name = key.value if isinstance(key, yaml.ScalarNode) else str(key.start_mark)
-            here = (*path, name)
-            line = key.start_mark.line + 1
-            if here in lines:
-                raise ConfigError(
-                    f"{file}:{line}: {'.'.join(map(str, here))}: stands twice, first on line {lines[here]}"
-                )
-            lines[here] = line
-            _index(value, here, lines, file, within)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            _index(value, (*path, index), lines, file, within)
 
 
 def decode_custom(kind: type, value: object) -> object:
@@ -129,10 +86,15 @@ def decode_custom(kind: type, value: object) -> object:
     raise NotImplementedError(kind)  # msgspec's way of being told that a type is not ours
 
 
-_AT = re.compile(r"(?s)(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?")
+_AT = re.compile(r"(?s)(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>.*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
-_IN_WORDS = {meta.pattern: meta.description for kind in (Name, Endpoint) for meta in typing.get_args(kind)[1:]}
+_IN_WORDS = {
+    meta.pattern: meta.description
+    for kind in vars(schema).values()
+    for meta in typing.get_args(kind)[1:]
+    if isinstance(meta, msgspec.Meta) and meta.pattern and meta.description
+}
 """What a value must look like, by the pattern that checks it."""
 
 
@@ -159,13 +121,13 @@ def _explain(text: str, tree: Any) -> Problem:
     options = _options(ClusterConfig, path, tree)
     if options:
         value = _lookup(tree, path)
-        near = difflib.get_close_matches(str(value), options, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(str(value)[:80], options, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         return Problem(path, f"must be one of {', '.join(options)}{hint}")
     for pattern, words in _IN_WORDS.items():
         if repr(pattern) in what:
             return Problem(path, f"must be {words}")
-    return Problem(path, what[0].lower() + what[1:])
+    return Problem(path, what[0].lower() + what[1:400])
 
 
 def _lookup(tree: Any, path: KeyPath) -> Any:

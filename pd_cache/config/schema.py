@@ -3,23 +3,61 @@
 from __future__ import annotations
 
 import math
-import os
 import zlib
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
+from pd_cache.runtime import runtime_folder
 from transfer.settings import ByteSize, Placement, Positive, TransferSettings
 
+# `\Z`, not `$`, which also matches before a newline at the end
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Line = Annotated[
+    str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]+\Z", description="text of one line, without control characters")
+]
+LineOrEmpty = Annotated[
+    str,
+    msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]*\Z", description="text of at most one line, without control characters"),
+]
 Name = Annotated[
     str,
     msgspec.Meta(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z",
         description="1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first",
     ),
 ]
+_PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+AbsolutePath = Annotated[
+    str, msgspec.Meta(pattern=r"^/[^\x00-\x1f\x7f]*\Z", description="an absolute path, such as /var/cache/pd-cache")
+]
+ServerUrl = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=rf"^(ipc:///[^\x00-\x1f\x7f]+|tcp://[A-Za-z0-9._-]+:{_PORT})?\Z",
+        description="ipc:///ABSOLUTE/PATH or tcp://HOST:PORT",
+    ),
+]
+FlagName = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[a-z0-9][a-z0-9_.-]*\Z", description="the name of a flag of `vllm serve` without the dashes"
+    ),
+]
+VariableName = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z", description="the name of a variable: letters, digits and underscores"
+    ),
+]
+Host = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_])?\Z",
+        description="a host name or an IPv4 address, without scheme and port",
+    ),
+]
+TtlS = Annotated[int, msgspec.Meta(ge=1, le=86_400)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
 
@@ -50,7 +88,7 @@ class LocalTier(_Section, frozen=True, kw_only=True, tag_field="kind", tag="loca
 class DiskTier(_Section, frozen=True, kw_only=True, tag_field="kind", tag="disk"):
     """Files, which survive a restart."""
 
-    path: Annotated[str, msgspec.Meta(pattern="^/")]
+    path: AbsolutePath
     """An absolute folder. Processes that share one each take a folder of their own below it."""
     capacity: ByteSize
     """Of each process."""
@@ -87,7 +125,7 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
     """Tokens a chunk; a multiple of the engine's block size."""
     hash_mode: Literal["auto", "tokens", "blocks"] = "auto"
     """Name chunks by hashing tokens, or by the engine's own block hashes; `auto` is blocks for vLLM, else tokens."""
-    hash_seed: str = ""
+    hash_seed: LineOrEmpty = ""
     shards: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     """Into how many parts a chunk's KV heads are cut: a common multiple of the tensor-parallel sizes of all nodes that shall
     share chunks. 0 takes the least one of the nodes in this file."""
@@ -106,7 +144,7 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
 class RandomModel(_Section, frozen=True, kw_only=True):
     """A Llama with seeded random weights: same numbers, same tokens, on every node. Nothing is downloaded."""
 
-    seed: int = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     vocab_size: Positive = 4096
     hidden_size: Positive = 256
     intermediate_size: Positive = 688
@@ -125,9 +163,9 @@ class RandomModel(_Section, frozen=True, kw_only=True):
 class ModelConfig(_Section, frozen=True, kw_only=True):
     """Which model to serve: a local Hugging Face folder, or a random one."""
 
-    name: Annotated[str, msgspec.Meta(min_length=1)]
+    name: Line
     """What clients write into `model`."""
-    path: str | None = None
+    path: Line | None = None
     random: RandomModel | None = None
 
     def __post_init__(self) -> None:
@@ -151,25 +189,28 @@ class ReferenceEngineConfig(_Section, frozen=True, kw_only=True, tag_field="kind
     """Requests that wait; one more is answered 503 with Retry-After."""
     step_tokens: Positive = 256
     """Prompt tokens computed in one step."""
-    threads: Annotated[int, msgspec.Meta(ge=0)] = 0
+    threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     """Compute threads; 0 leaves it to torch."""
 
 
 Argument = bool | int | float | str | list[int | float | str]
-Arguments = dict[Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_.-]*$")], Argument]
+Arguments = dict[FlagName, Argument]
 """Flags of `vllm serve` without the dashes: `max-model-len: 8192`; true is the bare flag, false its `--no-` form."""
+
+
+Environment = dict[VariableName, str]
 
 
 class VllmEngineConfig(_Section, frozen=True, kw_only=True, tag_field="kind", tag="vllm"):
     """vLLM: prefill and decode nodes run `vllm serve` with pd-cache's connector."""
 
-    model: Annotated[str, msgspec.Meta(min_length=1)]
+    model: Line
     """A model folder, or a name that vLLM finds in its cache."""
-    name: str | None = None
+    name: Line | None = None
     """What clients write into `model`; the model itself where it is not set."""
     args: Arguments = {}
-    env: dict[str, str] = {}
-    executable: str = "vllm"
+    env: Environment = {}
+    executable: Line = "vllm"
     """A path, or what PATH has; beside this Python where it is there."""
 
     @property
@@ -182,6 +223,11 @@ class VllmEngineConfig(_Section, frozen=True, kw_only=True, tag_field="kind", ta
 def argument(args: Arguments, name: str) -> Argument | None:
     """An argument of `vllm serve`, whichever way its name is spelled."""
     return next((value for key, value in args.items() if key.replace("_", "-") == name), None)
+
+
+SECRET_VARIABLES = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
+"""Arguments of `vllm serve` that are secrets, and the variables by which vLLM takes them: the list of a machine's processes
+shows everybody the arguments of each, and the environment only to its owner."""
 
 
 EngineConfig = ReferenceEngineConfig | VllmEngineConfig
@@ -201,7 +247,7 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     many is not stored, and counted."""
     store_generated: bool = False
     """Store generated tokens too, not only prompts."""
-    revision: str = ""
+    revision: LineOrEmpty = ""
     """What the weights are, in place of the digest of their files: for models that are not read from files."""
 
 
@@ -210,8 +256,8 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
 
 class _Node(_Section, frozen=True, kw_only=True, tag_field="role"):
     name: Name
-    host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
-    """The address that the other nodes reach this one at; also what it binds."""
+    host: Host = "127.0.0.1"
+    """The address that the other nodes reach this one at; also what it binds. So never 0.0.0.0."""
 
     @property
     def role(self) -> str:
@@ -223,11 +269,11 @@ class MasterNode(_Node, frozen=True, kw_only=True, tag="master"):
 
     port: Port = 50051
     metrics_port: Port = 9003
-    lease_ttl_ms: Annotated[int, msgspec.Meta(ge=100)] = 10_000
+    lease_ttl_ms: Annotated[int, msgspec.Meta(ge=100, le=86_400_000)] = 10_000
     """How long a key that somebody looked up is safe from eviction; at least 3 times the slowest batch."""
-    client_ttl_s: Positive = 5
+    client_ttl_s: TtlS = 5
     """After how many silent seconds a node's segment counts as gone."""
-    put_discard_timeout_s: Positive = 5
+    put_discard_timeout_s: TtlS = 5
     """After how many seconds the put of a writer that died no longer blocks the key."""
     eviction_high_watermark: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
     eviction_ratio: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
@@ -252,7 +298,7 @@ class EngineNode(_Node, frozen=True, kw_only=True):
     """Memory that this node gives to the pool; `transfer.segment_size` where it is not set."""
     args: Arguments = {}
     """vLLM: flags of this node alone, over those of `engine.args`."""
-    env: dict[str, str] = {}
+    env: Environment = {}
     """vLLM: likewise for `engine.env`, e.g. CUDA_VISIBLE_DEVICES."""
 
 
@@ -267,9 +313,9 @@ class DecodeNode(EngineNode, frozen=True, kw_only=True, tag="decode"):
 class CacheServerNode(_Node, frozen=True, kw_only=True, tag="cache-server"):
     """Owns the cache of one host for the engines there that name it: the pool's client, staging memory and local tiers."""
 
-    url: Annotated[str, msgspec.Meta(pattern=r"^((ipc|tcp)://.+)?$")] = ""
-    """Where engines reach it; empty for a socket in /tmp that is named after the cluster. KV tensors are shared over
-    ipc:// only."""
+    url: ServerUrl = ""
+    """Where engines reach it; empty for a socket in the user's runtime folder, named after the cluster. KV tensors are shared
+    over ipc:// only."""
     metrics_port: Port = 0
     segment_size: ByteSize | None = None
     """Memory that this node gives to the pool; `transfer.segment_size` where it is not set."""
@@ -303,11 +349,10 @@ ROLES = ("master", "store", "cache-server", "prefill", "decode", "proxy")
 
 # --- discovery -------------------------------------------------------------------------------------------------------
 
-_PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 Endpoint = Annotated[
     str,
     msgspec.Meta(
-        pattern=rf"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):{_PORT}$",
+        pattern=rf"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):{_PORT}\Z",
         description="`host:port` without a scheme, e.g. 10.0.0.1:2379",
     ),
 ]
@@ -320,11 +365,11 @@ class StaticDiscovery(_Section, frozen=True, kw_only=True, tag_field="kind", tag
 class TlsConfig(_Section, frozen=True, kw_only=True):
     """How to talk to etcd over TLS. Files in PEM format, on every machine."""
 
-    ca_file: Annotated[str, msgspec.Meta(min_length=1)]
+    ca_file: Line
     """Who must have signed etcd's certificate."""
-    cert_file: str | None = None
+    cert_file: Line | None = None
     """Our own certificate, where etcd asks for one."""
-    key_file: str | None = None
+    key_file: Line | None = None
 
     def __post_init__(self) -> None:
         if (self.cert_file is None) != (self.key_file is None):
@@ -340,8 +385,8 @@ class EtcdDiscovery(_Section, frozen=True, kw_only=True, tag_field="kind", tag="
     """A node that was not heard of for so long is gone. etcd's own least is 2."""
     timeout_s: Seconds = 2.0
     """The longest that one call to etcd may take; never more than a third of `ttl_s`."""
-    user: str | None = None
-    password_file: str | None = None
+    user: Line | None = None
+    password_file: Line | None = None
     """A file that holds the user's password and nothing else."""
     tls: TlsConfig | None = None
 
@@ -372,7 +417,7 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
     """Requests in flight; one more is answered 503 with Retry-After."""
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
     """Which prefill node computes a prompt; see `launch/proxy/routing.py`."""
-    direct_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    direct_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
     """A prompt of which fewer tokens are to be computed goes to the decode node directly; None: `cache.chunk_size`."""
     node_cache_tokens: Positive = 1_000_000
     """Tokens that a prefill node's own cache holds, where the node does not say."""
@@ -380,9 +425,9 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
     """A node that fails so many requests in a row is skipped for a while; one that cannot be connected to is at once."""
     health_interval_s: Seconds = 2.0
     health_timeout_s: Seconds = 2.0
-    api_keys_file: str | None = None
+    api_keys_file: Line | None = None
     """Lines of `NAME KEY`; clients then need one of these keys. Read at the start."""
-    node_key_file: str | None = None
+    node_key_file: Line | None = None
     """Holds the key that nodes ask for (vLLM's `--api-key`), sent to them in place of the client's. Read at the start."""
     max_requests_per_key: Positive | None = None
     """Requests in flight of one key; one more is answered 429 with Retry-After."""
@@ -494,11 +539,6 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
 
     def by_role(self, role: str) -> list[Node]:
         return [node for node in self.nodes if node.role == role]
-
-
-def runtime_folder() -> Path:
-    """Where this user's clusters leave sockets, and notes for `pd-cache status`. Not necessarily there."""
-    return Path(f"/tmp/pd-cache-{os.getuid()}")
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):

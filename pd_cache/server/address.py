@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import stat
-import tempfile
 from pathlib import Path
 
+from pd_cache.runtime import RuntimeFolderError, lock_file, own_folder, runtime_folder, temporary_folder
 from pd_cache.server.channel import CacheServerError
+
+_SHARED = Path("/tmp")
 
 
 def own_address(url: str, stack: contextlib.ExitStack) -> Path:
@@ -17,17 +16,18 @@ def own_address(url: str, stack: contextlib.ExitStack) -> Path:
 
     CacheServerError where another server does, or others than this user may write beside the socket.
     """
-    if not url.startswith("ipc://"):
-        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-cache-"))) / "lifeline"
-    path = Path(url.removeprefix("ipc://"))
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.parent.stat()
-    if path.parent.parent == Path("/tmp") and (status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022):
-        raise CacheServerError(f"{path.parent} belongs to somebody else, or others may write to it; choose another url")
-    lock = stack.enter_context(path.with_name(f"{path.name}.lock").open("w"))
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise CacheServerError(f"another cache server listens at {url}") from None
+        if not url.startswith("ipc://"):
+            return stack.enter_context(temporary_folder()) / "lifeline"
+        path = Path(url.removeprefix("ipc://"))
+        if path.parent == runtime_folder() or path.parent.parent == _SHARED:
+            with own_folder(path.parent):
+                pass  # what it was checked for holds from now on: nobody else can replace it
+        else:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not stack.enter_context(lock_file(path.with_name(f"{path.name}.lock"))):
+            raise CacheServerError(f"another cache server listens at {url}")
+    except (RuntimeFolderError, OSError) as error:
+        raise CacheServerError(f"{url}: {error}; or choose another url") from None
     stack.callback(path.unlink, missing_ok=True)
     return path.with_name(f"{path.name}.fds")

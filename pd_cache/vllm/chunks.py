@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ from pd_cache.lookup.rpc import RpcLookupServer
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import Stored
 from pd_cache.paged import Fence
+from pd_cache.runtime import temporary_folder
 from pd_cache.server import messages
 from pd_cache.server.channel import NoAnswerError
 from pd_cache.server.client import CacheClient, Move
@@ -71,7 +71,7 @@ class EngineChunks:
         self._resources = contextlib.ExitStack()
         self._resources.callback(CacheEngineBuilder.destroy, instance)
         if answers_lookups:
-            folder = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="pd-cache-"))
+            folder = self._resources.enter_context(temporary_folder())
             self.lookup_url = f"ipc://{folder}/lookup"
             server = RpcLookupServer(engine, self.lookup_url, metrics=engine.metrics)
             self._resources.callback(server.close)

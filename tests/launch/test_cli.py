@@ -19,6 +19,9 @@ import yaml
 from click.testing import CliRunner
 
 from launch.cli import default_config, main
+from launch.up import _note_of, running_config
+from pd_cache import runtime
+from pd_cache.runtime import note, runtime_folder
 from tests.support.cluster import ENGINE, cluster_file, complete
 from tests.support.waiting import wait_for
 
@@ -121,6 +124,7 @@ class Up:
     """`pd-cache up` in a process of its own."""
 
     def __init__(self, file: Path) -> None:
+        self.file = file
         self.process = subprocess.Popen(
             [sys.executable, "-m", "launch", "up", "-c", str(file)],
             stdout=subprocess.PIPE,
@@ -187,15 +191,51 @@ def test_up_serves_restarts_a_dead_node_and_stops_all_on_sigterm(up: Up) -> None
     assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_nothing_outlives_an_up_that_was_killed(up: Up) -> None:
+def test_nothing_outlives_an_up_that_was_killed_and_its_note_is_not_believed(up: Up) -> None:
     family = up.family()
     assert len(family) >= 4
+    config = running_config(up.file)
+    assert config is not None
+    assert f"http://127.0.0.1:{config.by_role('proxy')[0].port}" == up.urls["proxy"]  # type: ignore[union-attr]
     up.end(signal.SIGKILL)
+    assert running_config(up.file) is None
+    shown = json.loads(CliRunner().invoke(main, ["status", "--json", "-c", str(up.file)]).stdout)
+    assert {"no answer: its port is 0 in this file, chosen by `up`"} == {node["state"] for node in shown["nodes"]}
     wait_for(
         lambda: not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE],
         15,
         "every process being gone",
     )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+@pytest.mark.parametrize("command", ["status", "doctor"])
+def test_a_file_that_another_user_planted_leads_nobody_to_their_etcd(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = cluster_file(tmp_path, nodes=[{"name": "m", "role": "master", "port": 1, "metrics_port": 2}])
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setattr(runtime, "_SHARED", shared)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    (tmp_path / "password").write_text("secret")
+    with socket.socket() as bait:
+        bait.bind(("127.0.0.1", 0))
+        bait.listen()
+        bait.settimeout(0.1)
+        discovery = {"kind": "etcd", "endpoints": [f"127.0.0.1:{bait.getsockname()[1]}"]}
+        login = {"user": "root", "password_file": str(tmp_path / "password")}
+        (tmp_path / "planted").mkdir()
+        planted = cluster_file(tmp_path / "planted", discovery={**discovery, **login}).read_text()
+        with note(_note_of(file), planted):  # held by a living process, even
+            os.chown(runtime_folder(), 54321, 54321)
+            result = CliRunner().invoke(main, [command, "--json", "-c", str(file)])
+            os.chown(runtime_folder(), os.geteuid(), -1)
+        assert result.exit_code == 1
+        assert json.loads(result.stdout)
+        with pytest.raises(TimeoutError):
+            bait.accept()
 
 
 def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.engines.vllm import command
+from launch.engines.vllm import command, environment
 from launch.errors import RoleError
-from pd_cache.config import DecodeNode, PrefillNode, VllmEngineConfig, load_config
+from launch.process import LocalProcesses, Program
+from pd_cache.config import Argument, DecodeNode, PrefillNode, VllmEngineConfig, load_config
 from pd_cache.errors import ConfigError
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture
@@ -57,6 +59,42 @@ def test_the_connector_is_told_its_file_node_and_role(
     assert "--middleware=pd_cache.vllm.health.TellNamespace" in argv
 
 
+SHOW = """\
+#!/bin/sh
+tr '\\0' '\\n' < /proc/self/cmdline
+tr '\\0' '\\n' < "/proc/$PPID/cmdline"
+echo "key $VLLM_API_KEY"
+echo "token $HF_TOKEN"
+"""
+
+
+def test_keys_are_in_the_environment_of_the_child_and_in_nobodys_command_line(executable: str, tmp_path: Path) -> None:
+    Path(executable).write_text(SHOW)
+    args: dict[str, Argument] = {"api_key": "over-ridden", "hf-token": "hf-secret", "max-model-len": 64}
+    engine = VllmEngineConfig(model="m", executable=executable, args=args)
+    node = DecodeNode(name="a", args={"api-key": ["node-secret"]})
+    argv = command(engine, node, tmp_path / "c.yaml", tmp_path / "n")
+    lines: list[str] = []
+    children = LocalProcesses(5)
+    try:
+        program = Program("vllm", tuple(argv), environment(engine, node, tmp_path / "n"))
+        child = children.spawn(program, lambda _, line: lines.append(line))
+        wait_for(lambda: child.poll() is not None, 20, "the child's end")
+    finally:
+        children.close()
+    assert "--max-model-len=64" in lines, "the child shows its command line"
+    assert {"key node-secret", "token hf-secret"} <= set(lines)
+    shown = "\n".join(line for line in lines if not line.startswith(("key ", "token ")))
+    assert "secret" not in shown + " ".join(argv)
+    assert "over-ridden" not in shown + " ".join(argv)
+
+
+def test_the_token_of_an_earlier_login_stays_a_flag(executable: str, tmp_path: Path) -> None:
+    engine = VllmEngineConfig(model="m", executable=executable, args={"hf-token": True})
+    assert "--hf-token" in command(engine, DecodeNode(name="a"), tmp_path / "c.yaml", tmp_path / "n")
+    assert "HF_TOKEN" not in environment(engine, DecodeNode(name="a"), tmp_path / "n")
+
+
 def test_a_vllm_that_is_not_there_is_named(tmp_path: Path) -> None:
     engine = VllmEngineConfig(model="m", executable="no-such-vllm")
     with pytest.raises(RoleError, match="no-such-vllm is not installed"):
@@ -84,6 +122,14 @@ nodes:
             r"cache\.shards: 6: must be a multiple of .* 4 of nodes\[1\]",
         ),
         ({"args": "{Max Model Len: 1}"}, r"engine\.args"),
+        ({"args": "{api-key: [a, b]}"}, r"engine\.args\.api-key: must be one text: vLLM gets it as VLLM_API_KEY"),
+        ({"own": "{api_key: true}"}, r"nodes\[1\]\.args\.api_key: True: must be one text"),
+        ({"args": "{some-secret: x}"}, r"engine\.args\.some-secret: .*looks like a secret.*give it in `env`"),
+        ({"args": "{proxy_password: x}"}, r"engine\.args\.proxy_password: .*looks like a secret"),
+        (
+            {"args": """{model-loader-extra-config: '{"aws_secret_access_key": "x"}'}"""},
+            r"engine\.args\.model-loader-extra-config: .*holds what looks like a secret",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(values: dict[str, str], message: str, tmp_path: Path) -> None:
@@ -91,6 +137,13 @@ def test_what_cannot_be_meant_is_refused(values: dict[str, str], message: str, t
     file.write_text(FILE.format(**{"args": "{}", "own": "{}", "shards": "0", **values}))
     with pytest.raises(ConfigError, match=message):
         load_config(file)
+
+
+def test_flags_about_tokens_and_key_files_are_no_secrets(tmp_path: Path) -> None:
+    args = "{max-num-batched-tokens: 64, ssl-keyfile: /k.pem, return-tokens-as-token-ids: true, api-key: k}"
+    file = tmp_path / "c.yaml"
+    file.write_text(FILE.format(args=args, own="{long-prefill-token-threshold: 4}", shards="0"))
+    assert load_config(file)
 
 
 def test_shards_are_the_least_common_multiple_of_the_nodes_sizes(tmp_path: Path) -> None:

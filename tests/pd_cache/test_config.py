@@ -267,7 +267,7 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         (
             "cache: {chunk_size: 256}",
             "cache: {tiers: [{kind: disk, path: here, capacity: 1GiB}, {kind: mooncake}]}",
-            "cache.tiers[0].path: 'here': expected `str` matching regex",
+            "cache.tiers[0].path: 'here': must be an absolute path",
         ),
         (
             "cache: {chunk_size: 256}",

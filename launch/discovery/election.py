@@ -1,0 +1,93 @@
+"""Whether a master and etcd agree on who leads.
+
+Mooncake's masters elect a leader by a key in etcd, which lives as long as the leader renews its lease. An etcd that dies and comes
+back costs an election. One that loses data can leave masters in a state that they never end (measured; docs/mooncake.md): a leader
+whose key is gone goes on to say that it leads, and nobody finds it; a standby that has followed a log of operations which is lost
+takes the key again and again, and refuses to serve. Master and etcd then differ for good. A master that is started anew takes part
+in a new election.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from launch.discovery.etcd import _Connector, _Lost
+from pd_cache.config import EtcdDiscovery
+
+DISAGREES_S = 30.0
+"""An election that goes well leaves them at odds for a second or two, and for longer where the next leader has many keys to take
+over: to start it anew then would lose them."""
+_POLL_S = 1.0
+
+
+class ElectionWatch:
+    """Compares the leader's key with what our master says, on a thread of its own, from entering the context to leaving it."""
+
+    def __init__(
+        self,
+        settings: EtcdDiscovery,
+        cluster: str,
+        address: str,
+        leads: Callable[[], bool | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`address`: `host:port` of our master. `leads`: whether it says that it leads, or prepares to; None where it does not
+        answer. `clock`: seconds. ConfigError as of `EtcdRegistration`."""
+        self._connector = _Connector(settings)
+        self._key = f"mooncake-store/{cluster}/master_view"
+        self._address = address
+        self._leads = leads
+        self._clock = clock
+        self._at_odds_since: float | None = None
+        self._revision = 0
+        """Of the key when it was read last."""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="election-watch", daemon=True)
+
+    @property
+    def lost(self) -> bool:
+        """Whether etcd and our master have answered, and differed, for `DISAGREES_S` seconds."""
+        since = self._at_odds_since
+        return since is not None and self._clock() - since >= DISAGREES_S
+
+    def begin_anew(self) -> None:
+        """Count from now: something was done about it."""
+        self._at_odds_since = None
+
+    def look(self) -> None:
+        """Compare once. Waits no longer than a call to etcd and one to the master may take."""
+        if self._agree():
+            self._at_odds_since = None
+        elif self._at_odds_since is None:
+            self._at_odds_since = self._clock()
+
+    def _agree(self) -> bool:
+        try:
+            with self._connector.client() as client:
+                value, about = client.get(self._key)
+        except _Lost:
+            return True  # without etcd nobody can lead, and a new start would not help
+        leads = self._leads()
+        if leads is None:
+            return True
+        if value is None:
+            return False
+        before, self._revision = self._revision, about.mod_revision
+        if value.decode(errors="replace") == self._address:
+            return leads
+        # masters that refuse to lead take turns: each is named for a second
+        return not leads and self._revision == before
+
+    def _run(self) -> None:
+        while not self._closed.wait(_POLL_S):
+            self.look()
+
+    def __enter__(self) -> ElectionWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join()

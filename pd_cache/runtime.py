@@ -1,0 +1,227 @@
+"""Where processes of one user leave files for one another: sockets, locks, and notes about what runs.
+
+Everything of that kind lies in one folder that belongs to the user alone, `$XDG_RUNTIME_DIR/pd-cache` or `/tmp/pd-cache-UID`.
+In /tmp every local user can make that folder first, or a link of that name, so nothing in it is believed before the folder
+itself has been opened without following a link, and its owner and mode were read from what was opened. After that nobody else
+can replace it: /tmp is sticky, and the folder's mode is 0700.
+
+A file says what is running only while its writer holds a lock on it. The kernel releases the lock when the writer ends, however
+it ends; a pid could have been given to another process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from pd_cache.errors import PdCacheError
+
+_SHARED = Path("/tmp")
+_TEMPORARY = "tmp-"
+_READ_LIMIT = 4 << 20
+
+
+class RuntimeFolderError(PdCacheError):
+    """A folder for runtime files that is not provably this user's own."""
+
+
+def runtime_folder() -> Path:
+    """Returns the folder of this user's sockets and notes. It need not exist; `own_folder` makes and checks it."""
+    return _folders()[0]
+
+
+def _folders() -> list[Path]:
+    """Where a process of this user may have put them: not every one has the variable."""
+    shared = _SHARED / f"pd-cache-{os.geteuid()}"
+    named = os.environ.get("XDG_RUNTIME_DIR", "")
+    if named.startswith("/"):
+        try:
+            os.close(_opened(Path(named)))
+        except (OSError, RuntimeFolderError):
+            pass
+        else:
+            return [Path(named) / "pd-cache", shared]
+    return [shared]
+
+
+@contextlib.contextmanager
+def own_folder(path: Path | None = None) -> Iterator[int]:
+    """Makes the folder (by default `runtime_folder()`) if need be, and yields a descriptor of it.
+
+    Raises RuntimeFolderError if it is a link, belongs to another user, or is open to others.
+    """
+    path = path or runtime_folder()
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        descriptor = _opened(path)
+    except OSError as error:
+        raise RuntimeFolderError(f"{path}: cannot be used for runtime files: {error.strerror}; {_REPAIR}") from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Makes a folder inside of the runtime folder, and removes it at the end.
+
+    What processes that were killed left of this kind is removed, too. Raises RuntimeFolderError as `own_folder` does.
+    """
+    with own_folder() as parent:
+        base = runtime_folder()
+        for name in os.listdir(parent):
+            if name.startswith(_TEMPORARY) and not _held(name, parent):
+                shutil.rmtree(base / name, ignore_errors=True)
+        new = Path(tempfile.mkdtemp(prefix="new-", dir=base))
+        holder = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        # locked before it has its name: another process never finds it unlocked, and takes it for a dead one's
+        fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder = new.rename(base / f"{_TEMPORARY}{new.name.removeprefix('new-')}")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(holder)
+
+
+@contextlib.contextmanager
+def note(name: str, text: str) -> Iterator[bool]:
+    """Leaves `text` under `name` in the runtime folder for as long as the context lasts; see `read_note`.
+
+    Yields False, and leaves nothing, if a living process has left one there.
+    """
+    if read_note(name) is not None:
+        yield False
+        return
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(own_folder())
+        with temporary_folder() as private:
+            draft = private / name
+            file = stack.enter_context(open(_made(draft), "w", encoding="utf-8"))
+            file.write(text)
+            file.flush()
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before it has its name, as above
+            os.rename(draft, name, dst_dir_fd=folder)
+        try:
+            yield True
+        finally:
+            if _is_still(file.fileno(), name, folder):
+                os.unlink(name, dir_fd=folder)
+
+
+def read_note(name: str) -> str | None:
+    """Returns the note that a living process of this user has left, or None. Raises RuntimeFolderError as `own_folder` does."""
+    for path in _folders():
+        try:
+            folder = _opened(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise RuntimeFolderError(f"{path}: {error.strerror}; {_REPAIR}") from None
+        try:
+            found = _read(name, folder)
+        finally:
+            os.close(folder)
+        if found is not None:
+            return found
+    return None
+
+
+def _read(name: str, folder: int) -> str | None:
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except OSError:
+        return None
+    with open(descriptor, encoding="utf-8") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or not _locked(descriptor):
+            return None
+        return file.read(_READ_LIMIT)
+
+
+@contextlib.contextmanager
+def lock_file(path: Path) -> Iterator[bool]:
+    """Holds a lock by means of a file, which is gone afterwards. Yields False, at once, if another holds it.
+
+    A file that a killed process left is taken over.
+    """
+    while True:
+        with open(_made(path), "wb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            # the last holder may have removed the file between our two steps, and a third may have made another
+            if not _is_still(file.fileno(), path):
+                continue
+            try:
+                yield True
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+_REPAIR = "remove it, or set XDG_RUNTIME_DIR to a folder of your own with mode 0700"
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of a folder that is ours alone. OSError where there is none, RuntimeFolderError if it is not."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found, above = os.fstat(descriptor), path.parent.stat()
+        mode = stat.S_IMODE(found.st_mode)
+        owner = "you" if found.st_uid == os.geteuid() else "another user"
+        if owner != "you" or mode & 0o077:
+            raise RuntimeFolderError(
+                f"{path}: expected a folder of your own with mode 0700, and it belongs to {owner}, and its mode is "
+                f"{mode:04o}; {_REPAIR}"
+            )
+        if above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX:
+            raise RuntimeFolderError(f"{path}: others may rename it, because {path.parent} is not sticky; {_REPAIR}")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _made(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether another open file holds a lock on this one."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _held(name: str, folder: int) -> bool:
+    """Whether the maker of a temporary folder still lives."""
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+    except OSError:
+        return True  # no folder of ours: left alone
+    try:
+        return _locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_still(descriptor: int, name: str | Path, folder: int | None = None) -> bool:
+    """Whether a name still stands for the open file."""
+    try:
+        named = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(named, os.fstat(descriptor))

@@ -1,0 +1,116 @@
+"""What Mooncake's clients listen on, and whether `pd-cache doctor` says so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.doctor.finding import Verdict
+from launch.doctor.listening import listening_findings, own_addresses, verdict, wide_ports
+from launch.reachability import Reach, Target
+from tests.support.cluster import cluster_file
+from tests.support.hosts import Network, why_not
+from tests.support.pool import ROOT, Node
+
+TCP = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 00000000:3AF8 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1 0 100 0 0 10 0
+   1: 0100007F:3AF9 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 2 1 0 100 0 0 10 0
+   2: 00000000:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 3 1 0 100 0 0 10 0
+   3: 00000000:3AFA 0100007F:1234 01 00000000:00000000 00:00000000 00000000     0        0 4 1 0 100 0 0 10 0
+"""
+TCP6 = """\
+  sl  local_address                         remote_address                        st tx_queue rx_queue tr tm->when
+   0: 00000000000000000000000000000000:3B00 00000000000000000000000000000000:0000 0A 00000000:00000000 00:00000000 0 0
+"""
+FIB = """\
+Main:
+  +-- 0.0.0.0/0 3 0 5
+     |-- 10.0.0.0
+        /24 link UNICAST
+Local:
+        +-- 10.0.0.0/24 2 0 2
+           |-- 10.0.0.7
+              /32 host LOCAL
+           |-- 10.0.0.255
+              /32 link BROADCAST
+        +-- 127.0.0.0/8 2 0 2
+           |-- 127.0.0.1
+              /32 host LOCAL
+"""
+INET6 = """\
+00000000000000000000000000000001 01 80 10 80       lo
+20010db8000000000000000000000007 02 40 00 00     eth0
+fe800000000000000000000000000007 02 40 20 80     eth0
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A machine's /proc."""
+    folder = tmp_path / "proc" / "net"
+    folder.mkdir(parents=True)
+    for name, text in (("tcp", TCP), ("tcp6", TCP6), ("fib_trie", FIB), ("if_inet6", INET6)):
+        (folder / name).write_text(text)
+    return tmp_path
+
+
+def test_ports_that_are_bound_to_all_addresses_are_found_in_mooncakes_range(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert wide_ports(root) == {15096, 15104}
+    monkeypatch.setenv("MC_MIN_RPC_PORT", "15100")
+    assert wide_ports(root) == {15104}
+
+
+def test_addresses_that_other_machines_could_use_are_found(root: Path) -> None:
+    assert own_addresses(root) == {"10.0.0.7", "2001:db8::7"}
+
+
+def test_what_takes_connections_is_a_warning_with_the_rule_that_ends_it() -> None:
+    target = Target("mooncake", "segment", "198.51.100.7:15096")
+    open_there = verdict([Reach(target)], ["10.0.0.7"])
+    assert open_there.verdict is Verdict.WARNING
+    assert "198.51.100.7" in open_there.found
+    assert "tcp dport 15000-17000 ip daddr != { 127.0.0.0/8, 10.0.0.7 } drop" in open_there.repair
+    assert verdict([Reach(target, "no answer within 1 s")], ["10.0.0.7"]).verdict is Verdict.OK
+
+
+def test_where_no_client_runs_nothing_is_said(tmp_path: Path) -> None:
+    assert [one.verdict for one in listening_findings((), tmp_path)] == [Verdict.SKIPPED]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif((reason := why_not()) is not None, reason=reason or "")
+def test_a_real_client_is_found_at_the_address_that_the_file_does_not_name(tmp_path: Path) -> None:
+    network = Network()
+    started: list[Node] = []
+    try:
+        host = network.host("one")
+        subprocess.run(host.inside("ip", "addr", "add", "198.51.100.7/32", "dev", "eth0"), check=True)
+        nodes = [
+            {"name": "master", "role": "master", "host": host.address, "port": 50051, "metrics_port": 9003},
+            {"name": "store-0", "role": "store", "host": host.address, "segment_size": "16MiB"},
+        ]
+        file = cluster_file(tmp_path, nodes=nodes)
+        for role, name in (("master", "master"), ("store", "store-0")):
+            started.append(Node(role, name, file, host=host))
+        command = host.inside(sys.executable, "-m", "launch", "doctor", "--json", "-c", str(file))
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120)
+        findings = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
+        assert findings["network.listening"]["verdict"] == "warning"
+        assert "198.51.100.7" in findings["network.listening"]["found"]
+        assert f"{{ 127.0.0.0/8, {host.address} }} drop" in findings["network.listening"]["repair"]
+        assert findings["transfer.segment"]["verdict"] != "broken", "the client minds no connection that says nothing"
+        subprocess.run(host.inside("ip", "addr", "del", "198.51.100.7/32", "dev", "eth0"), check=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120)
+        findings = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
+        assert findings["network.listening"]["verdict"] == "ok"
+    finally:
+        for node in reversed(started):
+            node.stop()
+        network.close()

@@ -1,0 +1,244 @@
+"""Runtime files are believed only where no other user could have put them, and only while their writer lives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pd_cache import runtime
+from pd_cache.runtime import (
+    RuntimeFolderError,
+    lock_file,
+    note,
+    own_folder,
+    read_note,
+    runtime_folder,
+    temporary_folder,
+)
+from tests.support.pool import ROOT
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+STRANGER = 54321
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of /tmp."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.setattr(runtime, "_SHARED", folder)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    return folder
+
+
+@pytest.fixture
+def ours(shared: Path) -> Path:
+    """Where this user's folder would be in it."""
+    return shared / f"pd-cache-{os.geteuid()}"
+
+
+def test_the_folder_is_made_for_us_alone(ours: Path) -> None:
+    with own_folder():
+        assert stat.S_IMODE(ours.stat().st_mode) == 0o700
+    with own_folder():
+        pass  # and found again
+
+
+def test_a_session_folder_of_our_own_is_preferred(tmp_path: Path, ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = tmp_path / "session"
+    session.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    assert runtime_folder() == session / "pd-cache"
+    session.chmod(0o755)
+    assert runtime_folder() == ours
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
+    assert runtime_folder() == ours
+
+
+@needs_root
+def test_a_session_folder_of_another_user_is_not_taken(
+    tmp_path: Path, ours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = tmp_path / "session"
+    session.mkdir(mode=0o700)
+    os.chown(session, STRANGER, STRANGER)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    assert runtime_folder() == ours
+
+
+@needs_root
+def test_a_folder_that_another_user_made_first_is_refused(ours: Path) -> None:
+    ours.mkdir(mode=0o700)
+    (ours / "n").write_text("planted")
+    os.chown(ours, STRANGER, STRANGER)
+    for use in (own_folder, temporary_folder, lambda: note("n", "x")):
+        with (
+            pytest.raises(RuntimeFolderError, match=r"belongs to another user.*remove it, or set XDG_RUNTIME_DIR"),
+            use(),
+        ):
+            pass
+    with pytest.raises(RuntimeFolderError):
+        read_note("n")
+
+
+@pytest.mark.parametrize("mode", [0o750, 0o777, 0o1777])
+def test_a_folder_that_others_may_look_into_or_write_to_is_refused(ours: Path, mode: int) -> None:
+    ours.mkdir()
+    ours.chmod(mode)
+    with pytest.raises(RuntimeFolderError, match=f"its mode is {mode:04o}"), own_folder():
+        pass
+
+
+def test_a_link_in_place_of_the_folder_is_not_followed(ours: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir(mode=0o700)
+    ours.symlink_to(target)
+    with pytest.raises(RuntimeFolderError), own_folder():
+        pass
+    ours.unlink()
+    ours.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(RuntimeFolderError), own_folder():
+        pass
+    ours.unlink()
+    ours.write_text("a file")
+    with pytest.raises(RuntimeFolderError), own_folder():
+        pass
+
+
+def test_a_folder_that_others_could_rename_is_refused(ours: Path, shared: Path) -> None:
+    shared.chmod(0o777)
+    with pytest.raises(RuntimeFolderError, match="is not sticky"), own_folder():
+        pass
+
+
+def test_a_note_is_there_for_as_long_as_its_writer_keeps_it(ours: Path) -> None:
+    assert read_note("n") is None
+    with note("n", "text") as left:
+        assert left
+        assert read_note("n") == "text"
+        assert stat.S_IMODE((ours / "n").stat().st_mode) == 0o600
+        with note("n", "of a second writer") as second:
+            assert not second
+        assert read_note("n") == "text"
+    assert os.listdir(ours) == []
+
+
+def test_a_note_is_found_by_a_process_of_another_environment(
+    ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service has no session folder, and the shell that asks for its status has one."""
+    session = tmp_path / "session"
+    session.mkdir(mode=0o700)
+    with note("n", "text"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+        assert read_note("n") == "text"
+        assert runtime_folder().parent == session
+
+
+def test_a_note_without_a_living_writer_is_not_believed_and_makes_room_for_the_next(ours: Path) -> None:
+    with own_folder():
+        (ours / "n").write_text("stale")
+    assert read_note("n") is None
+    with note("n", "new") as left:
+        assert left
+        assert read_note("n") == "new"
+
+
+def test_no_link_and_no_pipe_is_read_as_a_note(ours: Path, tmp_path: Path) -> None:
+    with note("n", "text"), own_folder():
+        (ours / "link").symlink_to(ours / "n")
+        os.mkfifo(ours / "pipe")
+        assert read_note("link") is None
+        assert read_note("pipe") is None
+
+
+WRITER = """
+import sys
+from pd_cache.runtime import lock_file, note, temporary_folder
+from pathlib import Path
+with note("n", "text"), temporary_folder() as folder, lock_file(Path(sys.argv[1])) as locked:
+    (folder / "left").write_text("over")
+    print(locked, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def writer(tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """A process that keeps a note, a temporary folder and a lock, until it is killed."""
+    session = tmp_path / "session"
+    session.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "lock")]
+    pipe = subprocess.PIPE
+    with ExitStack() as stack:
+        process = stack.enter_context(subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True))
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        yield process
+
+
+def test_what_a_killed_process_left_is_not_believed_and_goes_with_the_next(
+    writer: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    lock = tmp_path / "lock"
+    folder = runtime_folder()
+    assert read_note("n") == "text"
+    with lock_file(lock) as got:
+        assert not got
+    with temporary_folder():
+        assert len(list(folder.glob("tmp-*/left"))) == 1, "a living process keeps its own"
+    writer.send_signal(signal.SIGKILL)
+    writer.wait(10)
+    assert {"n"} < set(os.listdir(folder))
+    assert lock.exists()
+    assert read_note("n") is None
+    with temporary_folder() as own:
+        assert [one.name for one in folder.glob("tmp-*")] == [own.name]
+    with lock_file(lock) as got:
+        assert got
+    assert not lock.exists()
+    with note("n", "new"):
+        assert read_note("n") == "new"
+    assert os.listdir(folder) == []
+
+
+def test_a_lock_file_that_was_removed_under_its_waiter_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A opens the file, B lets go of it and removes it, C makes another: A must not think that it holds C's."""
+    path = tmp_path / "lock"
+    opened: list[int] = []
+    made = runtime._made
+
+    def slow(file: Path) -> int:
+        descriptor = made(file)
+        opened.append(descriptor)
+        if len(opened) == 1:
+            file.unlink()
+        return descriptor
+
+    monkeypatch.setattr(runtime, "_made", slow)
+    with lock_file(path) as got:
+        assert got
+        assert len(opened) == 2
+        with lock_file(path) as other:
+            assert not other
+
+
+def test_a_link_in_place_of_a_lock_file_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("kept")
+    (tmp_path / "lock").symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match="symbolic link"), lock_file(tmp_path / "lock"):
+        pass
+    assert (tmp_path / "target").read_text() == "kept"

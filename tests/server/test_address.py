@@ -1,0 +1,48 @@
+"""An address is one server's alone, and nothing of it is left when the server has stopped."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pd_cache import runtime
+from pd_cache.runtime import runtime_folder
+from pd_cache.server.address import own_address
+from pd_cache.server.channel import CacheServerError
+
+
+def test_an_orderly_stop_leaves_neither_socket_nor_lock(tmp_path: Path) -> None:
+    url = f"ipc://{tmp_path}/own/cache.sock"
+    with ExitStack() as stack:
+        assert own_address(url, stack) == tmp_path / "own" / "cache.sock.fds"
+        (tmp_path / "own" / "cache.sock").touch()  # ZMQ's
+        with pytest.raises(CacheServerError, match="another cache server listens"):
+            own_address(url, stack)
+    assert os.listdir(tmp_path / "own") == []
+
+
+def test_a_server_on_tcp_keeps_its_other_socket_in_a_folder_that_goes_with_it() -> None:
+    with ExitStack() as stack:
+        lifeline = own_address("tcp://127.0.0.1:7000", stack)
+        assert lifeline.is_relative_to(runtime_folder())
+        assert lifeline.parent.stat().st_mode & 0o077 == 0
+    assert not lifeline.parent.exists()
+
+
+def test_a_runtime_folder_that_is_not_ours_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_SHARED", tmp_path)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    runtime_folder().mkdir()
+    runtime_folder().chmod(0o755)
+    for url in (f"ipc://{runtime_folder()}/cache.sock", "tcp://127.0.0.1:7000"):
+        with ExitStack() as stack, pytest.raises(CacheServerError, match=r"its mode is 0755; .* or choose another url"):
+            own_address(url, stack)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with ExitStack() as stack, pytest.raises(CacheServerError, match="choose another url"):
+        own_address(f"ipc://{tmp_path}/file/cache.sock", stack)
