@@ -164,6 +164,7 @@ def _secret_problems(config: ClusterConfig, chosen: set[str]) -> Iterator[Proble
     files: dict[tuple[str | int, ...], str | None] = {}
     if any(node.name in chosen for node in config.by_role("proxy")):
         files["proxy", "api_keys_file"] = config.proxy.api_keys_file
+        files["proxy", "monitor_keys_file"] = config.proxy.monitor_keys_file
         files["proxy", "node_key_file"] = config.proxy.node_key_file
     if chosen and isinstance(config.discovery, EtcdDiscovery):
         files["discovery", "password_file"] = config.discovery.password_file

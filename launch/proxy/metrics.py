@@ -31,6 +31,11 @@ class ProxyMetrics:
             ["hop", "reason"],
             registry=self.registry,
         )
+        self.retries_refused = Counter(
+            "pd_cache_proxy_retries_refused",
+            "Requests that failed on one node and were not sent to another, because too many others had been",
+            registry=self.registry,
+        )
         self.handoffs = Counter(
             "pd_cache_proxy_handoffs",
             "Prompts, by what the decode node was given: handed_over, nothing_stored, prefill_failed, no_prefill_nodes; or why "

@@ -41,7 +41,8 @@ def run_proxy(
         timeout_s=timeout_s,
         seeds=hash_seeds(config),
     )
-    proxy = Proxy(config.proxy, direct, master=lambda view: master_of(config, view))
+    checks = PeerChecks(config, node.name)
+    proxy = Proxy(config.proxy, direct, master=lambda view: master_of(config, view), peers=checks.answer)
     asyncio.run(_serve(config, proxy, node, ready, on_stop))
 
 
@@ -65,18 +66,12 @@ async def _serve(
     ready: Callable[[str], None],
     on_stop: Callable[[], None],
 ) -> None:
-    host, checks = node.host, PeerChecks(config, node.name)
-
-    async def peers(_: web.Request) -> web.Response:
-        return web.json_response(await checks.answer())
-
+    host = node.host
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in stop_signals():
         loop.add_signal_handler(signum, stop.set)
-    app = proxy.app()
-    app.router.add_get("/peers", peers)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+    runner = web.AppRunner(proxy.app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
     await runner.setup()
 
     def follow(view: View) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pd_cache.config.checks import KeyPath, Problem, consistency_problems
 from pd_cache.config.reader import Source, decode_custom, dump_config, load_config, read_config
 from pd_cache.config.schema import (
+    LARGEST_BODY,
     ROLES,
     Argument,
     BenchConfig,
@@ -42,6 +43,7 @@ from pd_cache.config.schema import (
 )
 
 __all__ = [
+    "LARGEST_BODY",
     "ROLES",
     "Argument",
     "BenchConfig",

@@ -22,6 +22,9 @@ Name = Annotated[
 ]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
+LARGEST_BODY = 16 << 20
+"""Bytes of a request to the proxy; a prompt of a million token ids fits."""
+
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A mapping of the file in which only the declared keys may stand."""
@@ -370,6 +373,10 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
     connect_timeout_s: Seconds = 2.0
     max_requests: Positive = 1024
     """Requests in flight; one more is answered 503 with Retry-After."""
+    body_timeout_s: Seconds = 60.0
+    """How long a request's body may take to arrive."""
+    body_memory: ByteSize = ByteSize(512 << 20)
+    """Bytes that all bodies may take together, from their first byte to the decode node's; at least 16MiB, the largest one."""
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
     """Which prefill node computes a prompt; see `launch/proxy/routing.py`."""
     direct_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -381,9 +388,11 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
     health_interval_s: Seconds = 2.0
     health_timeout_s: Seconds = 2.0
     api_keys_file: str | None = None
-    """Lines of `NAME KEY`; clients then need one of these keys. Read at the start."""
+    """Lines of `NAME KEY`; clients then need one of these keys. Read again when it changes."""
+    monitor_keys_file: str | None = None
+    """Lines of `NAME KEY`, for `/metrics`, `/peers` and what `/health` says of nodes; None: the keys of clients open these, too."""
     node_key_file: str | None = None
-    """Holds the key that nodes ask for (vLLM's `--api-key`), sent to them in place of the client's. Read at the start."""
+    """Holds the key that nodes ask for (vLLM's `--api-key`), sent to them in place of the client's. Read again when it changes."""
     max_requests_per_key: Positive | None = None
     """Requests in flight of one key; one more is answered 429 with Retry-After."""
     drain_s: Seconds = 5.0
@@ -394,6 +403,8 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
             raise ValueError("`max_requests_per_key` needs `api_keys_file`")
         if self.node_key_file is not None and self.api_keys_file is None:
             raise ValueError("`node_key_file` needs `api_keys_file`: the nodes' key would let everybody in")
+        if self.body_memory < LARGEST_BODY:
+            raise ValueError(f"`body_memory` must hold at least the largest body, {ByteSize(LARGEST_BODY)}")
 
 
 class HandoffConfig(_Section, frozen=True, kw_only=True):
