@@ -18,6 +18,7 @@ from launch.proxy.answers import ApiError
 from launch.proxy.bodies import BodyBudget, read_body
 from launch.proxy.budget import RetryBudget
 from launch.proxy.completions import CHAT, Completions
+from launch.proxy.connections import Connections
 from launch.proxy.delivery import Deliveries
 from launch.proxy.direct import DirectRule
 from launch.proxy.exchange import ID_HEADER, ClientGone, Exchange
@@ -52,13 +53,16 @@ class Proxy:
         master: Callable[[View], str | None] | None = None,
         files: WatchedFiles | None = None,
         peers: Peers | None = None,
+        connections: Connections | None = None,
     ) -> None:
         """It knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node, by default none.
 
         `master`: where the pool's master is, for lookups. `files`: those that are followed while the proxy runs, to which it adds
-        its files of keys. `peers` answers `/peers`. ConfigError for a file of keys that cannot be used.
+        its files of keys. `peers` answers `/peers`. `connections`: those of the listener, if it keeps count of them. ConfigError for a file of keys that cannot be used.
         """
         self.metrics = ProxyMetrics()
+        self.connections = Connections(0) if connections is None else connections
+        self.connections.on_close = lambda why: self.metrics.connections_closed.labels(why.value).inc()
         self.deliveries = Deliveries(self.metrics)
         self._config = config
         self._files = files or WatchedFiles()
@@ -97,6 +101,19 @@ class Proxy:
         given = request.headers.get(ID_HEADER, "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         _request_id.set(request_id)
+        transport = request.transport
+        self.connections.began(transport, time.monotonic())
+        if not request.can_read_body:
+            self.connections.arrived(transport)
+        try:
+            return await self._told(request, request_id, handler)
+        finally:
+            self.connections.ended(transport, time.monotonic())
+
+    async def _told(
+        self, request: web.Request, request_id: str, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """What the handler answers; what it raises, in the shape that OpenAI's clients understand."""
         response: web.StreamResponse
         try:
             response = await handler(request)
@@ -124,7 +141,7 @@ class Proxy:
         self, request: web.Request, answer: Callable[[Exchange], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """`answer`, for a client with a key, counted and logged."""
-        exchange = Exchange(request, _request_id.get(), self._retries)
+        exchange = Exchange(request, _request_id.get(), self._retries, self.connections)
         status = 499
         try:
             exchange.client = self._keys.client(request.headers.get("Authorization"))
@@ -149,6 +166,7 @@ class Proxy:
         with self._bodies.held() as memory:
             limit_s = min(config.body_timeout_s, config.request_timeout_s)
             body = await read_body(exchange.request, memory, self._bodies, MAX_BODY, limit_s)
+            self.connections.arrived(exchange.request.transport)
             exchange.forget_body = lambda: self._bodies.release(memory)
             with self._admission.admitted(exchange.client):
                 left = config.request_timeout_s - (time.monotonic() - exchange.started)

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from launch.proxy.attempts import Trial
 from launch.proxy.budget import RetryBudget
+from launch.proxy.connections import Connections
 
 ID_HEADER = "X-Request-Id"
 _TO_NODE = ("Authorization", "Traceparent", "Tracestate")
@@ -21,8 +22,9 @@ class ClientGone(Exception):
 class Exchange:
     """One request under way, and how far it got."""
 
-    def __init__(self, request: web.Request, request_id: str, budget: RetryBudget) -> None:
+    def __init__(self, request: web.Request, request_id: str, budget: RetryBudget, connections: Connections) -> None:
         self.request = request
+        self._connections = connections
         self.id = request_id
         self.started = time.monotonic()
         self.path = request.path
@@ -56,8 +58,11 @@ class Exchange:
 
     async def write(self, data: bytes) -> None:
         assert self.response is not None
+        self._connections.writing(self.request.transport, time.monotonic())
         try:
             await self.response.write(data)
         except ConnectionError as error:
             raise ClientGone from error
+        finally:
+            self._connections.wrote(self.request.transport)
         self.event_ended = data.endswith((b"\n\n", b"\r\n\r\n"))

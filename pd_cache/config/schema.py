@@ -363,6 +363,15 @@ class MastersConfig(_Section, frozen=True, kw_only=True):
     """Several masters: etcd elects one, which shares its log of operations with the others; clients follow it."""
 
 
+class ServerTlsConfig(_Section, frozen=True, kw_only=True):
+    """How clients talk to the proxy over TLS. Files in PEM format; they are read again when they change."""
+
+    cert_file: Annotated[str, msgspec.Meta(min_length=1)]
+    """The proxy's certificate, then those between it and an authority that clients know."""
+    key_file: Annotated[str, msgspec.Meta(min_length=1)]
+    """Its private key, without a pass phrase."""
+
+
 class ProxyConfig(_Section, frozen=True, kw_only=True):
     """The `proxy` section."""
 
@@ -372,7 +381,13 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
     """After this the decode node computes the prompt itself."""
     connect_timeout_s: Seconds = 2.0
     max_requests: Positive = 1024
-    """Requests in flight; one more is answered 503 with Retry-After."""
+    """Requests in flight; one more is answered 503 with Retry-After. Fewer where the limit of open files allows no more."""
+    header_timeout_s: Seconds = 10.0
+    """How long a TLS handshake, and the head of a request, may take to arrive."""
+    idle_timeout_s: Seconds = 75.0
+    """How long a connection may stay open without a request."""
+    write_timeout_s: Seconds = 30.0
+    """How long a client may leave unread what it was sent."""
     body_timeout_s: Seconds = 60.0
     """How long a request's body may take to arrive."""
     body_memory: ByteSize = ByteSize(512 << 20)
@@ -393,6 +408,8 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
     """Lines of `NAME KEY`, for `/metrics`, `/peers` and what `/health` says of nodes; None: the keys of clients open these, too."""
     node_key_file: str | None = None
     """Holds the key that nodes ask for (vLLM's `--api-key`), sent to them in place of the client's. Read again when it changes."""
+    tls: ServerTlsConfig | None = None
+    """None: the proxy speaks plain HTTP."""
     max_requests_per_key: Positive | None = None
     """Requests in flight of one key; one more is answered 429 with Retry-After."""
     drain_s: Seconds = 5.0
