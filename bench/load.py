@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from bench.arrivals import Arrival, prompt_ids
+from launch.access import trusting
 
 _HEADERS = {"Content-Type": "application/json"}
 _LARGEST_EVENT = 4 << 20
@@ -68,6 +69,8 @@ class Target(NamedTuple):
     """Where it is not empty, each request has an isolation of its own made of it: nothing that others left is reused."""
     key: str = ""
     """API key, where the server asks for one."""
+    certificate: str = ""
+    """The server's own, in PEM format, where that is to be trusted; empty: those that the machine's authorities signed."""
     hands_over: bool = False
     """Whether a node may answer that another one has computed the prompt for. What that says it found in a cache is then no
     reuse, and only what our own nodes tell of both counts."""
@@ -82,7 +85,7 @@ async def generate(
     """
     load = Load()
     headers = {**_HEADERS, **({"Authorization": f"Bearer {target.key}"} if target.key else {})}
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, ssl=trusting(target.certificate) if target.certificate else True)
     running: set[asyncio.Task[None]] = set()
     failed: list[BaseException] = []
 

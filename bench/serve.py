@@ -136,7 +136,7 @@ def run_pass(
         for part, node in enumerate(fleet.nodes)
     }
     timeout_s = arrivals[-1].due + target.deadline_s + _STEP_S
-    before, direct = looked_up(server.prefill), past_prefill(server.url)
+    before, direct = looked_up(server.prefill), past_prefill(server.url, server.watching)
     load = join(fleet.run(ServeSite.send, {node: job for node, job in jobs.items() if job.arrivals}, timeout_s=timeout_s).values())  # fmt: skip
     after = looked_up(server.prefill)
     row = summarize(load, ttft_limit_s)
@@ -144,7 +144,7 @@ def run_pass(
     row["hit_rate_from"] = None if row["hit_rate"] is None else "answers"
     by_nodes = share_found(before, after)
     # what went past the prefill nodes is not among their hits
-    if row["hit_rate"] is None and by_nodes is not None and past_prefill(server.url) == direct:
+    if row["hit_rate"] is None and by_nodes is not None and past_prefill(server.url, server.watching) == direct:
         row |= {"hit_rate": by_nodes, "hit_rate_from": "prefill nodes' metrics"}
     return load, row
 
@@ -284,7 +284,8 @@ def main(
                 server.vocabulary,
                 deadline_s,
                 in_flight,
-                key=key,
+                key=key or server.key,
+                certificate=server.certificate,
                 hands_over=bool(server.prefill),
             )
             limit_s = None if ttft_limit is None else ttft_limit / 1000

@@ -14,7 +14,9 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.trace import BLOCK_TOKENS
+from launch.access import NOBODY, Access, client_key, proxy_access, proxy_certificate
 from launch.discovery import open_directory
+from launch.reachability import fetch
 from launch.up import quiet, running
 from pd_cache.config import (
     CacheConfig,
@@ -48,6 +50,12 @@ class Server(NamedTuple):
     """Tokens of a prompt and its answer; more than it takes is not asked."""
     prefill: tuple[str, ...] = ()
     """Where the nodes are that look prompts up in the pool, as far as they are known."""
+    key: str = ""
+    """What it asks clients for."""
+    certificate: str = ""
+    """Its own, in PEM format, where it speaks TLS and we have it."""
+    watching: Access = NOBODY
+    """What its metrics ask for."""
 
 
 @contextmanager
@@ -91,7 +99,16 @@ def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> Server:
         )
     model, words, longest = _of_engine(config.engine, vocabulary)
     prefill = tuple(record.address for record in view.by_role("prefill") if record.address.startswith("http"))
-    return Server(proxies[0], model, words, longest, prefill)
+    return Server(
+        proxies[0],
+        model,
+        words,
+        longest,
+        prefill,
+        key=client_key(config),
+        certificate=proxy_certificate(config),
+        watching=proxy_access(config),
+    )
 
 
 def _of_engine(engine: EngineConfig | None, vocabulary: int | None) -> tuple[str, int, int]:
@@ -124,11 +141,10 @@ def any_server(url: str, model: str | None, vocabulary: int | None, key: str) ->
     return Server(url.rstrip("/"), model, vocabulary, _ANY_LENGTH)
 
 
-def past_prefill(proxy: str) -> float:
+def past_prefill(proxy: str, access: Access = NOBODY) -> float:
     """Prompts that went past the prefill nodes because the pool held them; 0 where that is not a proxy of ours."""
     try:
-        with urllib.request.urlopen(f"{proxy}/metrics", timeout=_FIND_S) as answer:
-            text = answer.read(16 << 20).decode()
+        text = fetch(f"{proxy}/metrics", _FIND_S, access).decode()
         return sum(
             sample.value
             for family in text_string_to_metric_families(text)

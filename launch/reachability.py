@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from launch.access import NOBODY, Access
 from launch.discovery import NodeRecord, View, open_directory
 from pd_cache.config import ClusterConfig, EtcdDiscovery
 
@@ -140,13 +141,14 @@ def _targets_of_node(record: NodeRecord) -> Iterator[Target]:
             yield Target(record.name, what, f"{host_of(address)}:{_port_of(address)}")
 
 
-def fetch(url: str, timeout: float = _ANSWER_S) -> bytes:
-    """The body of an answer, as far as it is no larger than any of ours.
+def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> bytes:
+    """The body of an answer, as far as it is no larger than any of ours. `access`: what the node asks for.
 
     OSError (urllib's HTTPError for a status of 400 or more) where there is none, ValueError for what is no HTTP.
     """
     try:
-        with urllib.request.urlopen(url, timeout=timeout) as answer:
+        request = urllib.request.Request(url, headers=access.headers)
+        with urllib.request.urlopen(request, timeout=timeout, context=access.context) as answer:
             return bytes(answer.read(LARGEST_ANSWER))
     except http.client.HTTPException as error:
         raise ValueError(f"it does not speak HTTP ({type(error).__name__})") from None

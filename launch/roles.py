@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launch.descriptors import raise_descriptor_limit
 from launch.discovery import Member, find_master
 from launch.errors import RoleError
 from launch.foreign import ForeignProgram
@@ -59,6 +60,7 @@ Ready = Callable[[str], None]
 
 def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
     """Do the node's work in this process until SIGTERM or SIGINT. Raises PdCacheError if it cannot."""
+    raise_descriptor_limit()
     with Member(config, node) as member:
 
         def announce(url: str) -> None:

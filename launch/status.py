@@ -23,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from launch.access import NOBODY, Access, proxy_access
 from launch.discovery import Directory, Namespaced, NodeRecord, View, differences, open_directory
 from launch.reachability import fetch, host_of, segments_at
 from launch.topology import is_local
@@ -151,8 +152,9 @@ def cluster_status(config: ClusterConfig) -> ClusterStatus:
 
 def _look(config: ClusterConfig, directory: Directory) -> ClusterStatus:
     synced, view = directory.wait_synced(0), directory.view()
+    access = proxy_access(config)
     with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-status") as threads:
-        rows = list(threads.map(_ask, view.nodes))
+        rows = list(threads.map(lambda record: _ask(record, access), view.nodes))
     differing = differences(row.record for row in rows)
     for row in rows:
         row.difference = differing.get(row.name, "")
@@ -171,7 +173,8 @@ def _source(config: ClusterConfig, view: View, synced: bool) -> str:
     return kind
 
 
-def _ask(record: NodeRecord) -> NodeStatus:
+def _ask(record: NodeRecord, access: Access) -> NodeStatus:
+    """`access`: what proxies ask for."""
     row = NodeStatus(record=record)
     try:
         if record.role == "store":
@@ -181,7 +184,7 @@ def _ask(record: NodeRecord) -> NodeStatus:
         elif record.role == "cache-server":
             _ask_server(row)
         elif record.address.startswith("http"):
-            _ask_http(record.address, row)
+            _ask_http(record.address, row, access if record.role == "proxy" else NOBODY)
         else:
             row.state = _NOT_ASKED
     except (OSError, urllib.error.URLError) as error:
@@ -246,12 +249,14 @@ class _MasterHealth(msgspec.Struct, frozen=True):
     service_ready: bool = False
 
 
-def _ask_http(address: str, row: NodeStatus) -> None:
+def _ask_http(address: str, row: NodeStatus, access: Access) -> None:
     with _refusals(row, "/health", worst=500):
-        _read_health(_get(address, "/health"), row)
+        _read_health(_get(address, "/health", access), row)
+    if access.guarded and not access.key:
+        return  # no key for its metrics can be read here
     samples: Samples = {}
     with _refusals(row, "/metrics", worst=400):
-        samples = _samples(_get(address, "/metrics"))
+        samples = _samples(_get(address, "/metrics", access))
     _read_cache(samples, row)
     under_way = [name for name in _IN_FLIGHT if name in samples]
     row.in_flight = int(sum(_total(samples, name) for name in under_way)) if under_way else None
@@ -303,10 +308,10 @@ def _read_cache(samples: Samples, row: NodeStatus) -> None:
     row.up_since = started[0][1] if started else None
 
 
-def _get(address: str, path: str) -> str:
+def _get(address: str, path: str, access: Access = NOBODY) -> str:
     if address.endswith(":0"):
         raise ValueError("its port is 0 in this file, chosen by `up`")
-    return fetch(f"{address}{path}", _TIMEOUT_S).decode(errors="replace")
+    return fetch(f"{address}{path}", _TIMEOUT_S, access).decode(errors="replace")
 
 
 def _samples(text: str) -> Samples:

@@ -183,7 +183,10 @@ def _secret_problems(config: ClusterConfig, chosen: set[str]) -> Iterator[Proble
     files: dict[tuple[str | int, ...], str | None] = {}
     if any(node.name in chosen for node in config.by_role("proxy")):
         files["proxy", "api_keys_file"] = config.proxy.api_keys_file
+        files["proxy", "monitor_keys_file"] = config.proxy.monitor_keys_file
         files["proxy", "node_key_file"] = config.proxy.node_key_file
+        if (own := config.proxy.tls) is not None:
+            files |= {("proxy", "tls", name): getattr(own, name) for name in own.__struct_fields__}
     if chosen and isinstance(config.discovery, EtcdDiscovery):
         files["discovery", "password_file"] = config.discovery.password_file
         if (tls := config.discovery.tls) is not None:

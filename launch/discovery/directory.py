@@ -162,6 +162,8 @@ def file_records(config: ClusterConfig) -> list[NodeRecord]:
     records = []
     for node in config.nodes:
         scheme = "http://" if node.role in ("prefill", "decode", "proxy") else ""
+        if node.role == "proxy" and config.proxy.tls is not None:
+            scheme = "https://"
         address = f"{scheme}{node.host}:{getattr(node, 'port', 0)}"
         if isinstance(node, CacheServerNode) and _url_known(config, node):
             address = config.server_url(node)

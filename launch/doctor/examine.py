@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 import pd_cache
+from launch.access import proxy_access
 from launch.discovery import View, find_master
 from launch.doctor.clock import clock_finding, skew_findings
 from launch.doctor.cluster import (
@@ -23,6 +24,7 @@ from launch.doctor.cluster import (
     unknown_segments,
     version_findings,
 )
+from launch.doctor.descriptors import descriptor_finding
 from launch.doctor.finding import Finding, Report, Verdict, skipped
 from launch.doctor.libraries import library_findings
 from launch.doctor.listening import listening_findings
@@ -69,6 +71,7 @@ def _findings(config: ClusterConfig | None, root: Path) -> Iterator[Finding]:
     yield from library_findings(root)
     yield from rdma_findings(None if config is None else config.transfer, root)
     yield clock_finding()
+    yield descriptor_finding(config, () if config is None else local_nodes(config))
     if config is None:
         yield from memory_findings(None, (), (), root)
         yield skipped("cluster", "not looked at", repair="pd-cache doctor -c FILE")
@@ -117,7 +120,8 @@ def _network(
     yield from reach_findings(reached)
     yield from advertised_findings(hosts, segments or ())
     with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-doctor") as threads:
-        told = zip(rows, threads.map(peer_report, rows), strict=True)
+        access = proxy_access(config)
+        told = zip(rows, threads.map(lambda row: peer_report(row, access), rows), strict=True)
         reports = {row.name: report for row, report in told if report is not None}
     yield from peer_findings(rows, reports, reached, {host for host in hosts if is_local(host)})
 

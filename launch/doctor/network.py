@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from launch.access import NOBODY, Access
 from launch.doctor.finding import Finding, broken, ok, skipped
 from launch.reachability import PeerReport, Reach, Segment, Target, fetch, host_of, reach
 from launch.status import NodeStatus
@@ -62,8 +63,8 @@ def reach_from_here(targets: Iterable[Target]) -> list[Reach]:
     return asyncio.run(reach(targets))
 
 
-def peer_report(row: NodeStatus) -> PeerReport | None:
-    """What a node says that it reaches; None where it says nothing, as vLLM and masters do."""
+def peer_report(row: NodeStatus, access: Access = NOBODY) -> PeerReport | None:
+    """What a node says that it reaches; None where it says nothing, as vLLM and masters do. `access`: what proxies ask for."""
     answers = row.asked and not row.state.startswith("no answer")
     if (
         not answers
@@ -72,7 +73,8 @@ def peer_report(row: NodeStatus) -> PeerReport | None:
     ):
         return None
     try:
-        return msgspec.json.decode(fetch(f"{row.record.address}/peers", timeout=_PEERS_S), type=PeerReport)
+        needed = access if row.record.role == "proxy" else NOBODY
+        return msgspec.json.decode(fetch(f"{row.record.address}/peers", _PEERS_S, needed), type=PeerReport)
     except (OSError, ValueError):
         return None
 

@@ -10,8 +10,10 @@ What it promises:
 5. A client that goes away takes its upstream connections with it.
 6. Nodes come and go with discovery's view (`fleet`). Neither discovery nor the pool is ever waited for.
 
-Pure: `routing` (which node next), `prefixes` (who has seen a prompt), `breaker` (whom to leave alone), `admission` (who may
-ask), `completion` (what a request says). `hops` talks to nodes, `health` asks how they are, `app` holds it all together.
+Pure: `routing` (which node next), `attempts` (when to stop, and whose fault it was), `budget` (how many retries), `prefixes` (who
+has seen a prompt), `breaker` (whom to leave alone), `admission` (how many at a time), `completion` (what a request says).
+`completions` is a request's way over the two hops, `delivery` how it ends, `bodies` how it arrives, `keys` who sent it, `overview`
+what the proxy says of itself. `hops` talks to nodes, `health` asks how they are, `app` holds it all together.
 """
 
 from launch.proxy.app import Proxy

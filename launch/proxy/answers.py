@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
+from launch.proxy.hops import Refusal
 from pd_cache.errors import PdCacheError
 
 
@@ -37,6 +38,14 @@ class ApiError(PdCacheError):
     def response(self) -> web.Response:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=headers)
+
+
+def passed_on(refusal: Refusal) -> web.Response:
+    """A node's refusal, as it is."""
+    response = web.Response(status=refusal.status, body=refusal.body, headers=refusal.headers)
+    if refusal.status == 503:
+        response.headers.setdefault("Retry-After", "1")
+    return response
 
 
 def overloaded(message: str, retry_after: int = 1) -> ApiError:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-import aiohttp
 from aiohttp import web
+
+from launch.proxy.attempts import Trial
+from launch.proxy.budget import RetryBudget
+from launch.proxy.connections import Connections
 
 ID_HEADER = "X-Request-Id"
 _TO_NODE = ("Authorization", "Traceparent", "Tracestate")
-_TO_CLIENT = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
 
 
 class ClientGone(Exception):
@@ -19,17 +22,20 @@ class ClientGone(Exception):
 class Exchange:
     """One request under way, and how far it got."""
 
-    def __init__(self, request: web.Request, request_id: str) -> None:
+    def __init__(self, request: web.Request, request_id: str, budget: RetryBudget, connections: Connections) -> None:
         self.request = request
+        self._connections = connections
         self.id = request_id
         self.started = time.monotonic()
         self.path = request.path
+        self.trial = Trial(budget)
         self.client = ""
         """Who asks, where keys tell."""
         self.nodes: dict[str, str] = {}
         self.model: str | None = None
         """What the nodes that are asked must serve; None for any."""
-        self.received = False
+        self.forget_body: Callable[[], None] = lambda: None
+        """To be called when the body is needed no more."""
         self.response: web.StreamResponse | None = None
         """Set when the first byte is about to be sent."""
         self.event_ended = True
@@ -52,13 +58,11 @@ class Exchange:
 
     async def write(self, data: bytes) -> None:
         assert self.response is not None
+        self._connections.writing(self.request.transport, time.monotonic())
         try:
             await self.response.write(data)
         except ConnectionError as error:
             raise ClientGone from error
+        finally:
+            self._connections.wrote(self.request.transport)
         self.event_ended = data.endswith((b"\n\n", b"\r\n\r\n"))
-
-
-def client_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
-    """What of a node's headers the client is given."""
-    return {name: answer.headers[name] for name in _TO_CLIENT if name in answer.headers}

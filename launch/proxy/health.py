@@ -57,6 +57,8 @@ class HealthChecks:
             except asyncio.TimeoutError:
                 why = f"no answer within {self._timeout_s:g} s"
             except HopError as error:
+                if error.reason == "exhausted":
+                    return  # ours, and no word about the node
                 why = f"{error.reason}: {error}"
         if self._well.get(url, True) != (not why):
             log.warning("node %s: %s", url, f"not well: {why}" if why else "well again")

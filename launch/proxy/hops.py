@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import io
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import aiohttp
 
@@ -28,12 +31,30 @@ connection after 10 s without an answer: the request fails then, and not at its 
 has a kernel that answers."""
 
 
-class HopError(PdCacheError):
-    """A node that failed a request; `reason` says how."""
+_MAX_REFUSAL = 4 << 20
+_REFUSAL_S = 2.0
+"""How long the body of a refusal may take: there may be another node to ask."""
+_EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+"""What the kernel says where this process, or this machine, has no file descriptor, memory or port left."""
+_TO_CLIENT = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
 
-    def __init__(self, reason: Reason, message: str) -> None:
+
+class Refusal(NamedTuple):
+    """A node's answer that is no success, whole."""
+
+    status: int
+    headers: dict[str, str]
+    """Those that a client may see."""
+    body: bytes
+
+
+class HopError(PdCacheError):
+    """A node that failed a request; `reason` says how, and `refusal` what it said, where that is fit for the client."""
+
+    def __init__(self, reason: Reason, message: str, refusal: Refusal | None = None) -> None:
         super().__init__(message)
         self.reason: Reason = reason
+        self.refusal = refusal
 
 
 def new_session(connections: int, connect_timeout_s: float) -> aiohttp.ClientSession:
@@ -87,12 +108,39 @@ async def read_all(answer: aiohttp.ClientResponse, limit: int) -> bytes:
     return bytes(body)
 
 
+def client_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
+    """What of a node's headers the client is given."""
+    return {name: answer.headers[name] for name in _TO_CLIENT if name in answer.headers}
+
+
+async def refusal_of(answer: aiohttp.ClientResponse) -> Refusal:
+    """An answer that is passed on whole. HopError if it breaks off or is too long."""
+    return Refusal(answer.status, client_headers(answer), await read_all(answer, _MAX_REFUSAL))
+
+
+async def check_status(answer: aiohttp.ClientResponse) -> None:
+    """Returns if the node answered the request, be it with a 4xx. HopError if the status says that it failed."""
+    status = answer.status
+    if 200 <= status < 300 or 400 <= status < 500:
+        return
+    refusal: Refusal | None = None
+    if status >= 500:
+        with contextlib.suppress(HopError, asyncio.TimeoutError):
+            refusal = await asyncio.wait_for(refusal_of(answer), _REFUSAL_S)
+    raise HopError("busy" if status == 503 else "error", f"status {status}", refusal)
+
+
+def _exhausted(error: BaseException) -> bool:
+    number = error.os_error.errno if isinstance(error, aiohttp.ClientConnectorError) else getattr(error, "errno", None)
+    return number in _EXHAUSTED
+
+
 @contextmanager
 def _mapped() -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-        raise HopError("unreachable", _told(error)) from error
+        raise HopError("exhausted" if _exhausted(error) else "unreachable", _told(error)) from error
     except asyncio.TimeoutError as error:  # an OSError, too, from Python 3.11 on
         raise HopError("timeout", _told(error)) from error
     except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, OSError) as error:

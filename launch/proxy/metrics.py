@@ -25,10 +25,21 @@ class ProxyMetrics:
             ["code"],
             registry=self.registry,
         )
+        self.connections_closed = Counter(
+            "pd_cache_proxy_connections_closed",
+            "Clients' connections that the proxy closed: too_many, no_head in time, idle, unread",
+            ["why"],
+            registry=self.registry,
+        )
         self.hop_failures = Counter(
             "pd_cache_proxy_hop_failures",
             "Requests that a node failed, by how",
             ["hop", "reason"],
+            registry=self.registry,
+        )
+        self.retries_refused = Counter(
+            "pd_cache_proxy_retries_refused",
+            "Requests that failed on one node and were not sent to another, because too many others had been",
             registry=self.registry,
         )
         self.handoffs = Counter(

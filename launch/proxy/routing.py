@@ -22,12 +22,11 @@ from launch.proxy.prefixes import PrefixIndex, Prompt
 
 Hop = Literal["prefill", "decode"]
 Policy = Literal["round_robin", "least_loaded", "prefix_aware"]
-Reason = Literal["unreachable", "disconnected", "timeout", "busy", "error", "garbage"]
+Reason = Literal["unreachable", "disconnected", "timeout", "busy", "error", "garbage", "exhausted"]
 """How a node can fail a request: no connection; it broke before the answer; too slow; 503; another status that is not its
-to give; an answer that is none."""
+to give; an answer that is none. `exhausted` is the proxy's own failure: it has no file descriptor or port left for a connection."""
 
-_NO_PROMPT = Prompt(1)
-_MAX_BROKEN = 3
+NO_PROMPT = Prompt(1)
 
 
 class Target(NamedTuple):
@@ -54,6 +53,8 @@ class _Node:
         self.load = 0.0
         """Work that it was given and has not done."""
         self.turn = 0
+        self.suspicions = 0
+        """Requests that it failed since it last answered one well, whoever was at fault."""
         self.prefixes = PrefixIndex(target.kv_tokens or cache_tokens)
 
     def takes(self, model: str | None) -> bool:
@@ -115,11 +116,17 @@ class NodePool:
     def pick(
         self,
         now: float,
-        prompt: Prompt = _NO_PROMPT,
+        prompt: Prompt = NO_PROMPT,
         tried: frozenset[str] | set[str] = frozenset(),
         model: str | None = None,
+        *,
+        proven_first: bool = False,
     ) -> str | None:
-        """The node that costs least, of those that take `model`, are not skipped and not in `tried`. None if there is none."""
+        """The node that costs least, of those that take `model`, are not skipped and not in `tried`. None if there is none.
+
+        `proven_first`: before the cost comes how many requests a node failed since it last answered one. What such a node says
+        of a request that another one failed is a judgement on that other one.
+        """
         allowed = [
             node
             for url, node in self._nodes.items()
@@ -129,21 +136,30 @@ class NodePool:
         candidates = [node for node in allowed if node.alive] or allowed
         if not candidates:
             return None
-        node = min(candidates, key=lambda node: (self._cost(node, prompt), node.turn))
+        node = min(
+            candidates,
+            key=lambda node: (node.suspicions if proven_first else 0, self._cost(node, prompt), node.turn),
+        )
         self._turns += 1
         node.turn = self._turns
         node.breaker.sent(now)
         return node.target.url
 
-    def well(self, now: float, model: str | None = None) -> str | None:
-        """Any node that takes `model` and seems well, out of turn. None if there is none."""
-        return next(
-            (url for url, node in self._nodes.items() if node.takes(model) and node.alive and node.breaker.allows(now)),
-            None,
-        )
+    def out_of_turn(
+        self, now: float, model: str | None = None, tried: frozenset[str] | set[str] = frozenset()
+    ) -> str | None:
+        """A node that takes `model`, is not skipped and not in `tried`, for a question beside the completions: it changes nothing.
+        None if there is none."""
+        allowed = [
+            node
+            for url, node in self._nodes.items()
+            if url not in tried and node.takes(model) and node.breaker.allows(now)
+        ]
+        found = next((node for node in allowed if node.alive), allowed[0] if allowed else None)
+        return None if found is None else found.target.url
 
     @contextmanager
-    def working(self, url: str, prompt: Prompt = _NO_PROMPT) -> Iterator[None]:
+    def working(self, url: str, prompt: Prompt = NO_PROMPT) -> Iterator[None]:
         """The node has the request while the block runs."""
         node = self._nodes.get(url)
         if node is None:  # it left since it was picked
@@ -159,15 +175,31 @@ class NodePool:
             node.load -= work
 
     def failed(self, url: str, reason: Reason, now: float) -> None:
-        """Note how it failed a request. A full queue is no failure."""
-        node = self._nodes.get(url)
-        if node is not None and reason != "busy":
-            node.breaker.failed(Fault.UNREACHABLE if reason == "unreachable" else Fault.FAILED, now)
-
-    def succeeded(self, url: str) -> None:
-        """Note that it answered a request, be it with a refusal."""
+        """Hold a failure against the node."""
         node = self._nodes.get(url)
         if node is not None:
+            node.breaker.failed(Fault.UNREACHABLE if reason == "unreachable" else Fault.FAILED, now)
+
+    def suspect(self, url: str) -> bool:
+        """Note a failure that may be the request's fault. Returns whether the node was trustworthy until then: it had not failed
+        as many requests in a row as would open its breaker."""
+        node = self._nodes.get(url)
+        if node is None:
+            return False
+        node.suspicions += 1
+        return node.suspicions <= self._failures
+
+    def succeeded(self, url: str) -> None:
+        """Note that it answered a request well."""
+        node = self._nodes.get(url)
+        if node is not None:
+            node.suspicions = 0
+            node.breaker.succeeded()
+
+    def reached(self, url: str) -> None:
+        """Note that it answered at all: with a refusal, say. A node can do that and fail every good request."""
+        node = self._nodes.get(url)
+        if node is not None and node.breaker.unreachable:
             node.breaker.succeeded()
 
     def checked(self, url: str, alive: bool) -> None:
@@ -188,32 +220,3 @@ class NodePool:
 
     def _prefix_cost(self, node: _Node, prompt: Prompt) -> float:
         return node.load + prompt.tokens - node.prefixes.match(prompt)
-
-
-class Attempts:
-    """One request's way through a pool: each node at most once.
-
-    Ends after three nodes that broke off with the request in hand: a request that brings nodes down must not visit all.
-    """
-
-    def __init__(self, pool: NodePool, prompt: Prompt = _NO_PROMPT, model: str | None = None) -> None:
-        self._pool = pool
-        self._prompt = prompt
-        self._model = model
-        self._tried: set[str] = set()
-        self._broken = 0
-
-    def next(self, now: float) -> str | None:
-        """The node to try now. None if none is left."""
-        if self._broken >= _MAX_BROKEN:
-            return None
-        node = self._pool.pick(now, self._prompt, self._tried, self._model)
-        if node is not None:
-            self._tried.add(node)
-        return node
-
-    def failed(self, node: str, reason: Reason, now: float) -> None:
-        """Note how the node that `next` gave failed."""
-        self._pool.failed(node, reason, now)
-        if reason == "disconnected":
-            self._broken += 1

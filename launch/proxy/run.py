@@ -6,11 +6,16 @@ import asyncio
 from collections.abc import Callable
 
 import msgspec
-from aiohttp import web
 
+from launch.descriptors import raise_descriptor_limit
 from launch.discovery import View, known_master, open_directory
 from launch.proxy.app import Proxy
+from launch.proxy.capacity import fitted
+from launch.proxy.connections import Connections
 from launch.proxy.direct import DirectRule, Pool
+from launch.proxy.files import WatchedFiles
+from launch.proxy.listener import Listener
+from launch.proxy.tls import ServerTls
 from launch.reachability import PeerChecks
 from launch.signals import stop_signals
 from pd_cache.block_hashes import SEED_VARIABLE
@@ -31,7 +36,7 @@ def run_proxy(
     """Serve until told to stop (`stop_signals`), then drain. Main thread only.
 
     `ready` is called with the base URL once connections are taken; port 0 means any. `on_stop` is called on a thread when the
-    drain begins. OSError if the address cannot be bound, ConfigError as of `Proxy` and `open_directory`.
+    drain begins. OSError if the address cannot be bound, ConfigError as of `Proxy`, `ServerTls` and `open_directory`.
     """
     timeout_s = config.transfer.timeouts.exist_ms / 1000 + 0.1
     tokens = config.proxy.direct_tokens
@@ -41,8 +46,23 @@ def run_proxy(
         timeout_s=timeout_s,
         seeds=hash_seeds(config),
     )
-    proxy = Proxy(config.proxy, direct, master=lambda view: master_of(config, view))
-    asyncio.run(_serve(config, proxy, node, ready, on_stop))
+    settings, room = fitted(config.proxy, raise_descriptor_limit())
+    connections = Connections(
+        room, header_s=settings.header_timeout_s, idle_s=settings.idle_timeout_s, write_s=settings.write_timeout_s
+    )
+    files, checks = WatchedFiles(), PeerChecks(config, node.name)
+    tls = None if settings.tls is None else ServerTls(settings.tls, files).context
+    proxy = Proxy(
+        settings,
+        direct,
+        master=lambda view: master_of(config, view),
+        files=files,
+        peers=checks.answer,
+        connections=connections,
+    )
+    asyncio.run(
+        _serve(config, proxy, Listener(proxy.app, connections, tls, settings.header_timeout_s), node, ready, on_stop)
+    )
 
 
 def hash_seeds(config: ClusterConfig) -> set[str]:
@@ -61,23 +81,16 @@ def master_of(config: ClusterConfig, view: View) -> str | None:
 async def _serve(
     config: ClusterConfig,
     proxy: Proxy,
+    listener: Listener,
     node: ProxyNode,
     ready: Callable[[str], None],
     on_stop: Callable[[], None],
 ) -> None:
-    host, checks = node.host, PeerChecks(config, node.name)
-
-    async def peers(_: web.Request) -> web.Response:
-        return web.json_response(await checks.answer())
-
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in stop_signals():
         loop.add_signal_handler(signum, stop.set)
-    app = proxy.app()
-    app.router.add_get("/peers", peers)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
-    await runner.setup()
+    await listener.setup()
 
     def follow(view: View) -> None:
         loop.call_soon_threadsafe(proxy.update, view)
@@ -85,13 +98,11 @@ async def _serve(
     directory = open_directory(config, follow)
     try:
         await asyncio.to_thread(directory.wait_synced, _SYNC_S)
-        await web.TCPSite(runner, host, node.port).start()
-        bound = runner.addresses[0][1]
-        ready(f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}")
+        ready(await listener.start(node.host, node.port))
         await stop.wait()
         leaving = asyncio.create_task(asyncio.to_thread(on_stop))  # etcd may be slow; nobody who is served waits for it
     finally:
-        await runner.cleanup()
+        await listener.close()
         await asyncio.to_thread(directory.close)
     await leaving
 

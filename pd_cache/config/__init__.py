@@ -6,6 +6,7 @@ from pd_cache.config.checks import Problem, consistency_problems
 from pd_cache.config.document import KeyPath
 from pd_cache.config.reader import Source, decode_custom, dump_config, load_config, parse_config, read_config
 from pd_cache.config.schema import (
+    LARGEST_BODY,
     ROLES,
     SECRET_VARIABLES,
     Argument,
@@ -34,6 +35,7 @@ from pd_cache.config.schema import (
     ProxyNode,
     RandomModel,
     ReferenceEngineConfig,
+    ServerTlsConfig,
     StaticDiscovery,
     StorageTier,
     StoreNode,
@@ -43,6 +45,7 @@ from pd_cache.config.schema import (
 )
 
 __all__ = [
+    "LARGEST_BODY",
     "ROLES",
     "SECRET_VARIABLES",
     "Argument",
@@ -73,6 +76,7 @@ __all__ = [
     "ProxyNode",
     "RandomModel",
     "ReferenceEngineConfig",
+    "ServerTlsConfig",
     "Source",
     "StaticDiscovery",
     "StorageTier",

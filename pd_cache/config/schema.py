@@ -60,6 +60,9 @@ Host = Annotated[
 TtlS = Annotated[int, msgspec.Meta(ge=1, le=86_400)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
+LARGEST_BODY = 16 << 20
+"""Bytes of a request to the proxy; a prompt of a million token ids fits."""
+
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A mapping of the file in which only the declared keys may stand."""
@@ -405,6 +408,15 @@ class MastersConfig(_Section, frozen=True, kw_only=True):
     """Several masters: etcd elects one, which shares its log of operations with the others; clients follow it."""
 
 
+class ServerTlsConfig(_Section, frozen=True, kw_only=True):
+    """How clients talk to the proxy over TLS. Files in PEM format; they are read again when they change."""
+
+    cert_file: Annotated[str, msgspec.Meta(min_length=1)]
+    """The proxy's certificate, then those between it and an authority that clients know."""
+    key_file: Annotated[str, msgspec.Meta(min_length=1)]
+    """Its private key, without a pass phrase."""
+
+
 class ProxyConfig(_Section, frozen=True, kw_only=True):
     """The `proxy` section."""
 
@@ -414,7 +426,17 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
     """After this the decode node computes the prompt itself."""
     connect_timeout_s: Seconds = 2.0
     max_requests: Positive = 1024
-    """Requests in flight; one more is answered 503 with Retry-After."""
+    """Requests in flight; one more is answered 503 with Retry-After. Fewer where the limit of open files allows no more."""
+    header_timeout_s: Seconds = 10.0
+    """How long a TLS handshake, and the head of a request, may take to arrive."""
+    idle_timeout_s: Seconds = 75.0
+    """How long a connection may stay open without a request."""
+    write_timeout_s: Seconds = 30.0
+    """How long a client may leave unread what it was sent."""
+    body_timeout_s: Seconds = 60.0
+    """How long a request's body may take to arrive."""
+    body_memory: ByteSize = ByteSize(512 << 20)
+    """Bytes that all bodies may take together, from their first byte to the decode node's; at least 16MiB, the largest one."""
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
     """Which prefill node computes a prompt; see `launch/proxy/routing.py`."""
     direct_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
@@ -426,9 +448,13 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
     health_interval_s: Seconds = 2.0
     health_timeout_s: Seconds = 2.0
     api_keys_file: Line | None = None
-    """Lines of `NAME KEY`; clients then need one of these keys. Read at the start."""
+    """Lines of `NAME KEY`; clients then need one of these keys. Read again when it changes."""
+    monitor_keys_file: Line | None = None
+    """Lines of `NAME KEY`, for `/metrics`, `/peers` and what `/health` says of nodes; None: the keys of clients open these, too."""
     node_key_file: Line | None = None
-    """Holds the key that nodes ask for (vLLM's `--api-key`), sent to them in place of the client's. Read at the start."""
+    """Holds the key that nodes ask for (vLLM's `--api-key`), sent to them in place of the client's. Read again when it changes."""
+    tls: ServerTlsConfig | None = None
+    """None: the proxy speaks plain HTTP."""
     max_requests_per_key: Positive | None = None
     """Requests in flight of one key; one more is answered 429 with Retry-After."""
     drain_s: Seconds = 5.0
@@ -439,6 +465,8 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
             raise ValueError("`max_requests_per_key` needs `api_keys_file`")
         if self.node_key_file is not None and self.api_keys_file is None:
             raise ValueError("`node_key_file` needs `api_keys_file`: the nodes' key would let everybody in")
+        if self.body_memory < LARGEST_BODY:
+            raise ValueError(f"`body_memory` must hold at least the largest body, {ByteSize(LARGEST_BODY)}")
 
 
 class HandoffConfig(_Section, frozen=True, kw_only=True):

@@ -245,7 +245,7 @@ async def cluster(
         running = Cluster(proxy, str(server.make_url("")).rstrip("/"), nodes["prefill"], nodes["decode"])
         running.session = await stack.enter_async_context(aiohttp.ClientSession())
         yield running
-        await until(lambda: not proxy._running, "no request left in the proxy")
+        await until(lambda: not proxy.deliveries.running, "no request left in the proxy")
 
 
 async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:

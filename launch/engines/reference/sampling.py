@@ -7,12 +7,15 @@ import secrets
 import msgspec
 import torch
 
+_GREEDY_BELOW = 1e-5
+"""As in vLLM. Divided by much less, logits become infinite, and their softmax no distribution."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen. ValueError for values outside the ranges."""
 
     temperature: float = 0.0
-    """0 to 2; 0 takes the likeliest token."""
+    """0 to 2; 0 takes the likeliest token, and so does less than 0.00001, by which no logits can be divided."""
     top_p: float = 1.0
     """Above 0, up to 1: the smallest set of tokens with this much probability is drawn from."""
     seed: int | None = None
@@ -37,7 +40,7 @@ class Sampler:
 
     def choose(self, logits: torch.Tensor) -> int:
         """The next token's id, from float32 logits `[vocab_size]`."""
-        if self._params.temperature == 0:
+        if self._params.temperature < _GREEDY_BELOW:
             return int(logits.argmax())
         probabilities = torch.softmax(logits.double() / self._params.temperature, dim=-1)
         if self._params.top_p == 1:

@@ -162,8 +162,8 @@ async def test_the_tokens_of_a_text_are_asked_of_a_node() -> None:
 
 @pytest.mark.parametrize(
     ("failure", "times"),
-    [(answers(404), 1), (answers(500), 1), (says(b"{}"), 1), (hangs, 3)],
-    ids=["404", "500", "garbage", "hangs"],
+    [(answers(404), 1), (says(b"{}"), 1), (hangs, 3)],
+    ids=["404", "garbage", "hangs"],
 )
 @scenario
 async def test_a_node_that_does_not_tell_a_texts_tokens_is_not_asked_for_ever(failure: Behaviour, times: int) -> None:
@@ -180,6 +180,21 @@ async def test_a_node_that_does_not_tell_a_texts_tokens_is_not_asked_for_ever(fa
                 assert response.status == 200
         assert len(c.prefill[0].bodies) == times + 1
         assert len(asked) == times
+
+
+@pytest.mark.parametrize("status", [400, 422, 500])
+@scenario
+async def test_a_text_that_cannot_be_tokenized_does_not_end_lookups_for_others(status: int) -> None:
+    async def tokenizes(request: web.Request) -> web.StreamResponse:
+        poison = "poison" in (await request.json())["prompt"]
+        return await (answers(status) if poison else answers(200, {"tokens": [7] * 1000}))(request)
+
+    async with cluster(direct=rule(Lookups(1024))) as c:
+        c.decode[0].tokenize = tokenizes
+        for prompt in ("poison" * 1000, "x" * 5000):
+            async with c.post({"prompt": prompt}) as response:
+                assert response.status == 200
+        assert len(c.prefill[0].bodies) == 1, "the good one was looked up and went past"
 
 
 PICTURE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
@@ -226,7 +241,7 @@ async def test_a_client_that_goes_away_says_nothing_about_the_node_that_was_aske
         await until(lambda: asked, "a node is asked")
         going.cancel()
         await asyncio.wait({going})
-        await until(lambda: not c.proxy._running, "the proxy let go")
+        await until(lambda: not c.proxy.deliveries.running, "the proxy let go")
         async with c.post({"prompt": "x" * 5000}) as response:
             assert response.status == 200
         assert (len(asked), c.prefill[0].bodies) == (2, [])

@@ -14,6 +14,7 @@ import pd_cache
 from launch.discovery import View
 from launch.proxy import Proxy
 from launch.proxy import app as app_module
+from launch.proxy import completions as completions_module
 from pd_cache.config import ProxyConfig
 from pd_cache.errors import ConfigError
 from tests.support.proxy import (
@@ -81,7 +82,7 @@ async def test_a_fault_of_the_proxy_is_a_500_without_its_traceback(monkeypatch: 
     def broken(body: bytes) -> None:
         raise ZeroDivisionError("secret detail")
 
-    monkeypatch.setattr(app_module, "Completion", broken)
+    monkeypatch.setattr(completions_module, "Completion", broken)
     async with cluster() as c, c.post() as response:
         assert response.status == 500
         error = await error_of(response)

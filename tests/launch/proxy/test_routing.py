@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.proxy.admission import Admission, read_keys
+from launch.proxy.admission import Admission
 from launch.proxy.answers import ApiError
 from launch.proxy.breaker import Breaker, Fault
 from launch.proxy.completion import Completion, Handoff, read_handoff
 from launch.proxy.prefixes import PrefixIndex, Prompt, count_tokens, read_prompt
-from launch.proxy.routing import Attempts, Hop, NodePool, Policy, Target
-from pd_cache.errors import ConfigError
+from launch.proxy.routing import Hop, NodePool, Policy, Target
 
 TIMES = st.integers(0, 24).map(lambda eighths: eighths / 8)
 """Seconds between events, such that their sums are exact."""
@@ -230,35 +228,12 @@ def test_a_check_brings_back_a_node_that_was_unreachable_but_not_one_that_fails_
     assert pool.health(0) == {"a": True, "b": False}
 
 
-def test_a_full_queue_says_nothing_against_a_node() -> None:
-    pool = pool_of("a", breaker_failures=1)
-    pool.failed("a", "busy", 0)
-    assert pool.health(0) == {"a": True}
-
-
 @pytest.mark.parametrize(("now", "seconds"), [(0.0, 1), (0.5, 1), (1.0, 1), (99.0, 1)])
 def test_retry_after_is_at_least_a_second(now: float, seconds: int) -> None:
     pool = pool_of("a")
     pool.failed("a", "unreachable", 0.0)
     assert pool.retry_after(now) == seconds
     assert pool_of().retry_after(now) == 1
-
-
-def test_one_request_tries_each_node_once() -> None:
-    attempts = Attempts(pool_of("a", "b", "c"))
-    order = []
-    while (node := attempts.next(0.0)) is not None:
-        order.append(node)
-        attempts.failed(node, "busy", 0.0)
-    assert order == ["a", "b", "c"]
-
-
-def test_a_request_that_brings_nodes_down_visits_three_at_most() -> None:
-    attempts = Attempts(pool_of(*(str(n) for n in range(9))))
-    for expected in ("0", "1", "2"):
-        assert attempts.next(0.0) == expected
-        attempts.failed(expected, "disconnected", 0.0)
-    assert attempts.next(0.0) is None
 
 
 @given(
@@ -293,47 +268,9 @@ def test_a_node_is_picked_exactly_if_one_is_well_and_all_work_is_given_back(
 
 # --- admission -------------------------------------------------------------------------------------------------------
 
-KEY = "sk-0123456789abcdef"
-
-
-def keys_file(folder: Path, text: str) -> str:
-    (folder / "keys").write_text(text)
-    return str(folder / "keys")
-
-
-def test_a_key_names_its_client(tmp_path: Path) -> None:
-    keys = read_keys(keys_file(tmp_path, f"# clients\n\nalice {KEY}\nbob   {KEY}x  # the other\n"))
-    admission = Admission(keys, 10, None)
-    assert admission.identify(f"Bearer {KEY}") == "alice"
-    assert admission.identify(f"bearer {KEY}x") == "bob"
-    for wrong in (None, "", KEY, f"Basic {KEY}", f"Bearer {KEY}y", "Bearer", "Bearer \udce4"):
-        with pytest.raises(ApiError) as refused:
-            admission.identify(wrong)
-        assert refused.value.status == 401
-        assert KEY not in refused.value.message
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("", "holds 0 keys"),
-        ("alice\n", ":1: a line is `NAME KEY`"),
-        ("alice short\n", ":1: a line is `NAME KEY`"),
-        (f"al/ice {KEY}\n", ":1: a line is `NAME KEY`"),
-        (f"alice {KEY}\nalice {KEY}x\n", ":2: the name alice"),
-        (f"alice {KEY}\nbob {KEY}\n", ":2: the name bob or its key stands there twice"),
-    ],
-)
-def test_a_file_of_keys_that_cannot_be_used_is_told_by_line_and_without_keys(
-    tmp_path: Path, text: str, told: str
-) -> None:
-    with pytest.raises(ConfigError, match=told) as error:
-        read_keys(keys_file(tmp_path, text))
-    assert KEY not in str(error.value)
-
 
 def test_one_client_cannot_take_every_place() -> None:
-    admission = Admission(None, 3, 2)
+    admission = Admission(3, 2)
     with admission.admitted("a"), admission.admitted("a"):
         with pytest.raises(ApiError) as refused, admission.admitted("a"):
             pass

@@ -112,6 +112,15 @@ def test_text_is_tokenized(make_engine):
     asyncio.run(run())
 
 
+def test_a_subnormal_temperature_is_answered_as_zero_is(make_engine):
+    async def run():
+        async with served(make_engine()) as client:
+            answers = [await post(client, temperature=temperature) for temperature in (0, 1e-320)]
+            assert answers[0]["choices"] == answers[1]["choices"]
+
+    asyncio.run(run())
+
+
 def test_a_seed_repeats_a_sampled_answer(make_engine):
     async def run():
         async with served(make_engine()) as client:
@@ -173,6 +182,7 @@ def test_nothing_is_announced_without_a_cache(make_engine):
         ({"max_tokens": 237}, 400, "prompt"),
         ({"max_tokens": 10**30}, 400, "prompt"),
         ({"temperature": 3}, 400, "temperature"),
+        ({"temperature": 10**400}, 400, "temperature"),
         ({"stop": ["x"]}, 400, "stop"),
         ({"kv_transfer_params": {"pd_cache": []}}, 400, "kv_transfer_params.pd_cache"),
         ({"stream": True, "max_tokens": -5}, 400, "max_tokens"),

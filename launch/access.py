@@ -1,0 +1,75 @@
+"""How our own commands talk to a proxy that asks for keys or speaks TLS: with what the cluster's file names on this machine."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import NamedTuple
+
+from pd_cache.config import ClusterConfig
+
+
+class Access(NamedTuple):
+    """What a request to a node needs besides its address."""
+
+    key: str = ""
+    context: ssl.SSLContext | None = None
+    """Whom to trust, where the node speaks TLS."""
+    guarded: bool = False
+    """Whether the node asks for a key, be there one here or not."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+
+NOBODY = Access()
+"""For nodes that ask for nothing. Keys are sent to proxies only."""
+
+
+def proxy_access(config: ClusterConfig) -> Access:
+    """The first key of `monitor_keys_file`, or else of `api_keys_file`, and trust in the certificate of `tls`.
+
+    A file that is not there, or that this user may not read, is left out: the proxy then says what it says to strangers, and its
+    certificate must be signed by an authority that this machine trusts.
+    """
+    file = config.proxy.monitor_keys_file or config.proxy.api_keys_file
+    context = None if config.proxy.tls is None else trusting(proxy_certificate(config))
+    return Access("" if file is None else _first_key(file), context, file is not None)
+
+
+def client_key(config: ClusterConfig) -> str:
+    """The first key of `api_keys_file`; empty where there is none to be read."""
+    file = config.proxy.api_keys_file
+    return "" if file is None else _first_key(file)
+
+
+def proxy_certificate(config: ClusterConfig) -> str:
+    """The proxy's certificate in PEM format; empty where there is none to be read."""
+    tls = config.proxy.tls
+    try:
+        return "" if tls is None else Path(tls.cert_file).read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""
+
+
+def trusting(certificate: str) -> ssl.SSLContext:
+    """Trust in this very certificate, whatever names stand in it, for nodes are asked by address. Empty or none: in those that this
+    machine's authorities signed, for the name that is asked."""
+    context = ssl.create_default_context()
+    try:
+        context.load_verify_locations(cadata=certificate)
+    except (OSError, ValueError):  # ssl.SSLError is an OSError
+        return context
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.check_hostname = False
+    return context
+
+
+def _first_key(file: str) -> str:
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return ""
+    found = (line.partition("#")[0].split() for line in lines)
+    return next((fields[1] for fields in found if len(fields) == 2), "")

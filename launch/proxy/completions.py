@@ -1,0 +1,216 @@
+"""A completion on its way through a prefill node and a decode node."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import aiohttp
+from aiohttp import web
+
+from launch.proxy.answers import ApiError, overloaded, passed_on
+from launch.proxy.attempts import Attempts
+from launch.proxy.completion import Completion, Handoff, read_handoff, read_tokens
+from launch.proxy.direct import DirectRule
+from launch.proxy.exchange import ID_HEADER, ClientGone, Exchange
+from launch.proxy.fleet import Fleet
+from launch.proxy.hops import HopError, Refusal, check_status, client_headers, read_all, read_some, refusal_of
+from launch.proxy.metrics import ProxyMetrics
+from launch.proxy.nodes import Nodes
+from launch.proxy.prefixes import Prompt
+from pd_cache.config import LARGEST_BODY
+
+log = logging.getLogger(__name__)
+
+CHAT = "/v1/chat/completions"
+_MAX_ANSWER = 4 << 20
+"""Bytes of a prefill node's answer."""
+_NO_TOKENIZE_S = 30.0
+_MOST_SLOW = 3
+
+
+class Completions:
+    """Serves completions and chats."""
+
+    def __init__(
+        self, nodes: Nodes, fleet: Fleet, direct: DirectRule, metrics: ProxyMetrics, prefill_timeout_s: float
+    ) -> None:
+        self._nodes = nodes
+        self._pools = fleet.pools
+        self._fleet = fleet
+        self._direct = direct
+        self._metrics = metrics
+        self._prefill_timeout_s = prefill_timeout_s
+        self._tokenize_after = 0.0
+        """No node is asked for tokens before."""
+        self._slow_to_tokenize = 0
+        """Texts in a row whose tokens were not told in time."""
+
+    async def serve(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
+        """Answer the request. ApiError for what no node could answer, HopError if the answer breaks off."""
+        prepared = await self._prepare(exchange, body)
+        if isinstance(prepared, Refusal):
+            return passed_on(prepared)
+        decoding = self._decode(exchange, prepared)
+        del body, prepared  # they take memory until a decode node has them, and no longer
+        return await decoding
+
+    async def _prepare(self, exchange: Exchange, body: bytes) -> bytes | Refusal:
+        """What the decode node is sent, after the prefill node did its part; or a prefill node's refusal."""
+        completion = Completion(body, prompt="messages" if exchange.path == CHAT else "prompt")
+        prompt = completion.prompt()
+        exchange.model = self._fleet.served(completion.model(), exchange.started)
+        if not self._pools["decode"].count(exchange.model):
+            raise overloaded("No decode node could answer")
+        exchange.trial.budget.asked(time.monotonic())
+        handoff: Handoff | None = None
+        why = await self._direct.why(completion, prompt, exchange.id, lambda: self._tokenize(exchange, completion))
+        if why is not None:
+            result: str = why
+        elif self._pools["prefill"].count(exchange.model):
+            answer = await self._prefill(exchange, completion.for_prefill(), prompt)
+            self._metrics.prefill_seconds.observe(time.monotonic() - exchange.started)
+            if isinstance(answer, Refusal):
+                return answer
+            handoff = answer
+            result = "prefill_failed" if handoff is None else "handed_over" if handoff else "nothing_stored"
+        else:
+            result = "no_prefill_nodes"
+        self._metrics.handoffs.labels(result).inc()
+        return completion.for_decode(handoff)
+
+    # --- the prefill hop -----------------------------------------------------------------------------------------
+
+    async def _prefill(self, exchange: Exchange, body: bytes, prompt: Prompt) -> Refusal | Handoff | None:
+        """What a prefill node handed over; its refusal of the request; None if all of them failed."""
+        until = time.monotonic() + self._prefill_timeout_s
+        pool = self._pools["prefill"]
+        attempts = Attempts(pool, exchange.trial, prompt, exchange.model)
+        while (left := until - time.monotonic()) > 0 and (node := attempts.next(time.monotonic())) is not None:
+            try:
+                with pool.working(node, prompt):
+                    answer = await asyncio.wait_for(self._prefill_at(exchange, node, body), left)
+            except asyncio.TimeoutError:
+                # a second node that got only what the first had left of the time is not to blame
+                whole = left > self._prefill_timeout_s / 2
+                failure = HopError("timeout", f"no answer within {left:.3g} s")
+                self._nodes.failed(exchange, "prefill", node, attempts if whole else None, failure)
+            except HopError as error:
+                self._nodes.failed(exchange, "prefill", node, attempts, error)
+            else:
+                attempts.answered(node, time.monotonic(), well=isinstance(answer, Handoff))
+                return answer
+        return None
+
+    async def _prefill_at(self, exchange: Exchange, node: str, body: bytes) -> Refusal | Handoff:
+        answer = await self._nodes.send(exchange, "prefill", node, "POST", body)
+        try:
+            await check_status(answer)
+            if answer.status >= 400:
+                return await refusal_of(answer)
+            try:
+                return read_handoff(await read_all(answer, _MAX_ANSWER))
+            except ValueError as error:
+                raise HopError("garbage", str(error)) from error
+        finally:
+            answer.close()
+
+    # --- the decode hop ------------------------------------------------------------------------------------------
+
+    async def _decode(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
+        pool = self._pools["decode"]
+        attempts = Attempts(pool, exchange.trial, model=exchange.model)
+        failures: list[HopError] = []
+        while (node := attempts.next(time.monotonic())) is not None:
+            answer: aiohttp.ClientResponse | None = None
+            try:
+                with pool.working(node):
+                    try:
+                        answer = await self._nodes.send(exchange, "decode", node, "POST", body)
+                        await check_status(answer)
+                        first = await read_some(answer)  # a node that dies before it can still be replaced
+                    except HopError as error:
+                        self._nodes.failed(exchange, "decode", node, attempts, error)
+                        failures.append(error)
+                        continue
+                    attempts.answered(node, time.monotonic(), well=answer.status < 300)
+                    self._metrics.first_byte_seconds.observe(time.monotonic() - exchange.started)
+                    body = b""
+                    exchange.forget_body()
+                    return await self._relay(exchange, node, answer, first)
+            finally:
+                if answer is not None:
+                    answer.close()
+        if attempts.out_of_budget:
+            self._metrics.retries_refused.inc()
+        return self._given_up(exchange, attempts, failures)
+
+    def _given_up(self, exchange: Exchange, attempts: Attempts, failures: list[HopError]) -> web.Response:
+        """The answer to a request that no decode node answered."""
+        refusals = {error.reason: error.refusal for error in failures if error.refusal is not None}
+        if attempts.blamed:
+            if "error" in refusals:
+                return passed_on(refusals["error"])
+            raise ApiError(502, "This request failed on two nodes; it is tried on no other", code="node_failed")
+        for reason in ("busy", "error"):
+            if reason in refusals:
+                return passed_on(refusals[reason])
+        if any(error.reason == "exhausted" for error in failures):
+            raise overloaded("The proxy has no file descriptor or port left for a connection to a node")
+        raise overloaded(
+            "No decode node could answer", self._pools["decode"].retry_after(time.monotonic(), exchange.model)
+        )
+
+    async def _relay(
+        self, exchange: Exchange, node: str, answer: aiohttp.ClientResponse, first: bytes
+    ) -> web.StreamResponse:
+        """The node's answer, from its first bytes on, as it comes. HopError if it breaks off."""
+        response = web.StreamResponse(status=answer.status, headers=client_headers(answer))
+        response.headers[ID_HEADER] = exchange.id
+        exchange.response = response
+        try:
+            await response.prepare(exchange.request)
+            data = first
+            while data:
+                await exchange.write(data)
+                data = await read_some(answer)
+            await response.write_eof()
+        except HopError as error:
+            self._nodes.failed(exchange, "decode", node, None, error)
+            raise
+        except ConnectionError as error:
+            raise ClientGone from error
+        return response
+
+    # --- a text's tokens -----------------------------------------------------------------------------------------
+
+    async def _tokenize(self, exchange: Exchange, completion: Completion) -> list[int] | None:
+        """A prompt's token ids, by a decode node. None if it does not tell."""
+        now = time.monotonic()
+        node = self._pools["decode"].out_of_turn(now, exchange.model)
+        if node is None or now < self._tokenize_after:
+            return None
+        try:
+            answer = await self._nodes.post(exchange, f"{node}/tokenize", completion.for_tokenize())
+            try:
+                if answer.status == 200:
+                    tokens = read_tokens(await read_all(answer, LARGEST_BODY))
+                    self._slow_to_tokenize = 0
+                    return tokens
+                if answer.status in (400, 422) or answer.status >= 500:
+                    return None  # this prompt's own fault, or perhaps so
+                raise HopError("error", f"status {answer.status}")
+            finally:
+                answer.close()
+        except asyncio.CancelledError:
+            if exchange.request.transport is not None:  # it was too slow; else the client went away
+                self._slow_to_tokenize += 1  # once may be that text's own fault
+                if self._slow_to_tokenize == _MOST_SLOW:
+                    self._slow_to_tokenize = 0
+                    self._tokenize_after = now + _NO_TOKENIZE_S
+            raise
+        except (HopError, ValueError) as error:
+            self._tokenize_after = now + _NO_TOKENIZE_S
+            log.info("request %s: node %s does not tell a text's tokens: %s", exchange.id, node, error)
+            return None

@@ -1,0 +1,169 @@
+"""Clients' connections: how many there may be, and how long one may keep us waiting. Pure: the time comes from the caller.
+
+The HTTP server has one deadline, for a connection without a request. It has none for a head that comes byte by byte after that, none
+for a client that does not read, and no limit on how many connections there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from enum import Enum
+
+_PATIENCE_S = 3.0
+"""For so long a client that owes us something is not cut off for another one's sake."""
+
+
+class Why(Enum):
+    """Why a connection is closed."""
+
+    TOO_MANY = "too_many"
+    NO_HEAD = "no_head"
+    IDLE = "idle"
+    UNREAD = "unread"
+
+
+class _Stage(Enum):
+    HEAD = "head"
+    """Waiting for the rest of a request's head."""
+    BODY = "body"
+    """Waiting for the rest of its body, whose deadline is kept elsewhere."""
+    BUSY = "busy"
+    """A request is being answered."""
+    IDLE = "idle"
+
+
+class Connection:
+    """One of them."""
+
+    def __init__(self, close: Callable[[], None], now: float) -> None:
+        self.close = close
+        self.stage = _Stage.HEAD
+        self.since = now
+        """When its stage began."""
+        self.waiting_since = now
+        """Since when it has no request that is being answered."""
+        self.writing_since: float | None = None
+        """When a write began that has not ended."""
+        self.transport: Hashable = None
+
+
+class Connections:
+    """All connections of one server."""
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        header_s: float = 10.0,
+        idle_s: float = 75.0,
+        write_s: float = 30.0,
+        on_close: Callable[[Why], None] = lambda why: None,
+    ) -> None:
+        """`limit`: connections at a time. One more takes the place of the one whose client owes a request for longest, if it has
+        for a while; else it is not taken yet."""
+        self._limit = limit
+        self._header_s = header_s
+        self._idle_s = idle_s
+        self._write_s = write_s
+        self.on_close = on_close
+        self._all: set[Connection] = set()
+        self._waiting: dict[Connection, None] = {}
+        """Those whose client owes us a request, or the rest of one: who does for longest comes first."""
+        self._by_transport: dict[Hashable, Connection] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def has_room(self, now: float) -> bool:
+        """Whether another connection may be taken. Ends one, if that makes the room."""
+        if len(self._all) < self._limit:
+            return True
+        longest = next(iter(self._waiting), None)
+        if longest is None or now - longest.waiting_since < _PATIENCE_S:
+            return False
+        self.on_close(Why.TOO_MANY)
+        self._end(longest)
+        return True
+
+    def opened(self, close: Callable[[], None], now: float) -> Connection:
+        """A new connection, which `close` ends. There is room for it."""
+        connection = Connection(close, now)
+        self._all.add(connection)
+        self._waiting[connection] = None
+        return connection
+
+    def carries(self, connection: Connection, transport: Hashable) -> None:
+        """Requests of this connection will be known by `transport`."""
+        connection.transport = transport
+        self._by_transport[transport] = connection
+
+    def received(self, connection: Connection, now: float) -> None:
+        """Note that bytes arrived."""
+        if connection.stage is _Stage.IDLE:
+            connection.stage, connection.since = _Stage.HEAD, now
+
+    def began(self, transport: Hashable, now: float) -> None:
+        """Note that a request's head is complete. Unknown transports are ignored, here and below."""
+        connection = self._by_transport.get(transport)
+        if connection is not None:
+            connection.stage, connection.since = _Stage.BODY, now
+
+    def arrived(self, transport: Hashable) -> None:
+        """Note that a request is complete: from now on the client waits for us."""
+        connection = self._by_transport.get(transport)
+        if connection is not None:
+            connection.stage = _Stage.BUSY
+            self._waiting.pop(connection, None)
+
+    def ended(self, transport: Hashable, now: float) -> None:
+        """Note that a request was answered; its last bytes may still be on their way."""
+        connection = self._by_transport.get(transport)
+        if connection is not None:
+            connection.stage, connection.since, connection.waiting_since = _Stage.IDLE, now, now
+            self._waiting.pop(connection, None)
+            self._waiting[connection] = None
+
+    def writing(self, transport: Hashable, now: float) -> None:
+        """Note that bytes are about to be written, which waits where the client does not read."""
+        connection = self._by_transport.get(transport)
+        if connection is not None:
+            connection.writing_since = now
+
+    def wrote(self, transport: Hashable) -> None:
+        """Note that they were."""
+        connection = self._by_transport.get(transport)
+        if connection is not None:
+            connection.writing_since = None
+
+    def closed(self, connection: Connection) -> None:
+        """Note its end."""
+        self._all.discard(connection)
+        self._waiting.pop(connection, None)
+        self._by_transport.pop(connection.transport, None)
+
+    def close_overdue(self, now: float) -> None:
+        """End those that keep us waiting for too long."""
+        for connection in list(self._all):
+            why = self._overdue(connection, now)
+            if why is not None:
+                self.on_close(why)
+                self._end(connection)
+
+    def close_all(self) -> None:
+        """End all."""
+        for connection in list(self._all):
+            self._end(connection)
+
+    def _overdue(self, connection: Connection, now: float) -> Why | None:
+        waited = now - connection.since
+        if connection.stage is _Stage.HEAD and waited > self._header_s:
+            return Why.NO_HEAD
+        if connection.stage is _Stage.IDLE and waited > self._idle_s:
+            return Why.IDLE
+        if connection.writing_since is not None and now - connection.writing_since > self._write_s:
+            return Why.UNREAD
+        return None
+
+    def _end(self, connection: Connection) -> None:
+        self.closed(connection)
+        connection.close()

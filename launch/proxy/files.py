@@ -1,0 +1,71 @@
+"""Files that are read again when they change: keys and certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pd_cache.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 2.0
+
+_Signature = tuple[tuple[int, int, int] | None, ...]
+
+
+class _Watch(NamedTuple):
+    what: str
+    files: Sequence[str]
+    load: Callable[[], None]
+
+
+class WatchedFiles:
+    """Loads files, and loads them again when they change. What cannot be used is logged, and what was loaded before stays."""
+
+    def __init__(self) -> None:
+        self._watches: list[_Watch] = []
+        self._seen: dict[str, _Signature] = {}
+
+    def add(self, what: str, files: Sequence[str], load: Callable[[], None]) -> None:
+        """Call `load` now, and whenever one of `files` changes, then on another thread. It raises ConfigError, and changes nothing
+        then. `what` names the files in the log."""
+        self._seen[what] = _signature(files)  # first: what changes while it is read is read again
+        load()
+        self._watches.append(_Watch(what, files, load))
+
+    def look(self) -> None:
+        """Load what changed since the last look."""
+        for watch in self._watches:
+            signature = _signature(watch.files)
+            if signature == self._seen[watch.what]:
+                continue
+            self._seen[watch.what] = signature
+            try:
+                watch.load()
+            except ConfigError as error:
+                log.error("%s changed and cannot be used; what was read before stays in force: %s", watch.what, error)
+            else:
+                log.info("%s changed, and was read again", watch.what)
+
+    async def follow(self) -> None:
+        """Look every two seconds, for ever. On a thread: a file may lie on a server that does not answer."""
+        while self._watches:
+            await asyncio.sleep(_LOOK_S)
+            await asyncio.to_thread(self.look)
+
+
+def _signature(files: Sequence[str]) -> _Signature:
+    """Differs once a file was written, replaced, or removed. Links are followed, as secrets are mounted through them."""
+    found: list[tuple[int, int, int] | None] = []
+    for file in files:
+        try:
+            status = os.stat(file)
+        except OSError:
+            found.append(None)
+        else:
+            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+    return tuple(found)

@@ -1,0 +1,133 @@
+"""Who asks: the keys of clients, of those who watch the cluster, and of the nodes."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from launch.proxy.answers import ApiError
+from launch.proxy.files import WatchedFiles
+from launch.proxy.nodes import Credentials
+from pd_cache.config import ProxyConfig
+from pd_cache.errors import ConfigError
+
+_KEY = re.compile(r"[\x21-\x7e]{16,512}")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MAX_KEYS = 100_000
+
+
+def read_keys(file: str, field: str = "api_keys_file") -> dict[str, bytes]:
+    """The names of clients, and a digest of each one's key. A line is `NAME KEY`; `#` begins a comment.
+
+    ConfigError says which line cannot be used. The keys themselves are not kept.
+    """
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"proxy.{field}: {file}: cannot be read: {error}") from None
+    keys: dict[str, bytes] = {}
+    digests: set[bytes] = set()
+    for number, line in enumerate(lines, start=1):
+        fields = line.partition("#")[0].split()
+        if not fields:
+            continue
+        where = f"proxy.{field}: {file}:{number}"
+        if len(fields) != 2 or not _NAME.fullmatch(fields[0]) or not _KEY.fullmatch(fields[1]):
+            raise ConfigError(
+                f"{where}: a line is `NAME KEY`, the name of letters, digits, . _ - and the key of 16 to 512 visible "
+                "ASCII characters"
+            )
+        if fields[0] in keys or _digest(fields[1]) in digests:
+            raise ConfigError(f"{where}: the name {fields[0]} or its key stands there twice")
+        keys[fields[0]] = _digest(fields[1])
+        digests.add(keys[fields[0]])
+    if not 1 <= len(keys) <= _MAX_KEYS:
+        raise ConfigError(f"proxy.{field}: {file}: holds {len(keys)} keys; 1 to {_MAX_KEYS} are allowed")
+    return keys
+
+
+def read_node_key(file: str) -> str:
+    """The one key that a file holds. ConfigError where that is not what it holds."""
+    try:
+        key = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"proxy.node_key_file: {file}: cannot be read: {error}") from None
+    if not re.fullmatch(r"[\x21-\x7e]{1,512}", key):
+        raise ConfigError(f"proxy.node_key_file: {file}: must hold one key of 1 to 512 visible ASCII characters")
+    return key
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class Keys:
+    """The keys in force."""
+
+    def __init__(self, config: ProxyConfig, files: WatchedFiles) -> None:
+        """Reads the files that the configuration names, and again when `files` sees a change. ConfigError if one cannot be used."""
+        self._config = config
+        self._clients: Mapping[bytes, str] | None = None
+        self._monitors: Mapping[bytes, str] | None = None
+        self._node_key: str | None = None
+        for field, load in (
+            ("api_keys_file", self._read_clients),
+            ("monitor_keys_file", self._read_monitors),
+            ("node_key_file", self._read_node_key),
+        ):
+            file = getattr(config, field)
+            if file is not None:
+                files.add(f"proxy.{field}", [file], load)
+
+    def _read_clients(self) -> None:
+        self._clients = _by_digest(self._config.api_keys_file, "api_keys_file")
+
+    def _read_monitors(self) -> None:
+        self._monitors = _by_digest(self._config.monitor_keys_file, "monitor_keys_file")
+
+    def _read_node_key(self) -> None:
+        assert self._config.node_key_file is not None
+        self._node_key = read_node_key(self._config.node_key_file)
+
+    @property
+    def credentials(self) -> Credentials:
+        """What nodes are told about who asks."""
+        return Credentials(self._clients is not None, self._node_key)
+
+    def client(self, authorization: str | None) -> str:
+        """The client's name; the empty one where nobody needs a key. ApiError 401 for none or an unknown one."""
+        if self._clients is None:
+            return ""
+        name = _find(self._clients, authorization)
+        if name is None:
+            raise _refused()
+        return name
+
+    def may_watch(self, authorization: str | None) -> bool:
+        """Whether the client may see what names nodes."""
+        if self._monitors is not None:
+            return _find(self._monitors, authorization) is not None
+        return self._clients is None or _find(self._clients, authorization) is not None
+
+    def check_watcher(self, authorization: str | None) -> None:
+        """ApiError 401 for a client that may not see what names nodes."""
+        if not self.may_watch(authorization):
+            raise _refused()
+
+
+def _by_digest(file: str | None, field: str) -> dict[bytes, str]:
+    assert file is not None
+    return {digest: name for name, digest in read_keys(file, field).items()}
+
+
+def _find(keys: Mapping[bytes, str], authorization: str | None) -> str | None:
+    scheme, _, key = (authorization or "").partition(" ")
+    # found by its digest: how long that takes says nothing about a key that is nearly right
+    name = keys.get(_digest(key.strip()))
+    return name if scheme.lower() == "bearer" else None
+
+
+def _refused() -> ApiError:
+    return ApiError(401, "A valid API key is needed: `Authorization: Bearer KEY`", code="invalid_api_key")

@@ -1,0 +1,83 @@
+"""`/v1/models`: what decode nodes say that they serve, in one list.
+
+It says nothing about how a node computes, so it never counts for or against one; only that it cannot be connected to does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+from aiohttp import web
+
+from launch.proxy.answers import overloaded, passed_on
+from launch.proxy.completion import read_models
+from launch.proxy.exchange import Exchange
+from launch.proxy.hops import HopError, Refusal, check_status, read_all, refusal_of
+from launch.proxy.nodes import Nodes
+
+LIST_S = 10.0
+"""How long the list may take in all."""
+_AT_ONE_S = 3.0
+_MAX_ANSWER = 4 << 20
+_MOST = 4
+"""Nodes that are asked for one model."""
+
+
+class Models:
+    """Serves the list of models."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self._pool = nodes.pools["decode"]
+
+    async def serve(self, exchange: Exchange) -> web.Response:
+        """What one node of each model answers. A model none of whose nodes answers is left out."""
+        models: list[str | None] = [*sorted(self._pool.models())] or [None]
+        answers = await asyncio.gather(*(self._of_one(exchange, model) for model in models))
+        found = [entry for entries in answers if isinstance(entries, list) for entry in entries]
+        if found:
+            body = msgspec.json.encode({"object": "list", "data": found})
+            return web.Response(body=body, content_type="application/json")
+        for refusal in answers:
+            if isinstance(refusal, Refusal):
+                return passed_on(refusal)
+        raise overloaded("No decode node could answer", self._pool.retry_after(time.monotonic()))
+
+    async def _of_one(self, exchange: Exchange, model: str | None) -> list[msgspec.Raw] | Refusal | None:
+        """What a node that serves `model` lists, or its refusal; None if none of them answers."""
+        until = time.monotonic() + LIST_S / 2
+        tried: set[str] = set()
+        said: Refusal | None = None
+        while (left := until - time.monotonic()) > 0 and len(tried) < _MOST:
+            node = self._pool.out_of_turn(time.monotonic(), model, tried)
+            if node is None:
+                break
+            tried.add(node)
+            limit = min(left, _AT_ONE_S)
+            try:
+                answer = await asyncio.wait_for(self._at(exchange, node), limit)
+            except asyncio.TimeoutError:
+                failure = HopError("timeout", f"no list of models within {limit:.3g} s")
+            except HopError as error:
+                failure = error
+            else:
+                self._pool.reached(node)
+                return answer
+            said = failure.refusal or said
+            self._nodes.failed(exchange, "decode", node, None, failure)
+        return said
+
+    async def _at(self, exchange: Exchange, node: str) -> list[msgspec.Raw] | Refusal:
+        answer = await self._nodes.send(exchange, "decode", node, "GET", None)
+        try:
+            await check_status(answer)
+            if answer.status >= 400:
+                return await refusal_of(answer)
+            try:
+                return read_models(await read_all(answer, _MAX_ANSWER))
+            except ValueError as error:
+                raise HopError("garbage", str(error)) from error
+        finally:
+            answer.close()

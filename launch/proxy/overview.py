@@ -1,0 +1,70 @@
+"""What the proxy says of itself and of the nodes: `/health`, `/metrics`, `/peers`.
+
+Where clients need keys, strangers learn from `/health` whether the proxy can serve, and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+import pd_cache
+from launch.proxy.admission import Admission
+from launch.proxy.fleet import Fleet
+from launch.proxy.keys import Keys
+from launch.proxy.metrics import ProxyMetrics
+
+Peers = Callable[[], Awaitable[Mapping[str, Any]]]
+"""Which of the cluster's other nodes this proxy reaches."""
+
+
+class Overview:
+    """Serves them."""
+
+    def __init__(
+        self, fleet: Fleet, keys: Keys, admission: Admission, metrics: ProxyMetrics, peers: Peers | None
+    ) -> None:
+        """Without `peers` there is no `/peers`."""
+        self._fleet = fleet
+        self._keys = keys
+        self._admission = admission
+        self._metrics = metrics
+        self._peers = peers
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._samples)
+        if self._peers is not None:
+            app.router.add_get("/peers", self._reached)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        now = time.monotonic()
+        nodes: dict[str, dict[str, bool]] = {hop: pool.health(now) for hop, pool in self._fleet.pools.items()}
+        healthy = any(nodes["decode"].values()) and not self._admission.closing
+        body: dict[str, Any] = {"status": "ok" if healthy else "unavailable"}
+        if self._keys.may_watch(request.headers.get("Authorization")):
+            body |= {"version": pd_cache.__version__, **nodes, **self._fleet.describe(now)}
+        return web.json_response(body, status=200 if healthy else 503)
+
+    async def _samples(self, request: web.Request) -> web.Response:
+        self._keys.check_watcher(request.headers.get("Authorization"))
+        now = time.monotonic()
+        metrics = self._metrics
+        metrics.node_up.clear()  # also of nodes that left
+        metrics.node_load.clear()
+        for hop, pool in self._fleet.pools.items():
+            for node, up in pool.health(now).items():
+                metrics.node_up.labels(hop, node).set(up)
+            for node, load in pool.loads().items():
+                metrics.node_load.labels(hop, node).set(load)
+        metrics.view_stale.set(self._fleet.stale_s(now))
+        return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _reached(self, request: web.Request) -> web.Response:
+        self._keys.check_watcher(request.headers.get("Authorization"))
+        assert self._peers is not None
+        return web.json_response(await self._peers())

@@ -1,0 +1,31 @@
+"""Which of many equal lines the log gets. Pure: the time comes from the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+_MOST_KINDS = 1024
+
+
+class Quiet:
+    """Lets through a few lines of a kind in a while, and counts the rest."""
+
+    def __init__(self, lines: int = 10, seconds: float = 10.0) -> None:
+        """At most `lines` of a kind in `seconds`."""
+        self._lines = lines
+        self._seconds = seconds
+        self._kinds: dict[Hashable, tuple[float, int, int]] = {}
+        """When the kind's turn began, lines since then, and those of them that were left out."""
+
+    def says(self, kind: Hashable, now: float) -> int | None:
+        """How many lines of the kind were left out before this one; None if this one is left out, too."""
+        began, said, left_out = self._kinds.get(kind, (now, 0, 0))
+        if now - began >= self._seconds:
+            began, said = now, 0
+        if said >= self._lines:
+            self._kinds[kind] = (began, said, left_out + 1)
+            return None
+        if kind not in self._kinds and len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        self._kinds[kind] = (began, said + 1, 0)
+        return left_out

@@ -1,0 +1,164 @@
+"""A proxy with keys and TLS, in a process of its own, and the commands that must still be able to ask it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+import yaml
+
+from bench.arrivals import Arrival, Part
+from bench.load import Target, generate
+from bench.targets import clusters_proxy, past_prefill
+from launch.access import NOBODY, client_key, proxy_access, proxy_certificate
+from launch.doctor.clock import offset_of
+from launch.doctor.descriptors import descriptor_finding
+from launch.doctor.finding import Verdict
+from launch.doctor.network import peer_report
+from launch.process import spawn_child
+from launch.reachability import fetch
+from launch.status import cluster_status
+from launch.topology import machine_problems
+from pd_cache.config import ClusterConfig, read_config
+from tests.support.etcd import make_certificates
+from tests.support.pool import free_port
+
+NO_DECODE_NODE = ("up", "degraded: /health answers 503")
+"""Before and after the proxy found out that the only one of its file does not run."""
+KEY, WATCHING = "sk-0123456789abcdef", "watch-0123456789abcdef"
+
+
+class Guarded(NamedTuple):
+    config: ClusterConfig
+    url: str
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    folder = tmp_path_factory.mktemp("guarded")
+    cert, key = make_certificates(folder)["server"]
+    (folder / "keys").write_text(f"# clients\nalice {KEY}\n")
+    (folder / "monitors").write_text(f"prometheus {WATCHING}\n")
+    file = folder / "cluster.yaml"
+    proxy = {
+        "direct_tokens": 0,
+        "api_keys_file": str(folder / "keys"),
+        "monitor_keys_file": str(folder / "monitors"),
+        "tls": {"cert_file": cert, "key_file": key},
+    }
+    nodes = [
+        {"name": "master", "role": "master", "port": free_port(), "metrics_port": free_port()},
+        {"name": "proxy", "role": "proxy", "port": free_port()},
+        {"name": "decode", "role": "decode", "port": free_port()},
+    ]
+    engine = {"kind": "reference", "model": {"name": "tiny", "random": {}}}
+    file.write_text(yaml.safe_dump({"engine": engine, "proxy": proxy, "nodes": nodes}))
+    with (folder / "log").open("wb") as log:
+        command = [sys.executable, "-m", "launch", "launch", "proxy", "-c", str(file)]
+        process = spawn_child(command, stdout=subprocess.PIPE, stderr=log)
+    assert process.stdout is not None
+    try:
+        ready = process.stdout.readline().split()
+        assert ready, (folder / "log").read_text()
+        yield Guarded(read_config(file)[0], ready[-1].decode(), folder)
+    finally:
+        process.terminate()
+        process.wait(20)
+        process.stdout.close()
+
+
+def test_the_ready_line_and_the_files_own_record_say_https(guarded: Guarded) -> None:
+    assert guarded.url.startswith("https://127.0.0.1:")
+    (row,) = [row for row in cluster_status(guarded.config).nodes if row.record.role == "proxy"]
+    assert row.record.address == guarded.url
+
+
+def test_status_asks_with_the_key_and_the_certificate_of_the_file(guarded: Guarded) -> None:
+    (row,) = [row for row in cluster_status(guarded.config).nodes if row.record.role == "proxy"]
+    assert row.state in NO_DECODE_NODE
+    assert row.in_flight == 0
+    assert row.up_since is not None
+
+
+def test_doctor_asks_for_peers_with_the_key(guarded: Guarded) -> None:
+    (row,) = [row for row in cluster_status(guarded.config).nodes if row.record.role == "proxy"]
+    report = peer_report(row, proxy_access(guarded.config))
+    assert report is not None
+    assert report.node == "proxy"
+    assert peer_report(row) is None
+    assert abs(offset_of(guarded.url) or 0.0) < 60
+
+
+def test_without_the_key_files_status_says_that_the_proxy_is_up_and_no_more(guarded: Guarded) -> None:
+    hidden = [guarded.folder / "monitors"]
+    for file in hidden:
+        file.rename(f"{file}.hidden")
+    try:
+        assert proxy_access(guarded.config).key == ""
+        (row,) = [row for row in cluster_status(guarded.config).nodes if row.record.role == "proxy"]
+        assert row.state in NO_DECODE_NODE
+        assert row.in_flight is None
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            fetch(f"{guarded.url}/metrics", access=proxy_access(guarded.config))
+    finally:
+        for file in hidden:
+            Path(f"{file}.hidden").rename(file)
+
+
+def test_a_certificate_that_nobody_vouches_for_is_refused(guarded: Guarded) -> None:
+    with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+        fetch(f"{guarded.url}/health", access=NOBODY)
+
+
+def test_the_bench_asks_as_a_client_of_the_file(guarded: Guarded) -> None:
+    server = clusters_proxy(guarded.config, 100)
+    assert (server.url, server.key) == (guarded.url, KEY)
+    assert server.certificate == proxy_certificate(guarded.config)
+    assert client_key(guarded.config) == KEY
+    assert past_prefill(server.url, server.watching) == 0.0
+    assert fetch(f"{server.url}/metrics", access=server.watching)
+    target = Target(server.url, "tiny", 100, 10.0, 1, key=server.key, certificate=server.certificate)
+    arrival = Arrival(due=0.0, prompt=(Part(1, 4),), output=1)
+    load = asyncio.run(generate(target, [arrival], time.monotonic()))
+    assert [outcome.error for outcome in load.outcomes] == ["http 503"], (
+        "it got through to the proxy, which has no node"
+    )
+
+
+@pytest.mark.parametrize("name", ["api_keys_file", "monitor_keys_file", "cert_file", "key_file"])
+def test_a_file_that_is_not_there_is_told_before_the_start(guarded: Guarded, name: str) -> None:
+    proxy = guarded.config.proxy
+    assert proxy.tls is not None
+    if name in ("cert_file", "key_file"):
+        tls = msgspec.structs.replace(proxy.tls, **{name: "/nowhere"})
+        changed = msgspec.structs.replace(proxy, tls=tls)
+    else:
+        changed = msgspec.structs.replace(proxy, **{name: "/nowhere"})
+    config = msgspec.structs.replace(guarded.config, proxy=changed)
+    problems = [problem for problem in machine_problems(config, config.by_role("proxy")) if name in problem.path]
+    assert "cannot be read on this machine" in problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("limits", "verdict"), [((1024, 1 << 20), Verdict.OK), ((1024, 4352), Verdict.OK), ((1024, 4096), Verdict.WARNING)]
+)
+def test_doctor_says_whether_a_proxy_may_open_enough_files(
+    guarded: Guarded, limits: tuple[int, int], verdict: Verdict
+) -> None:
+    finding = descriptor_finding(guarded.config, guarded.config.nodes, limits)
+    assert (finding.check, finding.verdict) == ("limits.descriptors", verdict)
+    assert str(limits[1]) in finding.found
+
+
+def test_doctor_asks_less_of_a_machine_without_a_proxy() -> None:
+    assert descriptor_finding(None, (), (1024, 4096)).verdict is Verdict.OK
+    assert descriptor_finding(None, (), (256, 1024)).verdict is Verdict.WARNING
