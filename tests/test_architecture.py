@@ -41,7 +41,7 @@ HOMES = {
     "huggingface_hub": ("pd_cache/vllm/model.py",),
     "transformers": ("launch/engines/reference/",),
     "aiohttp": ("launch/proxy/", "launch/engines/reference/"),
-    "ctypes": ("transfer/staging.py", "launch/_tethered.py", "launch/doctor/clock.py"),
+    "ctypes": ("transfer/staging.py", "pd_cache/server/sealed.py", "launch/_tethered.py", "launch/doctor/clock.py"),
 }
 
 

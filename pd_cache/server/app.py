@@ -55,6 +55,7 @@ from pd_cache.server.models import Models, OpenBackend
 from pd_cache.server.questions import Answerer, Question
 from pd_cache.server.queueing import FairQueue, Item, Lane
 from pd_cache.server.registrations import Client
+from pd_cache.server.sealed import SealError
 from pd_cache.server.sessions import Sessions
 from pd_cache.server.sharing import SharingError
 
@@ -307,7 +308,7 @@ class CacheServer:
             answer = refusal.refused
         except AbandonedError:
             answer = Refused("abandoned", "the engine has given it up")
-        except (SharingError, LayoutError) as error:
+        except (SharingError, SealError, LayoutError) as error:
             answer = Refused("mismatch", str(error))
         except Exception as error:  # whatever one operation does, the thread goes on
             log.exception("an operation failed")

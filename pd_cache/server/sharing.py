@@ -1,6 +1,6 @@
 """KV tensors in memory that an engine and its server both map. The bytes of a cache are never sent anywhere else.
 
-On the CPU a torch storage moves to POSIX shared memory in place, so that every view of it follows, and travels as a file
+On the CPU a torch storage moves to sealed shared memory in place, so that every view of it follows, and travels as a file
 descriptor. On a GPU it travels as a CUDA IPC handle. Either way the server sees the engine's own pages.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from pd_cache.paged import ChunkSlots, Completion, PagedCopier, open_copier
 from pd_cache.paged.base import DONE
 from pd_cache.server.fence import AbandonedError, FenceView
 from pd_cache.server.messages import CpuStorage, CudaStorage, Register, Storage, TensorView
+from pd_cache.server.sealed import check_sealed, is_sealed, reseat
 from transfer.staging import prefault
 
 _SHARED_MEMORY = "/dev/shm"
@@ -111,8 +111,17 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
                 f"{storage.nbytes()} bytes of KV cache do not fit into {_SHARED_MEMORY}, which has {free} free; enlarge it, "
                 "e.g. with docker's --shm-size"
             )
-        storage.share_memory_()
+        descriptor, nbytes = storage._share_fd_cpu_()
+        try:
+            reseat(descriptor, storage.data_ptr(), nbytes)
+        except OSError as error:
+            raise SharingError(f"no sealed memory for {nbytes} bytes of KV cache: {error}") from None
     descriptor, _ = storage._share_fd_cpu_()
+    if not is_sealed(descriptor):
+        raise SharingError(
+            "the KV cache lies in shared memory already, of a kind that cannot be sealed against shrinking; lend tensors that "
+            "no other process has"
+        )
     return os.dup(descriptor)  # that one is the storage's own
 
 
@@ -191,11 +200,7 @@ class MappedTensors:
             if not descriptors:
                 raise SharingError("fewer file descriptors came than storages")
             descriptor = descriptors.pop(0)
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size < storage.nbytes:
-                raise SharingError(
-                    f"a storage of {storage.nbytes} bytes was announced, the file that came has {status.st_size}"
-                )
+            check_sealed(descriptor, storage.nbytes)
             self._maps.append(mmap.mmap(descriptor, storage.nbytes))
             base = torch.frombuffer(self._maps[-1], dtype=torch.uint8)
             prefault(base.data_ptr(), storage.nbytes)
