@@ -43,6 +43,11 @@ def is_sealed(descriptor: int) -> bool:
     return _seals(descriptor) & _SEALS == _SEALS
 
 
+def may_be_sealed(descriptor: int) -> bool:
+    """Whether it is a file of the kernel's memory, which takes seals; nothing that is done with such a file waits."""
+    return _seals(descriptor) >= 0
+
+
 def check_sealed(descriptor: int, nbytes: int) -> None:
     """Raises SealError, in words, unless the descriptor is `nbytes` of memory that is safe to map, read and write.
 

@@ -7,9 +7,11 @@ descriptor. On a GPU it travels as a CUDA IPC handle. Either way the server sees
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -251,19 +253,22 @@ def _view(view: TensorView, bases: list[torch.Tensor]) -> torch.Tensor:
 
 
 class FencedCopier(PagedCopier):
-    """Copies chunks of one move, each only while the engine has not given it up. For one thread.
+    """Copies chunks of one move, each only while the engine has not given it up. For one thread at a time.
 
-    Raises AbandonedError where it has.
+    Raises AbandonedError where it has, or would have if it were not stopped.
     """
 
-    def __init__(self, tensors: MappedTensors, shard: int, slot: int, ticket: int, event: bytes) -> None:
-        """`shard` is one of those that the tensors hold, counted from 0."""
+    def __init__(
+        self, tensors: MappedTensors, shard: int, slot: int, ticket: int, event: bytes, until: float = math.inf
+    ) -> None:
+        """`shard` is one of those that the tensors hold, counted from 0. `until` is when the engine gives up (monotonic)."""
         super().__init__(tensors.shard_layout)
         self._tensors = tensors
         self._shard = shard
         self._slot = slot
         self._ticket = ticket
         self._event = event
+        self._until = until
 
     def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> Completion:
         with self._inside() as copier:
@@ -277,6 +282,8 @@ class FencedCopier(PagedCopier):
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[PagedCopier]:
+        if time.monotonic() > self._until:
+            raise AbandonedError
         with self._tensors.using(self._shard) as copier, self._tensors.fence.passing(self._slot, self._ticket):
             if self._event:
                 _wait_on_stream(self._tensors.device, self._event)
