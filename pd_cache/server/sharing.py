@@ -221,7 +221,15 @@ class MappedTensors:
         self.fence.close()
 
 
+_REFERENCE_COUNTERS = 10_000
+"""In a file of torch's (CUDA_IPC_REF_COUNTER_FILE_SIZE); it writes to the one that it is told, unchecked."""
+
+
 def _import_cuda(storage: CudaStorage) -> torch.Tensor:
+    if storage.ref_counter_offset >= _REFERENCE_COUNTERS or storage.ref_counter.count(b"/") > 1:
+        raise SharingError(f"{storage.ref_counter!r} has no reference counter {storage.ref_counter_offset}")
+    if storage.device >= torch.cuda.device_count():
+        raise SharingError(f"a tensor on GPU {storage.device} came; this process has {torch.cuda.device_count()} GPUs")
     untyped = torch.UntypedStorage._new_shared_cuda(
         storage.device,
         storage.handle,
