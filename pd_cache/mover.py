@@ -67,6 +67,11 @@ class ChunkRun(NamedTuple):
     copiers: list[PagedCopier]
     """One for each shard."""
 
+    def part(self, first: int, end: int) -> ChunkRun:
+        """The run of the chunks from `first` to before `end`."""
+        shards = len(self.copiers)
+        return ChunkRun(self.keys[first * shards : end * shards], self.chunks[first:end], self.copiers)
+
     def gather(self, index: int, payload: torch.Tensor) -> Completion:
         """Begin to copy the tokens of the object with the key of this index into `payload`."""
         chunk, shard = divmod(index, len(self.copiers))

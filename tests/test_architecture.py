@@ -16,7 +16,7 @@ FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("
 
 LAYERS = (
     ("errors", "runtime", "config", "metrics", "tokens", "block_hashes", "layout", "handoff", "weights"),
-    ("server.messages", "server.channel"),
+    ("server.descriptors", "server.messages", "server.channel"),
     ("paged", "backends", "lookup"),
     ("mover",),
     ("engine",),
@@ -44,6 +44,7 @@ HOMES = {
     "ctypes": (
         "transfer/staging.py",
         "transfer/store.py",
+        "pd_cache/server/sealed.py",
         "launch/_tethered.py",
         "launch/doctor/clock.py",
     ),

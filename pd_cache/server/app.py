@@ -1,8 +1,9 @@
 """CacheServer: the cache of one host, for any number of engines.
 
 One thread receives requests and answers what needs no waiting. A second answers lookups, those that came meanwhile
-together, so that no transfer holds them up. A pool of threads moves bytes, in an order that is fair between engines. One
-more keeps house: it renews leases, ends sessions that are late, and forgets clients that are gone.
+together, so that no transfer holds them up. A pool of threads moves bytes, in turns that are fair between engines. One maps
+what engines lend. One more keeps house: it renews leases, ends sessions that are late, answers what has waited for too long,
+and forgets clients that are gone.
 
 What a client lent (its tensors) and what it holds (its sessions) go with it, whether it says goodbye or is killed.
 """
@@ -25,7 +26,6 @@ import pd_cache
 from pd_cache.config import CacheServerNode, NodeSettings
 from pd_cache.errors import LayoutError
 from pd_cache.metrics import CacheMetrics
-from pd_cache.mover import Stored as Outcome
 from pd_cache.server.address import own_address
 from pd_cache.server.channel import Incoming, ServerChannel
 from pd_cache.server.fence import AbandonedError
@@ -36,7 +36,6 @@ from pd_cache.server.messages import (
     EndSession,
     Found,
     Hello,
-    Loaded,
     Lookup,
     Move,
     RefusalError,
@@ -46,15 +45,15 @@ from pd_cache.server.messages import (
     StatusQuery,
     StatusReport,
     Store,
-    Stored,
     Welcome,
-    count_names,
     split_names,
 )
 from pd_cache.server.models import Models, OpenBackend
+from pd_cache.server.moves import MoveJob
 from pd_cache.server.questions import Answerer, Question
 from pd_cache.server.queueing import FairQueue, Item, Lane
-from pd_cache.server.registrations import Client
+from pd_cache.server.registrations import Client, PendingRegistration, Worker
+from pd_cache.server.sealed import SealError
 from pd_cache.server.sessions import Sessions
 from pd_cache.server.sharing import SharingError
 
@@ -67,11 +66,14 @@ _MOST_QUESTIONS = 32
 """Lookups that are asked together."""
 
 
+_DESCRIPTORS_S = 5.0
+"""How long the descriptors of a registration may take longer than its message."""
+
+
 class _Work(NamedTuple):
     incoming: Incoming
     client: Client
-    job: Callable[[], Answer] | Question
-    begin_by: float
+    job: Callable[[], Answer] | MoveJob | Question
 
 
 class CacheServer:
@@ -96,7 +98,7 @@ class CacheServer:
         self.node = node
         self.metrics = metrics or CacheMetrics()
         self.sessions = Sessions()
-        self.models = Models(settings, self.metrics, backend)
+        self.models = Models(settings, self.metrics, backend, self.sessions.end_backend)
         self._answerer = Answerer(self.sessions, self.metrics, node.session_s)
         self._renew_s = max(0.1, lease_s / 3)
         self._server = uuid.uuid4().hex
@@ -110,12 +112,13 @@ class CacheServer:
             lifeline = own_address(url, stack)
             self.channel = ServerChannel(url)
             stack.callback(self.channel.close)
-            self._lifeline = LifelineServer(lifeline, self._gone)
+            self._lifeline = LifelineServer(lifeline, self._gone, self._arrived)
             stack.callback(self._lifeline.close)
             self._resources = stack.pop_all()
         self._threads = [
             threading.Thread(target=self._receive, name="pd-cache-receive", daemon=True),
             threading.Thread(target=self._keep_house, name="pd-cache-house", daemon=True),
+            threading.Thread(target=self._lend, name="pd-cache-lend", daemon=True),
         ]
         for index in range(node.threads):
             work, name = (self._move, f"pd-cache-move-{index}") if index else (self._find, "pd-cache-find")
@@ -199,34 +202,78 @@ class CacheServer:
         if isinstance(request, Lookup):
             return self._handle_lookup(incoming, client, request)
         if isinstance(request, Store | Retrieve):
-            cost = count_names(request.names)
-            move = self._store if isinstance(request, Store) else self._retrieve
-            self._submit(incoming, client, Lane.BULK, cost, lambda: move(client, request), request.patience_ms / 1000)
+            move = MoveJob(client, request, self._retrieved)
+            self._submit(Item(client.hello.client, Lane.BULK, move.cost, _Work(incoming, client, move), move.until))
             return None
         if isinstance(request, EndSession):
             self.sessions.end(client.hello.client, request.session)
             return Done()
         if isinstance(request, StatusQuery):
             return self.status()
-        job: Callable[[], Answer] = client.unregister
         if isinstance(request, Register):
-            job = functools.partial(client.register, request, self.models, self._lifeline)
-        self._submit(incoming, client, Lane.BULK, 0, job)  # both wait for others
+            self._expect(incoming, client, request)
+        else:
+            self._submit(Item(client.hello.client, Lane.LEND, 0, _Work(incoming, client, client.unregister)))
         return None
 
-    def _submit(
-        self,
-        incoming: Incoming,
-        client: Client,
-        lane: Lane,
-        cost: int,
-        job: Callable[[], Answer] | Question,
-        patience: float = float("inf"),
-    ) -> None:
-        work = _Work(incoming, client, job, time.monotonic() + patience)
-        if not self._queue.put(Item(client.hello.client, lane, cost, work)):
-            self.metrics.trouble("server", "busy")
-            raise RefusalError("busy", f"{self.node.max_in_flight} operations are the most at a time")
+    def _submit(self, item: Item[_Work]) -> None:
+        """Queue an item. RefusalError where there is no place for it; another may lose its own to it."""
+        turned_away = self._queue.put(item)
+        if turned_away is None:
+            return
+        self.metrics.trouble("server", "busy")
+        busy = RefusalError("busy", f"{self.node.max_in_flight} operations are the most at a time")
+        if turned_away is item:
+            raise busy
+        self._answer(turned_away.work.incoming, busy.refused)
+
+    # --- registrations -------------------------------------------------------------------------------------------
+
+    def _expect(self, incoming: Incoming, client: Client, request: Register) -> None:
+        """A registration is begun when its descriptors are there, which come another way; nothing waits for them."""
+        if client.hello.kind != "worker":
+            raise RefusalError("invalid", f"a {client.hello.kind} has no KV tensors to register")
+        with self._lock:
+            before = client.pending
+            client.pending = PendingRegistration(incoming, request, time.monotonic() + _DESCRIPTORS_S)
+        if before is not None:
+            self._answer(
+                before.incoming, Refused("invalid", "another registration followed before its file descriptors")
+            )
+        self._begin_registration(client)
+
+    def _arrived(self, name: str) -> None:
+        """Descriptors have come over a client's lifeline."""
+        with self._lock:
+            client = self._clients.get(name.encode())
+        if client is not None:
+            self._begin_registration(client)
+
+    def _begin_registration(self, client: Client) -> None:
+        with self._lock:
+            pending = client.pending
+            if pending is None or not self._lifeline.holds(client.hello.client, pending.request.registration):
+                return
+            client.pending = None
+        job = functools.partial(client.register, pending.request, self.models, self._lifeline)
+        try:
+            self._submit(Item(client.hello.client, Lane.LEND, 0, _Work(pending.incoming, client, job)))
+        except RefusalError as refusal:
+            self._answer(pending.incoming, refusal.refused)
+
+    def _refuse_unaccompanied(self, now: float) -> None:
+        """Registrations whose descriptors have not come."""
+        late: list[PendingRegistration] = []
+        with self._lock:
+            for client in self._clients.values():
+                if client.pending is not None and client.pending.until <= now:
+                    late.append(client.pending)
+                    client.pending = None
+        for pending in late:
+            reason = "no file descriptors came over the lifeline; engines and their cache server share a host"
+            self._answer(pending.incoming, Refused("invalid", reason))
+
+    # --- answering -----------------------------------------------------------------------------------------------
 
     def _answer(self, incoming: Incoming, answer: Answer) -> None:
         if isinstance(answer, Refused) and answer.reason != "busy":
@@ -234,6 +281,8 @@ class CacheServer:
         self.channel.answer(incoming, answer)
 
     def _hello(self, identity: bytes, hello: Hello) -> Answer:
+        if identity != hello.client.encode():
+            raise RefusalError("invalid", "a client has one name, on its connection and in its hello")
         cache = self.settings.cache
         group = self.models.group(hello)
         if hello.kind != "observer":
@@ -248,12 +297,15 @@ class CacheServer:
             if hello.namespace and known and hello.namespace != known:
                 assert model is not None
                 raise RefusalError("mismatch", f"this server serves {model.database.namespace}, the client another")
+        displaced = None
         with self._lock:
             if len(self._clients) >= _MAX_CLIENTS and identity not in self._clients:
-                raise RefusalError("busy", f"{_MAX_CLIENTS} clients are the most at a time")
+                displaced = self._displace()
             before = self._clients.get(identity)
             if before is None or before.hello != hello:
                 self._clients[identity] = Client(hello, group)
+        if displaced is not None:
+            self._forget(displaced)
         if before is not None and before.hello != hello:
             self._forget(before)
         return Welcome(
@@ -266,13 +318,20 @@ class CacheServer:
             lifeline=str(self._lifeline.path),
         )
 
+    def _displace(self) -> Client:
+        """Take out the client that has been silent for longest, of those that no lifeline says are there. Call with the lock."""
+        guests = [one for one in self._clients.values() if not self._lifeline.has(one.hello.client)]
+        if not guests:
+            raise RefusalError("busy", f"{_MAX_CLIENTS} clients are the most at a time")
+        return self._clients.pop(min(guests, key=lambda one: one.last_seen).hello.client.encode())
+
     def _handle_lookup(self, incoming: Incoming, client: Client, request: Lookup) -> Answer | None:
         names = split_names(request.names)
         model = self.models.get(client.group)
         if model is None or request.held >= len(names):
             return Found(min(request.held, len(names)))
         question = Question(model, client.hello.client, request.session, request.held, names)
-        self._submit(incoming, client, Lane.QUICK, 1, question)
+        self._submit(Item(client.hello.client, Lane.QUICK, 1, _Work(incoming, client, question)))
         return None
 
     # --- the threads that work -------------------------------------------------------------------------------------
@@ -281,68 +340,88 @@ class CacheServer:
         """The thread that answers lookups: what has come while it waited for the last answers is one question."""
         while (item := self._queue.take((Lane.QUICK,))) is not None:
             items = [item, *self._queue.take_more(Lane.QUICK, _MOST_QUESTIONS - 1)]
+            wanted = [one for one in items if not one.work.client.gone]
+            unfinished: list[Item[_Work]] = []
             try:
-                self._answer_questions([one.work for one in items if not one.work.client.gone])
+                unfinished = self._ask_questions(wanted)
             finally:
+                going_on = {id(one) for one in unfinished}
                 for one in items:
-                    self._queue.finished(one)
+                    if id(one) not in going_on or not self._go_on(one):
+                        self._queue.finished(one)
+
+    def _ask_questions(self, items: list[Item[_Work]]) -> list[Item[_Work]]:
+        """Answer those lookups whose answer is known after one more step; the others."""
+        unfinished: list[Item[_Work]] = []
+        questions = [item.work.job for item in items if isinstance(item.work.job, Question)]
+        for index, answer in self._answerer.step(questions):
+            if answer is None:
+                unfinished.append(items[index])
+                continue
+            incoming, client, _ = items[index].work
+            if client.gone:  # it went while we looked: nobody else would end the session of this one
+                self.sessions.end_client(client.hello.client)
+            self._answer(incoming, answer)
+        return unfinished
 
     def _move(self) -> None:
-        """A thread that stores, retrieves and registers."""
+        """A thread that stores and retrieves."""
         while (item := self._queue.take((Lane.BULK,))) is not None:
+            goes_on = False
+            try:
+                if not item.work.client.gone and not self._do(item.work):
+                    assert isinstance(item.work.job, MoveJob)
+                    goes_on = self._go_on(item._replace(cost=item.work.job.cost))
+            finally:
+                if not goes_on:
+                    self._queue.finished(item)
+
+    def _lend(self) -> None:
+        """The thread that maps what engines lend, and lets go of it."""
+        while (item := self._queue.take((Lane.LEND,))) is not None:
             try:
                 if not item.work.client.gone:
                     self._do(item.work)
             finally:
                 self._queue.finished(item)
 
-    def _do(self, work: _Work) -> None:
-        """One store, retrieve or registration. Always answered."""
+    def _go_on(self, item: Item[_Work]) -> bool:
+        """Queue what is left of an item, whose client may have gone meanwhile. False where it was answered instead."""
+        if not self._queue.put_back(item):
+            self._answer(item.work.incoming, Refused("closing", "the cache server is closing"))
+            return False
+        return True
+
+    def _do(self, work: _Work) -> bool:
+        """One turn of a store or retrieve, or one registration. True, and answered, unless there are more turns."""
         assert not isinstance(work.job, Question)
+        answer: Answer | None
         try:
-            if time.monotonic() > work.begin_by:
-                raise RefusalError("late", "its turn came after its deadline")
-            answer = work.job()
+            answer = work.job.turn() if isinstance(work.job, MoveJob) else work.job()
         except RefusalError as refusal:
             answer = refusal.refused
         except AbandonedError:
             answer = Refused("abandoned", "the engine has given it up")
-        except (SharingError, LayoutError) as error:
+        except (SharingError, SealError, LayoutError) as error:
             answer = Refused("mismatch", str(error))
         except Exception as error:  # whatever one operation does, the thread goes on
             log.exception("an operation failed")
             answer = Refused("failed", f"{type(error).__name__}: {error}")
+        if answer is None:
+            return False
         self._answer(work.incoming, answer)
+        return True
 
-    def _answer_questions(self, works: list[_Work]) -> None:
-        """Lookups that wait at the same time. Always answered."""
-        questions = [work.job for work in works if isinstance(work.job, Question)]
-        for index, answer in self._answerer.answers(questions):
-            client = works[index].client
-            if client.gone:  # it went while we looked: nobody else would end the session of this one
-                self.sessions.end_client(client.hello.client)
-            self._answer(works[index].incoming, answer)
-
-    def _store(self, client: Client, request: Move) -> Answer:
-        worker = client.registered
-        objects = worker.model.mover.store(worker.run(request))
-        held = worker.model.group.held
-        return Stored(bytes(Outcome.together(objects[at : at + held]) for at in range(0, len(objects), held)))
-
-    def _retrieve(self, client: Client, request: Move) -> Answer:
-        worker = client.registered
-        loaded = worker.model.mover.load(worker.run(request))
+    def _retrieved(self, request: Move, worker: Worker) -> None:
         if request.session:
             self.sessions.loaded(request.session, worker.model.group, worker.rank, split_names(request.names))
-        return Loaded(loaded)
 
     # --- clients that go, and house keeping ----------------------------------------------------------------------
 
     def _gone(self, name: str) -> None:
         """A lifeline has ended."""
         with self._lock:
-            identity = next((key for key, client in self._clients.items() if client.hello.client == name), None)
-            client = None if identity is None else self._clients.pop(identity)
+            client = self._clients.pop(name.encode(), None)
         if client is not None:
             log.info("a %s of %s is gone", client.hello.kind, client.hello.model or "no model")
             self._forget(client)
@@ -362,6 +441,9 @@ class CacheServer:
                     self.metrics.trouble("server", "session_expired", late)
                 now = time.monotonic()
                 self._forget_silent(now)
+                self._refuse_unaccompanied(now)
+                for item in self._queue.expire(now):
+                    self._answer(item.work.incoming, Refused("late", "its turn came after its deadline"))
                 if now >= renew_at:
                     renew_at = now + self._renew_s
                     for backend, keys in self.sessions.held():

@@ -22,6 +22,7 @@ from zmq import Context
 from zmq.utils.monitor import recv_monitor_message
 
 from pd_cache.errors import PdCacheError
+from pd_cache.server.descriptors import next_descriptor, raise_limit
 from pd_cache.server.messages import (
     MAX_FRAME,
     Answer,
@@ -54,6 +55,14 @@ _EVENTS, _READABLE, _NOW = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 _HIGH_WATER = 4096
 _OUTSTANDING = 1024
 """Requests of a client that wait for an answer; one more is refused as busy."""
+_SERVER_INCOMING = 32
+"""Messages of one client that ZMQ reads ahead of us. They are of up to `MAX_FRAME` bytes; what is more stays in the client."""
+_ROUND = 64
+_ROUND_BYTES = 1 << 20
+"""Messages that are decoded before the first of them is handled: so many, or of so many bytes."""
+_RESERVE = 16_384
+"""File descriptors that connections leave free, but no more than half of what there are: so many may be accepted before we
+look."""
 _HEARTBEAT_MS = 500
 _SILENCE_MS = 5_000
 """A server that ZMQ has not heard of for so long counts as gone: it is stopped, or its host is. Requests have deadlines of
@@ -264,11 +273,16 @@ class ClientChannel:
         with self._changed:
             future = Future(self, self._next, time.monotonic() + timeout)
             self._next += 1
+            frame = encode(future.number, message)
             if self._closed:
                 future.settle(None, ServerLostError("the connection is closed"))
+            elif len(frame) > MAX_FRAME:  # the server would end the connection over it
+                future.settle(
+                    None, RefusedError("invalid", f"a request of {len(frame)} bytes; {MAX_FRAME} are the most")
+                )
             elif len(self._futures) >= _OUTSTANDING:
                 future.settle(None, BusyError(f"{_OUTSTANDING} requests of this client wait for answers"))
-            elif not self._wire.send([encode(future.number, message)]):
+            elif not self._wire.send([frame]):
                 future.settle(None, ServerLostError(f"no cache server answers at {self.url}"))
             else:
                 self._futures[future.number] = future
@@ -411,30 +425,39 @@ class ServerChannel:
     """Requests from any number of clients. One thread receives; any may answer."""
 
     def __init__(self, url: str) -> None:
-        """Bind. CacheServerError if that cannot be."""
+        """Bind. CacheServerError if that cannot be. Raises this process's limit on open files as far as it may be raised."""
         self._context: Context[zmq.Socket[bytes]] = zmq.Context()
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that comes back takes over its old name
-        socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
-        socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+        socket.setsockopt(zmq.SNDHWM, _OUTSTANDING)
+        socket.setsockopt(zmq.RCVHWM, _SERVER_INCOMING)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
         try:
             socket.bind(url)
         except zmq.ZMQError as error:
+            socket.disable_monitor()
+            self._monitor.close(0)
             socket.close(0)
             self._context.term()
             raise CacheServerError(f"cannot listen at {url}: {error}") from None
         self.url = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        self._socket = socket
         self._wire = _Wire(socket)
         self._waiting = False
         """Whether the receiving thread has seen nothing to read, and waits, or is about to."""
+        self._closing = False
+        limit = raise_limit()
+        self._last_descriptor = limit - min(_RESERVE, limit // 2)
+        self._doorman = threading.Thread(target=self._keep_door, name="pd-cache-door", daemon=True)
+        self._doorman.start()
 
     def receive(self, timeout: float, bad_frame: Callable[[str], None]) -> list[Incoming]:
         """What has arrived, after waiting for up to `timeout` seconds. What cannot be read is answered with `Refused`."""
         found = self._read(bad_frame)
-        if not found:
+        if self._waiting:
             self._wire.wait(timeout)
             self._waiting = False
             found = self._read(bad_frame)
@@ -451,8 +474,38 @@ class ServerChannel:
 
     def close(self) -> None:
         """Stop listening; the receiving thread has ended."""
+        self._closing = True
+        self._doorman.join()
+        self._socket.disable_monitor()
+        self._monitor.close(0)
         self._wire.close()
         self._context.term()
+
+    def _keep_door(self) -> None:
+        """The thread that stops listening while too many are connected.
+
+        ZMQ ends the process when it cannot accept a connection for want of a file descriptor. The kernel gives out the lowest
+        number that is free, so a connection's number says how many are taken.
+        """
+        listens = True
+        while not self._closing:
+            if not self._monitor.poll(int(_WAIT_SLICE_S * 1000)):
+                if not listens and next_descriptor() < self._last_descriptor:
+                    listens = self._listen()
+                continue
+            if recv_monitor_message(self._monitor)["value"] >= self._last_descriptor and listens:
+                with self._wire.lock:
+                    self._socket.unbind(self.url)
+                listens = False
+                log.error("%s: too many connections; new ones are refused until some have ended", self.url)
+
+    def _listen(self) -> bool:
+        with self._wire.lock:
+            try:
+                self._socket.bind(self.url)
+            except zmq.ZMQError:  # tried again
+                return False
+        return True
 
     def _send(self, client: bytes, number: int, answer: Answer) -> None:
         with self._wire.lock:
@@ -463,7 +516,9 @@ class ServerChannel:
     def _read(self, bad_frame: Callable[[str], None]) -> list[Incoming]:
         found: list[Incoming] = []
         with self._wire.lock:
-            while len(found) < _OUTSTANDING and (frames := self._wire.receive()) is not None:
+            room = _ROUND_BYTES
+            while len(found) < _ROUND and room > 0 and (frames := self._wire.receive()) is not None:
+                room -= sum(map(len, frames))
                 client = frames[0]
                 try:
                     if len(frames) != 2:
@@ -473,5 +528,5 @@ class ServerChannel:
                 except FrameError as error:
                     bad_frame(error.reason)
                     self._wire.send([client, encode(error.number or 0, Refused(error.reason, str(error)))])
-            self._waiting = not found
+            self._waiting = not found and room > 0
         return found

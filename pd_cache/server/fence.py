@@ -17,6 +17,8 @@ import struct
 import threading
 from collections.abc import Iterator
 
+from pd_cache.server.sealed import SealError, check_sealed, sealed_memory
+
 SLOTS = 1024
 """Moves of one worker at a time."""
 _SLOT = struct.Struct("<Q")
@@ -38,6 +40,9 @@ class _Page:
 
     def write(self, slot: int, ticket: int) -> None:
         _SLOT.pack_into(self._memory, slot * _SLOT.size, ticket)
+
+    def clear(self) -> None:
+        self._memory[:] = bytes(_NBYTES)
 
     def lock(self, slot: int) -> bool:
         return self._set(slot, fcntl.F_WRLCK)
@@ -63,9 +68,9 @@ class Fence:
     """An engine's side."""
 
     def __init__(self) -> None:
-        descriptor = os.memfd_create("pd-cache-fence", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, _NBYTES)
+        descriptor = sealed_memory("pd-cache-fence", _NBYTES)
         self._page = _Page(descriptor)
+        self._page.clear()  # so that its memory is allocated, and this process's
         self.descriptor = descriptor
         self._free = list(range(SLOTS))
         self._next = 1
@@ -105,11 +110,16 @@ class FenceView:
     """A server's side."""
 
     def __init__(self, descriptor: int) -> None:
-        """`descriptor` stays the caller's. ValueError if it is no fence, OSError if it cannot be opened again."""
+        """`descriptor` stays the caller's. SealError if it is no fence, or not free to be opened."""
+        check_sealed(descriptor, _NBYTES)
         if os.fstat(descriptor).st_size != _NBYTES:
-            raise ValueError(f"a fence has {_NBYTES} bytes, this file {os.fstat(descriptor).st_size}")
+            raise SealError(f"a fence has {_NBYTES} bytes, this file {os.fstat(descriptor).st_size}")
         # a passed descriptor is the engine's own open file, whose locks are the engine's: this one is ours
-        self._page = _Page(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+        try:
+            own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        except BlockingIOError:  # without O_NONBLOCK the kernel would wait 45 s for the engine to let go of it
+            raise SealError("a fence with a lease on it (F_SETLEASE) is not opened") from None
+        self._page = _Page(own)
 
     @contextlib.contextmanager
     def passing(self, slot: int, ticket: int) -> Iterator[None]:

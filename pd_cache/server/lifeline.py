@@ -7,15 +7,19 @@ kernel closes it when its process ends, however it ends: that is how a server le
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import selectors
 import socket
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from pd_cache.server.channel import CacheServerError
+from pd_cache.server.closing import Closer
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +27,12 @@ _TOKEN_BYTES = 32
 _MAX_DESCRIPTORS = 250
 """The kernel takes 253 in a message."""
 _MAX_CLIENTS = 256
-_MAX_PARCELS = 4
-"""Sets of descriptors that a client may have sent and not yet referred to."""
+_MAX_OF_A_PROCESS = 64
+"""Connections from one process, so that one that opens more and more of them keeps no other out."""
+_MAX_UNNAMED = 32
+"""Connections that have not said who they are; one more ends the oldest."""
+_CREDENTIALS = struct.Struct("3i")
+"""What SO_PEERCRED answers: process, user, group."""
 
 
 class LifelineClient:
@@ -64,16 +72,39 @@ class LifelineClient:
         self._socket.close()
 
 
-class LifelineServer:
-    """A server's end: one thread that takes descriptors in and tells of clients that are gone."""
+class _Parcel(NamedTuple):
+    token: str
+    descriptors: list[int]
 
-    def __init__(self, path: Path, gone: Callable[[str], None]) -> None:
-        """Listen at `path`, replacing what a dead server left there. `gone(client)` is called on the thread."""
+
+class _Peer(NamedTuple):
+    """A connection."""
+
+    socket: socket.socket
+    process: int
+    """0 where the kernel cannot name it here: it lives in another PID namespace."""
+
+
+class LifelineServer:
+    """A server's end: one thread that takes descriptors in and reports clients that are gone.
+
+    It keeps one set of descriptors for each client, the last one sent, until it is taken or the client goes.
+    """
+
+    def __init__(self, path: Path, gone: Callable[[str], None], arrived: Callable[[str], None]) -> None:
+        """Listen at `path`, replacing what a dead server left there.
+
+        `gone(client)` and `arrived(client)`, the latter for descriptors, are called on the thread and must not wait.
+        """
         self.path = path
         self._gone = gone
-        self._lock = threading.Condition()
-        self._parcels: dict[str, dict[str, list[int]]] = {}
-        self._present: set[str] = set()
+        self._arrived = arrived
+        self._lock = threading.Lock()
+        self._parcels: dict[str, _Parcel] = {}
+        self._named: dict[str, _Peer] = {}
+        self._unnamed: dict[_Peer, None] = {}
+        """In the order in which they came."""
+        self._names: dict[_Peer, str] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             path.unlink(missing_ok=True)
@@ -84,20 +115,35 @@ class LifelineServer:
         except OSError as error:
             self._listener.close()
             raise CacheServerError(f"cannot listen at {path}: {error}") from None
+        self._closer = Closer()
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._spare = os.dup(self._stop)
+        """A descriptor to give up where there is none left to refuse a connection with."""
         self._thread = threading.Thread(target=self._run, name="pd-cache-lifeline", daemon=True)
         self._thread.start()
 
-    def take(self, client: str, token: str, timeout: float) -> list[int] | None:
-        """The descriptors that a client sent under a token, which are the caller's to close; None if none came."""
+    def holds(self, client: str, token: str) -> bool:
+        """Whether the descriptors that the client sent under this token can be taken."""
         with self._lock:
-            self._lock.wait_for(lambda: token in self._parcels.get(client, {}), timeout)
-            return self._parcels.get(client, {}).pop(token, None)
+            parcel = self._parcels.get(client)
+            return parcel is not None and parcel.token == token
+
+    def take(self, client: str, token: str) -> list[int] | None:
+        """The descriptors that a client sent under a token, for the caller to `let_go` of; None if there are none."""
+        with self._lock:
+            parcel = self._parcels.get(client)
+            if parcel is None or parcel.token != token:
+                return None
+            return self._parcels.pop(client).descriptors
+
+    def let_go(self, descriptors: Sequence[int]) -> None:
+        """Close descriptors that a client sent, whatever they are, without waiting for any."""
+        self._closer.close_all(descriptors)
 
     def has(self, client: str) -> bool:
         """Whether the client's end is open."""
         with self._lock:
-            return client in self._present
+            return client in self._named
 
     def close(self) -> None:
         """Stop listening and close what was not taken."""
@@ -106,13 +152,17 @@ class LifelineServer:
         self._listener.close()
         self.path.unlink(missing_ok=True)
         os.close(self._stop)
+        os.close(self._spare)
         with self._lock:
-            for parcels in self._parcels.values():
-                _close_all(parcels)
+            parcels = list(self._parcels.values())
             self._parcels.clear()
+        for parcel in parcels:
+            self.let_go(parcel.descriptors)
+        self._closer.stop()
+
+    # --- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        names: dict[socket.socket, str] = {}
         with selectors.DefaultSelector() as selector:
             selector.register(self._stop, selectors.EVENT_READ)
             selector.register(self._listener, selectors.EVENT_READ)
@@ -122,74 +172,96 @@ class LifelineServer:
                         if key.fileobj == self._stop:
                             return
                         if key.fileobj is self._listener:
-                            self._accept(selector, names)
-                            continue
-                        assert isinstance(key.fileobj, socket.socket)
-                        if not self._receive(key.fileobj, names):
-                            selector.unregister(key.fileobj)
-                            key.fileobj.close()
-                            self._forget(names.pop(key.fileobj))
+                            self._accept(selector)
+                        elif key.data in self._names and not self._receive(key.data, selector):
+                            self._hang_up(key.data, selector)
             finally:
-                for connection in names:
-                    connection.close()
+                for peer in self._names:
+                    peer.socket.close()
 
-    def _accept(self, selector: selectors.BaseSelector, names: dict[socket.socket, str]) -> None:
+    def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:
-            return
-        if len(names) >= _MAX_CLIENTS:
-            connection.close()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._refuse_one()
             return
         connection.setblocking(False)
-        names[connection] = ""
-        selector.register(connection, selectors.EVENT_READ)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        peer = _Peer(connection, _CREDENTIALS.unpack(credentials)[0])
+        if len(self._unnamed) >= _MAX_UNNAMED:
+            self._hang_up(next(iter(self._unnamed)), selector)
+        of_process = sum(one.process == peer.process for one in self._names) if peer.process else 0
+        if len(self._names) >= _MAX_CLIENTS or of_process >= _MAX_OF_A_PROCESS:
+            log.warning("process %d has too many connections, or all have together: one more was refused", peer.process)
+            connection.close()
+            return
+        self._names[peer] = ""
+        self._unnamed[peer] = None
+        selector.register(connection, selectors.EVENT_READ, peer)
 
-    def _receive(self, connection: socket.socket, names: dict[socket.socket, str]) -> bool:
+    def _refuse_one(self) -> None:
+        """No descriptor is left. A connection that is not accepted would wake us again at once, and for ever."""
+        os.close(self._spare)
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+        self._spare = os.dup(self._stop)
+
+    def _hang_up(self, peer: _Peer, selector: selectors.BaseSelector) -> None:
+        selector.unregister(peer.socket)
+        peer.socket.close()
+        self._unnamed.pop(peer, None)
+        self._forget(self._names.pop(peer), peer)
+
+    def _receive(self, peer: _Peer, selector: selectors.BaseSelector) -> bool:
         """Take one message; False if the client is gone, or talks nonsense."""
-        descriptors: list[int] = []
         try:
-            data, descriptors, flags, _ = socket.recv_fds(connection, _TOKEN_BYTES + 1, _MAX_DESCRIPTORS)
+            data, descriptors, flags, _ = socket.recv_fds(peer.socket, _TOKEN_BYTES + 1, _MAX_DESCRIPTORS)
         except BlockingIOError:
             return True
         except OSError:
             return False
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
-        client, token = names[connection], data.decode("ascii", "replace")
+        client, token = self._names[peer], data.decode("ascii", "replace")
         if len(data) != _TOKEN_BYTES or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             if data:
                 log.warning("a lifeline with a message that is none of ours was closed")
-            _close_all({"": descriptors})
+            self.let_go(descriptors)
             return False
+        if not client:
+            self.let_go(descriptors)
+            self._name(peer, token, selector)
+            return True
         with self._lock:
-            if not client:
-                names[connection] = token
-                self._present.add(token)
-                _close_all({"": descriptors})
-            else:
-                parcels = self._parcels.setdefault(client, {})
-                parcels[token] = descriptors
-                while len(parcels) > _MAX_PARCELS:
-                    oldest = next(iter(parcels))
-                    _close_all({oldest: parcels.pop(oldest)})
-            self._lock.notify_all()
+            before = self._parcels.get(client)
+            self._parcels[client] = _Parcel(token, descriptors)
+        if before is not None:
+            self.let_go(before.descriptors)
+        self._tell(self._arrived, client)
         return True
 
-    def _forget(self, client: str) -> None:
-        if not client:
-            return
+    def _name(self, peer: _Peer, client: str, selector: selectors.BaseSelector) -> None:
+        """The peer has said who it is. It takes the place of a connection of the same name, whose end we have yet to see."""
         with self._lock:
-            _close_all(self._parcels.pop(client, {}))
-            self._present.discard(client)
+            before, self._named[client] = self._named.get(client), peer
+        self._names[peer] = client
+        self._unnamed.pop(peer, None)
+        if before is not None:
+            self._hang_up(before, selector)
+
+    def _forget(self, client: str, peer: _Peer) -> None:
+        with self._lock:
+            if not client or self._named.get(client) is not peer:
+                return
+            del self._named[client]
+            parcel = self._parcels.pop(client, None)
+        if parcel is not None:
+            self.let_go(parcel.descriptors)
+        self._tell(self._gone, client)
+
+    def _tell(self, listener: Callable[[str], None], client: str) -> None:
         try:
-            self._gone(client)
-        except Exception:  # one client's end must not end the watch over the others
-            log.exception("forgetting a client failed")
-
-
-def _close_all(parcels: dict[str, list[int]]) -> None:
-    for descriptors in parcels.values():
-        for descriptor in descriptors:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+            listener(client)
+        except Exception:  # what one client causes must not end the watch over the others
+            log.exception("a client's end, or its descriptors, could not be dealt with")

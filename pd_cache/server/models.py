@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
@@ -21,6 +22,10 @@ from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
 
 OpenBackend = Callable[[NodeSettings, int], StorageBackend]
 
+log = logging.getLogger(__name__)
+
+_MAX_SHARDS = 1024
+"""Objects of a chunk: KV heads, or ranks times shards."""
 _MAX_BACKENDS = 4
 """Sizes of payload, each with a backend of its own."""
 
@@ -67,14 +72,24 @@ class Model:
 class Models:
     """All of a server's. Thread-safe."""
 
-    def __init__(self, settings: NodeSettings, metrics: CacheMetrics, opens: OpenBackend | None = None) -> None:
-        """`opens` replaces the configured tiers."""
+    def __init__(
+        self,
+        settings: NodeSettings,
+        metrics: CacheMetrics,
+        opens: OpenBackend | None = None,
+        released: Callable[[StorageBackend], None] = lambda _: None,
+    ) -> None:
+        """`opens` replaces the configured tiers; `released` is called with a backend that is about to be closed."""
         self._settings = settings
         self._metrics = metrics
         self._opens = opens or self._open_tiers
+        self._released = released
         self._opening = threading.Lock()
         self._models: dict[Group, Model] = {}
         self._backends: dict[int, StorageBackend] = {}
+        """By size of payload; the one that a worker has registered with last is the last."""
+        self._segment_of: int | None = None
+        """The size whose backend has given the segment to the pool: it is given once, whatever the number of sizes."""
 
     def group(self, hello: Hello) -> Group:
         """Whom an engine shares chunks with: it may name them in its own way where the file leaves that open."""
@@ -85,14 +100,22 @@ class Models:
                 "mismatch", f"this server names chunks by {cache.hash_mode} (cache.hash_mode), the engine by {mode}"
             )
         seed = hello.hash_seed or cache.hash_seed
+        if hello.world_size * hello.held > _MAX_SHARDS:
+            raise RefusalError(
+                "invalid",
+                f"world size {hello.world_size} with {hello.held} shards each makes {hello.world_size * hello.held} objects of "
+                f"every chunk; {_MAX_SHARDS} are the most",
+            )
         return Group(hello.model, hello.world_size, hello.held, hello.block_size, mode, seed)
 
     def get(self, group: Group) -> Model | None:
         """The group's model; None before its first worker has registered."""
         return self._models.get(group)
 
-    def serve(self, group: Group, layout: KVLayout) -> Model:
-        """The group's model, made by its first worker; RefusalError for a worker that does not fit the others.
+    def serve(self, group: Group, layout: KVLayout, client: str) -> Model:
+        """The group's model, made by its first worker, with this client among its workers from now on.
+
+        RefusalError for a worker that does not fit the others, or for which there is no room.
 
         LayoutError for pages that cannot be cut into as many shards as the group says.
         """
@@ -104,18 +127,21 @@ class Models:
         metadata = CacheMetadata.of(group.model, layout, world_size=group.world_size, held=group.held)
         with self._opening:
             model = self._models.get(group)
-            if model is not None and model.metadata == metadata:
-                return model
-            if model is not None and model.workers:
-                raise RefusalError(
-                    "mismatch",
-                    f"{group.model} is served already by workers whose KV tensors are {model.metadata}; these are {metadata}: "
-                    "their chunks are not interchangeable",
-                )
-            cache = self._settings.cache
-            backend = self._backend(layout.shard(group.held).chunk_bytes(cache.chunk_size))
-            model = Model(group, metadata, cache, backend, self._metrics)
-            self._models[group] = model
+            if model is None or model.metadata != metadata:
+                if model is not None and model.workers - {client}:
+                    raise RefusalError(
+                        "mismatch",
+                        f"{group.model} is served already by workers whose KV tensors are {model.metadata}; these are "
+                        f"{metadata}: their chunks are not interchangeable",
+                    )
+                cache = self._settings.cache
+                backend = self._backend(layout.shard(group.held).chunk_bytes(cache.chunk_size))
+                if model is not None:
+                    model.mover.close(0.0)
+                model = self._models[group] = Model(group, metadata, cache, backend, self._metrics)
+            model.workers.add(client)
+            size = model.mover.backend.payload_bytes
+            self._backends[size] = self._backends.pop(size)
             return model
 
     def __iter__(self) -> Iterator[Model]:
@@ -135,22 +161,46 @@ class Models:
         backend = self._backends.get(payload_bytes)
         if backend is not None:
             return backend
-        if len(self._backends) >= _MAX_BACKENDS:
+        if len(self._backends) >= _MAX_BACKENDS and not self._release_one():
             raise RefusalError(
                 "mismatch",
                 f"chunks of {payload_bytes} bytes would be the {_MAX_BACKENDS + 1}th size at this server, which serves "
                 f"{sorted(self._backends)}",
             )
-        # the segment is given to the pool once, whatever the number of sizes
         settings = self._settings
-        if self._backends:
+        if self._segment_of is not None:
             settings = msgspec.structs.replace(settings, segment_size=0)
         try:
             opened = self._opens(settings, payload_bytes)
         except (ValueError, PdCacheError) as error:
             raise RefusalError("mismatch", f"no room for chunks of {payload_bytes} bytes: {error}") from None
         self._backends[payload_bytes] = opened
+        if self._segment_of is None:
+            self._segment_of = payload_bytes
         return opened
+
+    def _release_one(self) -> bool:
+        """Close the backend that has been without a worker for longest; False if each has one.
+
+        Only when another needs its place: what it holds serves an engine that comes back. The one with the segment goes
+        last, because others have chunks there.
+        """
+        used = {id(model.mover.backend) for model in self if model.workers}
+        idle = [size for size, backend in self._backends.items() if id(backend) not in used]
+        if not idle:
+            return False
+        size = min(idle, key=lambda one: one == self._segment_of)
+        backend = self._backends.pop(size)
+        if size == self._segment_of:
+            self._segment_of = None
+        for group, model in list(self._models.items()):
+            if model.mover.backend is backend:
+                del self._models[group]
+                model.mover.close(self._settings.transfer.timeouts.close_ms / 1000)
+        self._released(backend)
+        backend.close()
+        log.info("chunks of %d bytes are not served any more: their last engine has gone, another size came", size)
+        return True
 
     def _open_tiers(self, settings: NodeSettings, payload_bytes: int) -> StorageBackend:
         return open_backend(settings, payload_bytes, pin=host_pin(), metrics=self._metrics)

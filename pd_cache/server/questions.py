@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.messages import Answer, Found, Refused
@@ -14,16 +13,68 @@ from transfer.errors import Status
 
 log = logging.getLogger(__name__)
 
+STEP_KEYS = 4096
+"""Keys of one lookup that are asked for before others have their turn: a prompt of 128k tokens on eight ranks."""
+MOST_KEYS = 1 << 18
+"""Keys that one lookup asks for in all; what lies behind counts as not found."""
 
-class Question(NamedTuple):
-    """A lookup, and what its session is known by."""
 
-    model: Model
-    client: str
-    session: str
-    held: int
-    """Chunks, from the first, that need not be asked for."""
-    names: list[bytes]
+class Question:
+    """A lookup, how far it has come, and what its session is known by.
+
+    It is asked in steps, so that a long one holds others up no longer than a step takes: nothing is asked behind the first
+    chunk that is missing, and nothing behind `MOST_KEYS`.
+    """
+
+    __slots__ = ("_asked", "_behind", "_hole", "_statuses", "client", "held", "model", "names", "session")
+
+    def __init__(self, model: Model, client: str, session: str, held: int, names: list[bytes]) -> None:
+        """`held` chunks, from the first, need not be asked for."""
+        self.model = model
+        self.client = client
+        self.session = session
+        self.held = held
+        self.names = names[: held + max(1, MOST_KEYS // model.database.namespace.shards)]
+        self._behind = len(names) - len(self.names)
+        """Chunks that are never asked for."""
+        self._asked = held
+        """Chunks that are held or were asked for."""
+        self._hole = False
+        self._statuses: list[Status] = []
+
+    def next_keys(self) -> list[str]:
+        """What to ask for next: `STEP_KEYS`, or those of one chunk if that has more."""
+        shards = self.model.database.namespace.shards
+        start, self._asked = self._asked, min(len(self.names), self._asked + max(1, STEP_KEYS // shards))
+        return self.model.database.all_shard_keys(self.names[start : self._asked])
+
+    def learn(self, statuses: Sequence[Status]) -> None:
+        """What became of the keys that were asked for."""
+        self._hole = statuses.count(Status.OK) < len(statuses)
+        self._statuses += statuses
+
+    @property
+    def ended(self) -> bool:
+        """Whether its answer is known."""
+        return self._hole or self._asked == len(self.names)
+
+    def judge(self, metrics: CacheMetrics) -> int:
+        """Chunks that are held or there with every shard, one after the other from the first. Counts."""
+        size = self.model.database.chunk_size
+        end = self.model.prefix.judge(self.names[: self._asked], self.held * size, self._statuses)
+        metrics.tokens("lookup", "requested", (len(self.names) - self._asked + self._behind) * size)
+        return end // size
+
+    def found_by_rank(self, end: int) -> list[list[str]]:
+        """The keys of the chunks from `held` to `end`, those of each rank."""
+        database, shards = self.model.database, self.model.database.namespace.shards
+        keys = database.all_shard_keys(self.names[self.held : end])
+        if shards == 1:
+            return [keys]
+        return [
+            [keys[chunk + shard] for chunk in range(0, len(keys), shards) for shard in self.model.shards_of(rank)]
+            for rank in range(self.model.group.world_size)
+        ]
 
 
 class Answerer:
@@ -34,18 +85,21 @@ class Answerer:
         self._metrics = metrics
         self._session_s = session_s
 
-    def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Answer]]:
-        """An answer to each question, after its index, in any order and as soon as it is known. Never raises."""
+    def step(self, questions: Sequence[Question]) -> Iterator[tuple[int, Answer | None]]:
+        """Ask for the next keys of each question: after its index its answer, or None where there is more to ask for.
+
+        In any order, and as soon as it is known. Never raises.
+        """
         by_backend: dict[int, list[int]] = {}
         for index, question in enumerate(questions):
             by_backend.setdefault(id(question.model.mover.backend), []).append(index)
         for indices in by_backend.values():
             yield from self._ask(questions, indices)
 
-    def _ask(self, questions: Sequence[Question], indices: list[int]) -> Iterator[tuple[int, Answer]]:
+    def _ask(self, questions: Sequence[Question], indices: list[int]) -> Iterator[tuple[int, Answer | None]]:
         """Those of one backend."""
         try:
-            keys_of = [self._wanted(questions[index]) for index in indices]
+            keys_of = [questions[index].next_keys() for index in indices]
             backend = questions[indices[0]].model.mover.backend
             with self._metrics.timed("lookup"):
                 statuses = backend.batched_contains([key for keys in keys_of for key in keys])
@@ -56,35 +110,27 @@ class Answerer:
             return
         start = 0
         for index, keys in zip(indices, keys_of, strict=True):
-            found = statuses[start : start + len(keys)]
+            question, found = questions[index], statuses[start : start + len(keys)]
             start += len(keys)
+            answer: Answer | None = None
             try:
-                answer = self._judge(questions[index], keys, found)
+                question.learn(found)
+                if question.ended:
+                    answer = self._judge(question)
             except Exception as error:  # whatever one lookup does, the others are answered
                 log.exception("a lookup failed")
                 answer = _failed(error)
             yield index, answer
 
-    def _wanted(self, question: Question) -> list[str]:
-        return question.model.prefix.wanted(question.names, question.held * question.model.database.chunk_size)
-
-    def _judge(self, question: Question, keys: list[str], statuses: Sequence[Status]) -> Answer:
+    def _judge(self, question: Question) -> Answer:
         """What a lookup found; pinned for its session."""
-        model = question.model
-        size = model.database.chunk_size
-        end = model.prefix.judge(question.names, question.held * size, statuses) // size
-        found = end - question.held
-        if question.session and found > 0:
-            shards, names = model.database.namespace.shards, question.names[question.held : end]
-            by_rank = [keys[:found]]
-            if shards > 1:
-                by_rank = [
-                    [keys[chunk * shards + shard] for chunk in range(found) for shard in model.shards_of(rank)]
-                    for rank in range(model.group.world_size)
-                ]
-            self._sessions.open(
-                question.client, question.session, model.group, model.mover.backend, names, by_rank, self._session_s
-            )
+        model, end = question.model, question.judge(self._metrics)
+        if question.session and end > question.held:
+            names, backend = question.names[question.held : end], model.mover.backend
+            by_rank, client, session = question.found_by_rank(end), question.client, question.session
+            self._sessions.open(client, session, model.group, backend, names, by_rank, self._session_s)
+            if model.mover.closed:  # the backend was released meanwhile, with the sessions that it had
+                self._sessions.end(client, session)
         return Found(end)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import threading
 from collections import deque
 from typing import Generic, NamedTuple, TypeVar
@@ -16,7 +17,9 @@ class Lane(enum.Enum):
     QUICK = 0
     """A question: a millisecond."""
     BULK = 1
-    """Bytes to move."""
+    """Bytes to move, in turns of a second at most."""
+    LEND = 2
+    """Memory to map, and a backend to open for it: seconds."""
 
 
 class Item(NamedTuple, Generic[T]):
@@ -25,12 +28,14 @@ class Item(NamedTuple, Generic[T]):
     cost: int
     """In any unit that all items of the lane share."""
     work: T
+    until: float = math.inf
+    """When it need not be taken any more, in the time of `expire`."""
 
 
 class _Client(Generic[T]):
     def __init__(self) -> None:
-        self.waiting: dict[Lane, deque[Item[T]]] = {Lane.QUICK: deque(), Lane.BULK: deque()}
-        self.served = {Lane.QUICK: 0, Lane.BULK: 0}
+        self.waiting: dict[Lane, deque[Item[T]]] = {lane: deque() for lane in Lane}
+        self.served = dict.fromkeys(Lane, 0)
         """The cost of what it was given, and never less than that of those who wait: nobody saves up by being idle."""
         self.held = 0
         """Items waiting or running."""
@@ -64,8 +69,8 @@ class FairQueue(Generic[T]):
     A thread that is woken, or that comes back for more, looks at all of its lanes, so none is needed for an item that finds
     nobody waiting.
 
-    At most `limit` wait or run. A client may hold as much as it leaves free, so that one alone gets half of the places and
-    none can keep the others out.
+    At most `limit` wait or run. A client may hold as much as it leaves free, so that one alone gets half of the places. Where
+    several clients have taken all of them, one that holds less takes a place from the one that holds most.
     """
 
     def __init__(self, limit: int) -> None:
@@ -81,23 +86,34 @@ class FairQueue(Generic[T]):
         """Items that wait or run."""
         return self._total
 
-    def put(self, item: Item[T]) -> bool:
-        """Queue an item; False if there is no place for it."""
+    def put(self, item: Item[T]) -> Item[T] | None:
+        """Queue an item; what found no place for it: None, the item itself, or the last one of a client that holds more."""
         with self._lock:
             client = self._clients.get(item.client)
             if client is None:
                 client = self._clients[item.client] = _Client()
+            displaced: Item[T] | None = None
             if self._closed or client.held >= self._limit - self._total:
-                self._tidy(item.client)
-                return False
-            lane = item.lane
-            if not client.waiting[lane]:
-                others = [c.served[lane] for c in self._clients.values() if c is not client and c.waiting[lane]]
-                client.served[lane] = max(client.served[lane], min(others, default=0))
-            client.waiting[lane].append(item)
+                displaced = None if self._closed else self._displace(client)
+                if displaced is None:
+                    self._tidy(item.client)
+                    return item
+            self._enter(client, item)
             client.held += 1
             self._total += 1
-            self._wake(lane)
+            self._wake(item.lane)
+            return displaced
+
+    def put_back(self, item: Item[T]) -> bool:
+        """Queue the rest of an item that was taken, before all else of its client; False if the queue is closed.
+
+        It keeps its place, so it need not be given to `finished` then.
+        """
+        with self._lock:
+            if self._closed:
+                return False
+            self._enter(self._clients[item.client], item, first=True)
+            self._wake(item.lane)
             return True
 
     def take(self, lanes: tuple[Lane, ...]) -> Item[T] | None:
@@ -131,6 +147,19 @@ class FairQueue(Generic[T]):
         with self._lock:
             self._release(item)
 
+    def expire(self, now: float) -> list[Item[T]]:
+        """Take out what waits and need not be taken any more."""
+        late: list[Item[T]] = []
+        with self._lock:
+            for client in list(self._clients.values()):
+                for lane, waiting in client.waiting.items():
+                    if any(item.until <= now for item in waiting):
+                        late += [item for item in waiting if item.until <= now]
+                        client.waiting[lane] = deque(item for item in waiting if item.until > now)
+            for item in late:
+                self._release(item)
+        return late
+
     def discard(self, client: str) -> list[Item[T]]:
         """Take out what a client has waiting."""
         with self._lock:
@@ -150,6 +179,26 @@ class FairQueue(Generic[T]):
                 while takers.wake():
                     pass
             return [item for client in self._clients.values() for lane in client.waiting.values() for item in lane]
+
+    def _enter(self, client: _Client[T], item: Item[T], *, first: bool = False) -> None:
+        lane = item.lane
+        if not client.waiting[lane]:
+            others = [c.served[lane] for c in self._clients.values() if c is not client and c.waiting[lane]]
+            client.served[lane] = max(client.served[lane], min(others, default=0))
+        if first:
+            client.waiting[lane].appendleft(item)
+        else:
+            client.waiting[lane].append(item)
+
+    def _displace(self, client: _Client[T]) -> Item[T] | None:
+        """Make room for a client that holds less than another, if there is one."""
+        rich = [one for one in self._clients.values() if one.held > client.held + 1 and any(one.waiting.values())]
+        if not rich or self._total < self._limit:
+            return None
+        waiting = max(rich, key=lambda one: one.held).waiting
+        item = max(waiting.values(), key=len).pop()
+        self._release(item)
+        return item
 
     def _wake(self, lane: Lane) -> None:
         """Have one thread take from the lane."""

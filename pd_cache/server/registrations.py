@@ -11,17 +11,16 @@ import torch
 
 from pd_cache.mover import ChunkRun
 from pd_cache.paged import ChunkSlots
-from pd_cache.server.fence import AbandonedError, FenceView
+from pd_cache.server.channel import Incoming
+from pd_cache.server.fence import FenceView
 from pd_cache.server.lifeline import LifelineServer
 from pd_cache.server.messages import Answer, Done, Hello, Move, RefusalError, Register, Retrieve, split_names
 from pd_cache.server.models import Group, Model, Models
-from pd_cache.server.sharing import FencedCopier, MappedTensors, close_all
+from pd_cache.server.sharing import FencedCopier, MappedTensors
 
 log = logging.getLogger(__name__)
 
 _UNMAP_S = 5.0
-_DESCRIPTORS_S = 5.0
-"""How long the descriptors of a registration may take longer than its message."""
 
 
 class Worker(NamedTuple):
@@ -31,8 +30,11 @@ class Worker(NamedTuple):
     rank: int
     tensors: MappedTensors
 
-    def run(self, request: Move) -> ChunkRun:
-        """What is to be moved, checked before anything moves; RefusalError for what does not fit."""
+    def run(self, request: Move, until: float) -> ChunkRun:
+        """What is to be moved, checked before anything moves; RefusalError for what does not fit.
+
+        Nothing is copied after `until`, as of `time.monotonic()`.
+        """
         layout, database = self.tensors.layout, self.model.database
         names, blocks = split_names(request.names), request.blocks
         needed = len(names) * database.blocks_per_chunk
@@ -50,11 +52,20 @@ class Worker(NamedTuple):
             raise RefusalError("invalid", "a block is named twice: two places of a prompt cannot share one")
         shards = self.model.shards_of(self.rank)
         copiers = [
-            FencedCopier(self.tensors, index, request.slot, request.ticket, request.event)
+            FencedCopier(self.tensors, index, request.slot, request.ticket, request.event, until)
             for index in range(len(shards))
         ]
         rows = torch.tensor(blocks, dtype=torch.int64).view(len(names), database.blocks_per_chunk)
         return ChunkRun(database.keys(names, shards), [ChunkSlots(row, None) for row in rows], [*copiers])
+
+
+class PendingRegistration(NamedTuple):
+    """A registration whose file descriptors have not come yet."""
+
+    incoming: Incoming
+    request: Register
+    until: float
+    """As of `time.monotonic()`."""
 
 
 class Client:
@@ -64,6 +75,8 @@ class Client:
         self.hello = hello
         self.group = group
         self.worker: Worker | None = None
+        self.pending: PendingRegistration | None = None
+        """At most one: whoever sends another gives up the one before."""
         self.gone = False
         self.registering = threading.Lock()
         self.last_seen = time.monotonic()
@@ -71,58 +84,60 @@ class Client:
     @property
     def registered(self) -> Worker:
         """RefusalError before it has registered."""
-        if self.worker is None:
+        worker = self.worker
+        if worker is None:
             raise RefusalError("unknown_client", "register the KV tensors first")
-        return self.worker
+        return worker
 
     def register(self, request: Register, models: Models, lifeline: LifelineServer) -> Answer:
-        """Map its tensors, in place of what it had registered before.
+        """Map its tensors, in place of what it had registered before. The descriptors have come.
 
-        RefusalError, SharingError or LayoutError, with nothing left open, for what cannot be served.
+        RefusalError, SharingError, SealError or LayoutError, with nothing left open, for what cannot be served.
         """
-        if self.hello.kind != "worker":
-            raise RefusalError("invalid", f"a {self.hello.kind} has no KV tensors to register")
-        descriptors = lifeline.take(self.hello.client, request.registration, _DESCRIPTORS_S)
+        descriptors = lifeline.take(self.hello.client, request.registration)
         if not descriptors:
-            raise RefusalError(
-                "invalid", "no file descriptors came over the lifeline; engines and their cache server share a host"
-            )
-        with self.registering:
-            self._unmap()
-            tensors: MappedTensors | None = None
-            try:
-                tensors = MappedTensors(request, descriptors[1:], FenceView(descriptors[0]), self.hello.held)
-                model = models.serve(self.group, tensors.layout)
-                if self.gone:
-                    raise AbandonedError
-                self.worker = Worker(model, self.hello.rank, tensors)
-                model.workers.add(self.hello.client)
-            except BaseException:
-                if tensors is not None:
-                    tensors.unmap(0.0)
-                raise
-            finally:
-                close_all(descriptors)
-        log.info("worker of %s registered: %s", self.hello.model, tensors.layout)
+            raise RefusalError("invalid", "the file descriptors of this registration were replaced by later ones")
+        try:
+            with self.registering:
+                self._map(request, descriptors, models)
+        finally:
+            lifeline.let_go(descriptors)
+            if self.gone:  # it went meanwhile, and found the lock taken
+                self.leave()
         return Done()
 
     def unregister(self) -> Answer:
         """Unmap its tensors; RefusalError where a copy outlives the wait for it."""
         with self.registering:
-            if not self._unmap():
+            if not self._unmap(_UNMAP_S):
                 raise RefusalError("busy", "a copy is still running; the memory is let go of when it ends")
         return Done()
 
     def leave(self) -> None:
-        """It is gone: nothing of it is begun any more, and its tensors are unmapped."""
+        """It is gone: nothing of it is begun any more, and its tensors are unmapped as soon as nothing copies. Never waits."""
         self.gone = True
-        with self.registering:
-            self._unmap()
+        if self.registering.acquire(blocking=False):  # else the thread that has it comes here when it is done
+            try:
+                self._unmap(0.0)
+            finally:
+                self.registering.release()
 
-    def _unmap(self) -> bool:
+    def _map(self, request: Register, descriptors: list[int], models: Models) -> None:
+        """Call with `registering`."""
+        self._unmap(_UNMAP_S)
+        tensors = MappedTensors(request, descriptors[1:], FenceView(descriptors[0]), self.hello.held)
+        try:
+            model = models.serve(self.group, tensors.layout, self.hello.client)
+            self.worker = Worker(model, self.hello.rank, tensors)
+        except BaseException:
+            tensors.unmap(0.0)
+            raise
+        log.info("worker of %s registered: %s", self.hello.model, tensors.layout)
+
+    def _unmap(self, timeout: float) -> bool:
         """Take back the registration; False if a copy outlives the wait for it. Call with `registering`."""
         worker, self.worker = self.worker, None
         if worker is None:
             return True
         worker.model.workers.discard(self.hello.client)
-        return worker.tensors.unmap(_UNMAP_S)
+        return worker.tensors.unmap(timeout)

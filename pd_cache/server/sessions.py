@@ -15,13 +15,15 @@ from collections.abc import Callable, Sequence
 from pd_cache.backends import StorageBackend
 
 MAX_SESSIONS = 4096
-"""One more ends the oldest."""
+"""One more ends the oldest of the client that has most."""
+MAX_KEYS = 1 << 20
+"""Of all sessions; more end the oldest ones of the client that holds most."""
 
 
 class Session:
     """One request's pins."""
 
-    __slots__ = ("_pinned", "_shards", "backend", "client", "deadline", "model", "name", "names")
+    __slots__ = ("_pinned", "_shards", "backend", "client", "deadline", "model", "name", "names", "size")
 
     def __init__(
         self,
@@ -41,12 +43,19 @@ class Session:
         self.names = names
         self.deadline = deadline
         self._shards = dict(enumerate(shards))
+        self.size = sum(len(keys) for keys in shards)
+        """Keys that it was opened with."""
         self._pinned = set(backend.pin(self.keys))
 
     @property
     def keys(self) -> list[str]:
         """What it holds, in one way or the other."""
         return [key for keys in self._shards.values() for key in keys]
+
+    @property
+    def held(self) -> int:
+        """How many keys it holds."""
+        return sum(len(keys) for keys in self._shards.values())
 
     @property
     def unpinned(self) -> list[str]:
@@ -64,15 +73,32 @@ class Session:
         return not self._shards
 
 
+class _Share:
+    """What one client holds."""
+
+    __slots__ = ("keys", "names")
+
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}
+        """Of its sessions, the oldest first."""
+        self.keys = 0
+
+
 class Sessions:
     """All sessions of a server. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, most: int = MAX_SESSIONS) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, most: int = MAX_SESSIONS, most_keys: int = MAX_KEYS
+    ) -> None:
         self._clock = clock
         self._most = most
+        self._most_keys = most_keys
         self._lock = threading.Lock()
+        self._clients: dict[str, _Share] = {}
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._by_request: dict[tuple[object, str], list[Session]] = {}
+        self._keys = 0
+        """What the sessions held when they were opened."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -81,7 +107,7 @@ class Sessions:
     def pinned(self) -> int:
         """Keys held, each as often as it is."""
         with self._lock:
-            return sum(len(session.keys) for session in self._sessions.values())
+            return sum(session.held for session in self._sessions.values())
 
     def open(
         self,
@@ -99,8 +125,15 @@ class Sessions:
             self._end(client, name)  # only now: the new one holds the same keys already
             self._sessions[client, name] = session
             self._by_request.setdefault((model, name), []).append(session)
+            share = self._clients.setdefault(client, _Share())
+            share.names[name] = None
+            share.keys += session.size
+            self._keys += session.size
+            # who asks for too much pays for it: its own oldest session ends, not another client's
             while len(self._sessions) > self._most:
-                self._end(*next(iter(self._sessions)))
+                self._end_oldest_of(max(self._clients, key=lambda one: len(self._clients[one].names)))
+            while self._keys > self._most_keys:
+                self._end_oldest_of(max(self._clients, key=lambda one: self._clients[one].keys))
 
     def loaded(self, name: str, model: object, rank: int, names: Sequence[bytes]) -> None:
         """A rank has loaded what the request's session holds for it.
@@ -122,7 +155,13 @@ class Sessions:
     def end_client(self, client: str) -> None:
         """End all sessions of a client that is gone."""
         with self._lock:
-            for key in [key for key in self._sessions if key[0] == client]:
+            for name in list(self._clients[client].names) if client in self._clients else ():
+                self._end(client, name)
+
+    def end_backend(self, backend: StorageBackend) -> None:
+        """End all sessions over a backend that is about to be closed."""
+        with self._lock:
+            for key in [key for key, session in self._sessions.items() if session.backend is backend]:
                 self._end(*key)
 
     def expire(self) -> int:
@@ -143,10 +182,19 @@ class Sessions:
                 keys.update(dict.fromkeys(session.unpinned))
         return [(backend, list(keys)) for backend, keys in by_backend.values()]
 
+    def _end_oldest_of(self, client: str) -> None:
+        self._end(client, next(iter(self._clients[client].names)))
+
     def _end(self, client: str, name: str) -> None:
         session = self._sessions.pop((client, name), None)
         if session is None:
             return
+        share = self._clients[client]
+        del share.names[name]
+        share.keys -= session.size
+        self._keys -= session.size
+        if not share.names:
+            del self._clients[client]
         same = self._by_request[session.model, name]
         same.remove(session)
         if not same:

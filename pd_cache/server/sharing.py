@@ -1,16 +1,17 @@
 """KV tensors in memory that an engine and its server both map. The bytes of a cache are never sent anywhere else.
 
-On the CPU a torch storage moves to POSIX shared memory in place, so that every view of it follows, and travels as a file
+On the CPU a torch storage moves to sealed shared memory in place, so that every view of it follows, and travels as a file
 descriptor. On a GPU it travels as a CUDA IPC handle. Either way the server sees the engine's own pages.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
-import stat
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from pd_cache.paged import ChunkSlots, Completion, PagedCopier, open_copier
 from pd_cache.paged.base import DONE
 from pd_cache.server.fence import AbandonedError, FenceView
 from pd_cache.server.messages import CpuStorage, CudaStorage, Register, Storage, TensorView
+from pd_cache.server.sealed import check_sealed, is_sealed, reseat
 from transfer.staging import prefault
 
 _SHARED_MEMORY = "/dev/shm"
@@ -111,8 +113,17 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
                 f"{storage.nbytes()} bytes of KV cache do not fit into {_SHARED_MEMORY}, which has {free} free; enlarge it, "
                 "e.g. with docker's --shm-size"
             )
-        storage.share_memory_()
+        descriptor, nbytes = storage._share_fd_cpu_()
+        try:
+            reseat(descriptor, storage.data_ptr(), nbytes)
+        except OSError as error:
+            raise SharingError(f"no sealed memory for {nbytes} bytes of KV cache: {error}") from None
     descriptor, _ = storage._share_fd_cpu_()
+    if not is_sealed(descriptor):
+        raise SharingError(
+            "the KV cache lies in shared memory already, of a kind that cannot be sealed against shrinking; lend tensors that "
+            "no other process has"
+        )
     return os.dup(descriptor)  # that one is the storage's own
 
 
@@ -191,11 +202,7 @@ class MappedTensors:
             if not descriptors:
                 raise SharingError("fewer file descriptors came than storages")
             descriptor = descriptors.pop(0)
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size < storage.nbytes:
-                raise SharingError(
-                    f"a storage of {storage.nbytes} bytes was announced, the file that came has {status.st_size}"
-                )
+            check_sealed(descriptor, storage.nbytes)
             self._maps.append(mmap.mmap(descriptor, storage.nbytes))
             base = torch.frombuffer(self._maps[-1], dtype=torch.uint8)
             prefault(base.data_ptr(), storage.nbytes)
@@ -214,7 +221,15 @@ class MappedTensors:
         self.fence.close()
 
 
+_REFERENCE_COUNTERS = 10_000
+"""In a file of torch's (CUDA_IPC_REF_COUNTER_FILE_SIZE); it writes to the one that it is told, unchecked."""
+
+
 def _import_cuda(storage: CudaStorage) -> torch.Tensor:
+    if storage.ref_counter_offset >= _REFERENCE_COUNTERS or storage.ref_counter.count(b"/") > 1:
+        raise SharingError(f"{storage.ref_counter!r} has no reference counter {storage.ref_counter_offset}")
+    if storage.device >= torch.cuda.device_count():
+        raise SharingError(f"a tensor on GPU {storage.device} came; this process has {torch.cuda.device_count()} GPUs")
     untyped = torch.UntypedStorage._new_shared_cuda(
         storage.device,
         storage.handle,
@@ -246,19 +261,22 @@ def _view(view: TensorView, bases: list[torch.Tensor]) -> torch.Tensor:
 
 
 class FencedCopier(PagedCopier):
-    """Copies chunks of one move, each only while the engine has not given it up. For one thread.
+    """Copies chunks of one move, each only while the engine has not given it up. For one thread at a time.
 
-    Raises AbandonedError where it has.
+    Raises AbandonedError where it has, or would have if it were not stopped.
     """
 
-    def __init__(self, tensors: MappedTensors, shard: int, slot: int, ticket: int, event: bytes) -> None:
-        """`shard` is one of those that the tensors hold, counted from 0."""
+    def __init__(
+        self, tensors: MappedTensors, shard: int, slot: int, ticket: int, event: bytes, until: float = math.inf
+    ) -> None:
+        """`shard` is one of those that the tensors hold, counted from 0. `until` is when the engine gives up (monotonic)."""
         super().__init__(tensors.shard_layout)
         self._tensors = tensors
         self._shard = shard
         self._slot = slot
         self._ticket = ticket
         self._event = event
+        self._until = until
 
     def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> Completion:
         with self._inside() as copier:
@@ -272,6 +290,8 @@ class FencedCopier(PagedCopier):
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[PagedCopier]:
+        if time.monotonic() > self._until:
+            raise AbandonedError
         with self._tensors.using(self._shard) as copier, self._tensors.fence.passing(self._slot, self._ticket):
             if self._event:
                 _wait_on_stream(self._tensors.device, self._event)

@@ -57,13 +57,13 @@ def victim(url: str, model: str) -> Iterator[subprocess.Popen[str]]:
 
 def shared_maps() -> int:
     """Mappings of engines' tensors in this process."""
-    return sum("torch_" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return sum("memfd:pd-cache-tensors" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def shared_files() -> int:
     """Open files of shared memory, fences included: Mooncake's connections come and go as they like."""
     names = [os.readlink(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd") if _is_open(one)]
-    return sum("/memfd:pd-cache" in name or "/dev/shm/torch" in name for name in names)
+    return sum("/memfd:pd-cache" in name for name in names)
 
 
 def _is_open(descriptor: str) -> bool:

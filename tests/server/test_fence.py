@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from pd_cache.server.fence import SLOTS, AbandonedError, Fence, FenceView
+from pd_cache.server.sealed import sealed_memory
 from tests.support.pool import ROOT
 from tests.support.waiting import wait_for
 
@@ -132,8 +133,9 @@ def test_nothing_is_written_after_a_revocation_however_the_two_race(fence: Fence
 
 
 def test_a_file_that_is_no_fence_is_refused(fence: Fence) -> None:
-    descriptor = os.memfd_create("other")
+    descriptor = sealed_memory("other", 1 << 20)
     try:
+        os.pwrite(descriptor, bytes(1 << 20), 0)
         with pytest.raises(ValueError, match="a fence has"):
             FenceView(descriptor)
     finally:

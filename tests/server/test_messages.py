@@ -177,12 +177,15 @@ def exchange(server: CacheServer) -> Iterator[Callable[..., Any]]:
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.RCVTIMEO, 5000)
+    name = uuid.uuid4().hex
+    socket.setsockopt(zmq.IDENTITY, name.encode())
     socket.connect(server.url)
 
     def ask(*frames: bytes) -> Any:
         socket.send_multipart(frames)
         return decode_answer(socket.recv())[1]
 
+    ask.name = name  # type: ignore[attr-defined]
     try:
         yield ask
     finally:
@@ -198,7 +201,7 @@ def test_a_malformed_frame_is_answered_with_an_error_and_stops_nothing(
     assert isinstance(answer, Refused)
     assert answer.reason == "malformed"
     assert troubles(server.metrics, "server")["malformed_frame"] >= 1
-    assert isinstance(exchange(encode(1, Hello(TOKEN, "observer", "test"))), Welcome)
+    assert isinstance(exchange(encode(1, Hello(exchange.name, "observer", "test"))), Welcome)
 
 
 def test_an_unknown_version_is_answered_in_words(exchange: Any) -> None:
@@ -218,8 +221,8 @@ def test_who_has_not_said_hello_is_told_to(exchange: Any) -> None:
 def test_a_registration_without_file_descriptors_is_refused(
     server: CacheServer, exchange: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("pd_cache.server.registrations._DESCRIPTORS_S", 0.1)
-    assert isinstance(exchange(encode(1, Hello(uuid.uuid4().hex, "worker", "test", "m", 1, 0, 4))), Welcome)
+    monkeypatch.setattr("pd_cache.server.app._DESCRIPTORS_S", 0.1)
+    assert isinstance(exchange(encode(1, Hello(exchange.name, "worker", "test", "m", 1, 0, 4))), Welcome)
     answer = exchange(encode(2, REQUESTS[1]))
     assert (answer.reason, "no file descriptors came" in answer.message) == ("invalid", True)
 

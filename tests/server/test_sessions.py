@@ -84,6 +84,9 @@ class SessionsModel(RuleBasedStateMachine):
         assert leased == set(held) - self.tier.have
         assert len(self.sessions) <= 5
         assert sum(map(len, self.sessions._by_request.values())) == len(self.sessions)
+        shares = self.sessions._clients
+        assert {(c, n) for c, share in shares.items() for n in share.names} == set(self.sessions._sessions)
+        assert self.sessions._keys == sum(share.keys for share in shares.values())
 
 
 TestSessionsModel = SessionsModel.TestCase
@@ -100,3 +103,32 @@ def test_a_session_outlives_its_deadline_by_nothing() -> None:
     clock.now = 10.0
     assert sessions.expire() == 1
     assert not +tier.pins
+
+
+def test_a_client_with_too_many_sessions_loses_its_own() -> None:
+    sessions = Sessions(Clock(), most=4)
+    tier: Any = CountingTier([])
+    sessions.open("modest", "a", "model", tier, NAMES, shards(NAMES, 1), 10)
+    for index in range(10):
+        sessions.open("greedy", str(index), "model", tier, NAMES, shards(NAMES, 1), 10)
+    assert set(sessions._sessions) == {("modest", "a"), *(("greedy", str(index)) for index in (7, 8, 9))}
+
+
+def test_a_client_with_too_many_keys_loses_its_own() -> None:
+    sessions = Sessions(Clock(), most_keys=10)
+    tier: Any = CountingTier([])
+    sessions.open("modest", "a", "model", tier, NAMES, shards(NAMES, 1), 10)
+    for index in range(3):
+        sessions.open("greedy", str(index), "model", tier, NAMES, shards(NAMES, 1), 10)
+    assert set(sessions._sessions) == {("modest", "a"), ("greedy", "2")}
+    sessions.open("greedy", "3", "model", tier, NAMES, shards(NAMES, 4), 10)
+    assert set(sessions._sessions) == {("modest", "a")}, "one that is too large by itself is not kept at all"
+
+
+def test_sessions_over_a_backend_that_is_closed_end() -> None:
+    sessions = Sessions(Clock())
+    one, other = CountingTier([]), CountingTier([])
+    for tier in (one, other):
+        sessions.open("x", str(id(tier)), "model", tier, NAMES, shards(NAMES, 1), 10)  # type: ignore[arg-type]
+    sessions.end_backend(one)  # type: ignore[arg-type]
+    assert [name for _, name in sessions._sessions] == [str(id(other))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 
 from pd_cache.errors import LayoutError
 from pd_cache.layout import PageKind
+from pd_cache.paged import ChunkSlots
 from pd_cache.server import sharing
 from pd_cache.server.fence import AbandonedError, Fence, FenceView
 from pd_cache.server.messages import CpuStorage, CudaStorage, Register, decode_request, encode
-from pd_cache.server.sharing import MappedTensors, Shared, SharingError, close_all, share_tensors
+from pd_cache.server.sharing import FencedCopier, MappedTensors, Shared, SharingError, close_all, share_tensors
 from tests.support.kv import make_cache
 
 MapThem = Callable[..., MappedTensors]
@@ -110,7 +112,7 @@ def test_what_is_said_about_storages_is_checked_against_the_files(map_them: MapT
             map_them(copies, storages=storages)
     read, write = os.pipe()
     try:
-        with pytest.raises(SharingError, match="was announced"):
+        with pytest.raises(SharingError, match="not memory of memfd_create"):
             map_them(shared._replace(descriptors=[os.dup(read)]))
         with pytest.raises(SharingError, match="more file descriptors"):
             map_them(shared._replace(descriptors=[*shared.descriptors, os.dup(read)]))
@@ -168,3 +170,33 @@ def test_a_gpu_s_tensors_travel_as_ipc_handles_without_descriptors() -> None:
     assert decode_request(encode(1, request)) == (1, request)
     assert sharing.event_handle(OnAGpu()) == b"recorded"
     assert sharing.event_handle(None) == b""
+
+
+def test_what_is_said_about_a_gpu_s_memory_is_checked_before_torch_believes_it(map_them: MapThem) -> None:
+    shared = share_tensors([OnAGpu()])  # type: ignore[list-item]
+    (storage,) = shared.storages
+    for change, message in [
+        ({"ref_counter_offset": 1 << 40}, "no reference counter"),
+        ({"ref_counter": b"/../../etc/passwd"}, "no reference counter"),
+        ({"device": 1000}, "a tensor on GPU 1000"),
+    ]:
+        with pytest.raises(SharingError, match=message):
+            map_them(shared, storages=(msgspec.structs.replace(storage, **change),))
+
+
+def test_nothing_is_copied_for_an_engine_that_has_given_up_or_would_have() -> None:
+    fence = Fence()
+    slot, ticket = fence.admit() or (0, 0)
+    shared = share_tensors(make_cache())
+    request = Register(uuid.uuid4().hex, shared.storages, shared.tensors)
+    mapped = MappedTensors(request, shared.descriptors, FenceView(fence.descriptor))
+    try:
+        rows = ChunkSlots(torch.tensor([0, 1]), None)
+        payload = torch.zeros(mapped.layout.chunk_bytes(8), dtype=torch.uint8)
+        FencedCopier(mapped, 0, slot, ticket, b"", time.monotonic() + 600).gather(rows, payload)
+        with pytest.raises(AbandonedError):
+            FencedCopier(mapped, 0, slot, ticket, b"", time.monotonic() - 1).scatter(rows, payload)
+    finally:
+        close_all(shared.descriptors)
+        assert mapped.unmap(1)
+        fence.close()

@@ -47,14 +47,15 @@ def served(
 class ServerProcess(Node):
     """`pd-cache launch cache-server` on a pool, always at the same address."""
 
-    def __init__(self, pool: Pool, folder: Path) -> None:
+    def __init__(self, pool: Pool, folder: Path, **options: Any) -> None:
+        """`options` of the node in the file."""
         tree = {
             "name": "test",
             "transfer": {**FAST, "prefault": False},
             "cache": {"chunk_size": CHUNK},
             "nodes": [
                 {"name": "master", "role": "master", "port": pool.port, "metrics_port": pool.metrics_port},
-                {"name": "cache", "role": "cache-server", "url": f"ipc://{folder}/cache.sock"},
+                {"name": "cache", "role": "cache-server", "url": f"ipc://{folder}/cache.sock", **options},
             ],
         }
         file = folder / "server.yaml"

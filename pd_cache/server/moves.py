@@ -1,0 +1,67 @@
+"""A store or retrieve under way: what has moved, and what is the next turn's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pd_cache.mover import ChunkRun
+from pd_cache.mover import Stored as Outcome
+from pd_cache.server.messages import Answer, Loaded, Move, RefusalError, Retrieve, Stored, count_names
+from pd_cache.server.registrations import Client, Worker
+
+TURN_BYTES = 1 << 30
+"""What one store or retrieve moves before others have their turn: about a second's work."""
+
+
+class _Begun(NamedTuple):
+    worker: Worker
+    run: ChunkRun
+
+
+class MoveJob:
+    """A store or retrieve, done in turns. For one thread at a time."""
+
+    def __init__(self, client: Client, request: Move, loaded: Callable[[Move, Worker], None]) -> None:
+        """`loaded` is called when a retrieve has ended."""
+        self._client = client
+        self._request = request
+        self._loaded = loaded
+        self._begun: _Begun | None = None
+        self._done = 0
+        """Chunks."""
+        self._outcomes = bytearray()
+        self.until = time.monotonic() + request.patience_ms / 1000
+        """When the engine has given it up."""
+
+    @property
+    def cost(self) -> int:
+        """Chunks that the next turn moves."""
+        left = count_names(self._request.names) - self._done
+        worker = self._client.worker if self._begun is None else self._begun.worker
+        if worker is None:
+            return left
+        model = worker.model
+        return min(left, max(1, TURN_BYTES // (model.mover.backend.payload_bytes * len(model.shards_of(worker.rank)))))
+
+    def turn(self) -> Answer | None:
+        """Do the next turn; the answer after the last. Raises RefusalError, AbandonedError or what the memory raises."""
+        if time.monotonic() > self.until:
+            raise RefusalError("late", "its turn came after its deadline")
+        if self._begun is None:
+            worker = self._client.registered
+            self._begun = _Begun(worker, worker.run(self._request, self.until))
+        worker, run = self._begun
+        first, self._done = self._done, self._done + self.cost
+        part = run.part(first, self._done)
+        if isinstance(self._request, Retrieve):
+            loaded = worker.model.mover.load(part)
+            if loaded == len(part.chunks) and self._done < len(run.chunks):
+                return None
+            self._loaded(self._request, worker)
+            return Loaded(first + loaded)
+        held = worker.model.group.held
+        objects = worker.model.mover.store(part)
+        self._outcomes += bytes(Outcome.together(objects[at : at + held]) for at in range(0, len(objects), held))
+        return None if self._done < len(run.chunks) else Stored(bytes(self._outcomes))

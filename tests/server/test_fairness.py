@@ -1,0 +1,332 @@
+"""What one engine asks of a cache server never keeps another one waiting, and is let go of with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.soak import engine_abuse
+from bench.soak.engine_abuse import Stranger, sealed
+from pd_cache.config import CacheConfig, NodeSettings
+from pd_cache.layout import KVLayout
+from pd_cache.metrics import CacheMetrics
+from pd_cache.server import app, channel, moves, questions
+from pd_cache.server.app import CacheServer
+from pd_cache.server.channel import RefusedError
+from pd_cache.server.client import CacheClient
+from pd_cache.server.messages import MAX_FRAME, Done, Hello, Lookup, RefusalError, Refused, StatusQuery, Welcome
+from pd_cache.server.models import Models
+from tests.support.engines import BLOCK, CHUNK
+from tests.support.kv import make_cache
+from tests.support.pool import ROOT, Pool
+from tests.support.server import Engine, served, store_surely
+from tests.support.waiting import wait_for
+
+TOKENS = list(range(6 * CHUNK))
+
+
+@pytest.fixture
+def server(pool: Pool, tmp_path: Path) -> Iterator[CacheServer]:
+    with served(pool, tmp_path) as one:
+        yield one
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# --- registrations and lifelines -------------------------------------------------------------------------------------
+
+
+def test_registrations_without_descriptors_keep_no_thread(server: CacheServer, monkeypatch: Any) -> None:
+    monkeypatch.setattr(app, "_DESCRIPTORS_S", 600.0)
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(Stranger(server.url)) for _ in range(20)]
+        for one in strangers:
+            assert isinstance(one.hello(lifeline=True), Welcome)
+            one.say(engine_abuse.registration(uuid.uuid4().hex, 4096, CHUNK))
+        wait_for(lambda: sum(one.pending is not None for one in server._clients.values()) == 20)
+        with Engine(server.url) as engine:
+            store_surely(engine, TOKENS)
+        assert not any(one.hear(0) for one in strangers), "they still wait"
+
+
+def test_descriptors_may_come_after_the_registration(server: CacheServer) -> None:
+    token = uuid.uuid4().hex
+    with Stranger(server.url) as one:
+        one.hello(lifeline=True)
+        one.say(engine_abuse.registration(token, engine_abuse.LENT, CHUNK))
+        wait_for(lambda: any(client.pending for client in server._clients.values()))
+        descriptors = [sealed(engine_abuse.FENCE_BYTES), sealed(engine_abuse.LENT)]
+        one.lend(token, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        assert one.hear() == Done()
+
+
+def test_a_token_that_is_sent_again_and_again_keeps_one_set_of_descriptors(server: CacheServer) -> None:
+    token = uuid.uuid4().hex
+    with Stranger(server.url) as one:
+        one.hello(lifeline=True)
+        before, descriptor = open_files(), sealed(4096)
+        for _ in range(60):
+            one.lend(token, [descriptor] * 100)
+        os.close(descriptor)
+        wait_for(lambda: open_files() <= before + 100, 10, "all but one set being closed")
+    wait_for(lambda: open_files() < before, 10, "the last set being closed with its client")
+
+
+def test_a_descriptor_that_takes_long_to_close_holds_nobody_up(server: CacheServer) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        client = socket.create_connection(listener.getsockname())
+        peer, _ = listener.accept()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\x58\x02\0\0")  # ten minutes
+    client.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            client.send(bytes(1 << 20))
+    with peer, Stranger(server.url) as one:
+        one.hello(lifeline=True)
+        token, fence = uuid.uuid4().hex, sealed(engine_abuse.FENCE_BYTES)
+        one.lend(token, [fence, client.fileno()])
+        os.close(client.detach())  # now the server's is the last one, and to close it takes ten minutes
+        os.close(fence)
+        answer = one.ask(engine_abuse.registration(token, 1 << 20, CHUNK))
+        assert isinstance(answer, Refused)
+        assert "not memory of memfd_create" in answer.message
+        with Engine(server.url) as engine:
+            store_surely(engine, TOKENS)
+
+
+def test_clients_without_a_lifeline_give_their_place_to_newcomers(server: CacheServer, monkeypatch: Any) -> None:
+    monkeypatch.setattr(app, "_MAX_CLIENTS", 8)
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(Stranger(server.url)) for _ in range(8)]
+        for one in strangers:
+            assert isinstance(one.hello("observer"), Welcome)
+        with Engine(server.url) as engine:
+            store_surely(engine, TOKENS)
+            for one in strangers:
+                one.hello("observer")
+            assert engine.lookup("still there", TOKENS) == len(TOKENS)
+            assert len(server._clients) == 8
+    assert isinstance(strangers[0].welcome, Welcome)
+
+
+def test_where_every_client_has_a_lifeline_one_more_is_refused(server: CacheServer, monkeypatch: Any) -> None:
+    monkeypatch.setattr(app, "_MAX_CLIENTS", 3)
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(Stranger(server.url)).hello(lifeline=True)
+        wait_for(lambda: all(server._lifeline.has(one.hello.client) for one in server._clients.values()))
+        answer = stack.enter_context(Stranger(server.url)).hello(block_size=CHUNK)
+        assert isinstance(answer, Refused)
+        assert answer.reason == "busy"
+
+
+def test_a_client_has_one_name(server: CacheServer) -> None:
+    with Stranger(server.url) as one:
+        answer = one.ask(Hello(uuid.uuid4().hex, "observer", "abuse"))
+        assert isinstance(answer, Refused)
+        assert "one name" in answer.message
+
+
+# --- lookups, stores and retrieves -----------------------------------------------------------------------------------
+
+
+def test_a_lookup_in_many_steps_finds_what_one_step_finds(server: CacheServer, monkeypatch: Any) -> None:
+    monkeypatch.setattr(questions, "STEP_KEYS", 2)
+    with Engine(server.url) as engine:
+        store_surely(engine, TOKENS)
+        before = [server.metrics.registry.get_sample_value("pd_cache_tokens_total", tags) or 0 for tags in COUNTED]
+        assert engine.lookup("all", TOKENS) == 6 * CHUNK
+        assert server.sessions.pinned == 6
+        assert engine.lookup("part", [*TOKENS[: 3 * CHUNK], *[9] * 6 * CHUNK]) == 3 * CHUNK
+        after = [server.metrics.registry.get_sample_value("pd_cache_tokens_total", tags) or 0 for tags in COUNTED]
+        assert [new - old for new, old in zip(after, before, strict=True)] == [15 * CHUNK, 9 * CHUNK]
+
+
+COUNTED = [{"op": "lookup", "outcome": "requested"}, {"op": "lookup", "outcome": "hit"}]
+
+
+def test_what_one_lookup_asks_for_is_bounded(server: CacheServer, monkeypatch: Any) -> None:
+    monkeypatch.setattr(questions, "MOST_KEYS", 4)
+    with Engine(server.url) as engine:
+        engine.store("a", TOKENS)
+        wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK or engine.store("a", TOKENS), 30)
+
+
+def test_more_ranks_than_there_are_heads_anywhere_are_refused(server: CacheServer) -> None:
+    with Stranger(server.url) as one:
+        answer = one.hello(world_size=4096)
+        assert isinstance(answer, Refused)
+        assert answer.reason == "invalid"
+        assert "objects of every chunk" in answer.message
+
+
+def test_a_store_and_a_retrieve_in_many_turns_move_what_one_turn_moves(server: CacheServer, monkeypatch: Any) -> None:
+    with Engine(server.url) as engine:
+        store_surely(engine, TOKENS[:CHUNK])
+        monkeypatch.setattr(moves, "TURN_BYTES", 1)
+        engine.store("a", TOKENS)
+        assert engine.worker.get_failed_stores() == {}
+        assert engine.lookup("a", TOKENS) == 6 * CHUNK
+        assert engine.retrieve("a", TOKENS, 20) == set()
+        assert engine.holds(TOKENS, 20)
+        wait_for(lambda: not server.sessions.pinned, 5, "the session ending with the retrieve")
+        model = next(iter(server.models))
+        keys = model.database.keys(model.database.hash_tokens(TOKENS))
+        model.mover.backend.store.remove([keys[3]], timeout=5, force=True)  # type: ignore[attr-defined]
+        assert engine.retrieve("b", TOKENS, 20) == set(range(20 + 6, 20 + 12)), (
+            "it ends at the first chunk that is gone"
+        )
+        assert server._queue.in_flight == 0
+
+
+def test_a_request_that_no_server_reads_is_refused_before_it_is_sent(server: CacheServer) -> None:
+    client = CacheClient(server.url, None, kind="observer")
+    try:
+        with pytest.raises(RefusedError, match="are the most"):
+            client.ask(Lookup("x" * MAX_FRAME, b""), 5)
+        client.ask(StatusQuery(), 5)
+        assert client.lost == 0
+    finally:
+        client.close()
+
+
+# --- backends --------------------------------------------------------------------------------------------------------
+
+
+class FakeBackend:
+    available = True
+
+    def __init__(self, settings: NodeSettings, payload_bytes: int) -> None:
+        self.payload_bytes = payload_bytes
+        self.segment_size = settings.segment_size
+        self.closed = False
+
+    def batched_contains(self, keys: Any, timeout: Any = None) -> Any:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def models(pool: Pool) -> Models:
+    settings = pool.settings(CacheConfig(chunk_size=CHUNK), segment_size=16 << 20)
+    return Models(settings, CacheMetrics(), FakeBackend)  # type: ignore[arg-type]
+
+
+def come(models: Models, heads: int, client: str) -> Any:
+    """An engine registers whose chunks are as large as it has heads."""
+    hello = Hello(uuid.uuid4().hex, "worker", "x", f"model of {heads}", 1, 0, BLOCK)
+    return models.serve(models.group(hello), KVLayout.from_tensors(make_cache(heads=heads, block_size=BLOCK)), client)
+
+
+def test_the_backend_of_engines_that_have_left_makes_room_for_another_size(models: Models) -> None:
+    first = come(models, 1, "a")
+    others = [come(models, heads, "b") for heads in (2, 3, 4)]
+    with pytest.raises(RefusalError, match="would be the 5th size"):
+        come(models, 5, "c")
+    others[1].workers.discard("b")
+    assert not others[1].mover.backend.closed, "an engine that comes back finds its chunks"
+    come(models, 5, "c")
+    assert [one.mover.backend.closed for one in (first, *others)] == [False, False, True, False]
+    assert models.get(others[1].group) is None
+    assert others[1].mover.closed
+    assert come(models, 3 - 1, "d") is others[0], "those that are there go on"
+    with pytest.raises(RefusalError, match="would be the 5th size"):
+        come(models, 3, "b")
+
+
+def test_the_backend_with_the_segment_goes_last_and_the_next_one_has_it(models: Models) -> None:
+    everyone = [come(models, heads, "a") for heads in (1, 2, 3, 4)]
+    assert [bool(one.mover.backend.segment_size) for one in everyone] == [True, False, False, False]
+    for one in everyone:
+        one.workers.clear()
+    come(models, 5, "b")
+    assert [one.mover.backend.closed for one in everyone] == [False, True, False, False]
+    for heads in (6, 7):
+        come(models, heads, "b")
+    assert not everyone[0].mover.backend.closed
+    last = come(models, 8, "b")
+    assert everyone[0].mover.backend.closed
+    assert last.mover.backend.segment_size
+
+
+# --- connections -----------------------------------------------------------------------------------------------------
+
+FEW_FILES = """
+import resource, sys, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+from pd_cache.server.channel import ServerChannel
+from pd_cache.server.messages import Refused
+server = ServerChannel(sys.argv[1])
+print("ready", flush=True)
+while True:
+    for incoming in server.receive(1, lambda reason: None):
+        server.answer(incoming, Refused("here", ""))
+"""
+
+
+def test_a_server_without_descriptors_for_more_connections_refuses_them_and_lives(tmp_path: Path) -> None:
+    path = tmp_path / "cache.sock"
+    process = subprocess.Popen(
+        [sys.executable, "-c", FEW_FILES, f"ipc://{path}"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout, contextlib.ExitStack() as stack:
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        assert process.stdout.readline() == "ready\n"
+        known = stack.enter_context(Stranger(f"ipc://{path}"))
+        connections: list[socket.socket] = []
+
+        def connect() -> bool:
+            """One more, with the server awake in between; False once it is refused."""
+            connections.append(socket.socket(socket.AF_UNIX))
+            try:
+                connections[-1].connect(str(path))
+            except OSError:
+                return False
+            return known.ask(StatusQuery()) == Refused("here", "")
+
+        assert not all(connect() for _ in range(400)), "it took more connections than it has descriptors"
+        assert known.ask(StatusQuery()) == Refused("here", "")
+        for connection in connections:
+            connection.close()
+
+        def served_again() -> bool:
+            with Stranger(f"ipc://{path}") as newcomer:
+                return newcomer.ask(StatusQuery(), 0.5) == Refused("here", "")
+
+        wait_for(served_again, 20, "the server listening again")
+        assert process.poll() is None
+
+
+def test_a_flood_of_bad_frames_does_not_put_a_channel_to_sleep(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(channel, "_ROUND_BYTES", 10)
+    server = channel.ServerChannel(f"ipc://{tmp_path}/c.sock")
+    bad: list[str] = []
+    try:
+        with Stranger(server.url) as one:
+            for _ in range(50):
+                one.send([b"no message"])
+            one.say(StatusQuery())
+            found: list[Any] = []
+            wait_for(lambda: found.extend(server.receive(30, bad.append)) or found, 20)  # type: ignore[func-returns-value]
+    finally:
+        server.close()
+    assert len(bad) == 50
