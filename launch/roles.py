@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.descriptors import raise_descriptor_limit
 from launch.discovery import Member, find_master
 from launch.errors import RoleError
 from launch.foreign import ForeignProgram
@@ -42,6 +41,7 @@ from pd_cache.config import (
     VllmEngineConfig,
 )
 from pd_cache.errors import ConfigError
+from pd_cache.server.descriptors import raise_limit
 from transfer.environment import host_environment, split_master
 from transfer.errors import PoolUnavailableError
 from transfer.host import WAITS_FOR
@@ -60,7 +60,7 @@ Ready = Callable[[str], None]
 
 def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
     """Do the node's work in this process until SIGTERM or SIGINT. Raises PdCacheError if it cannot."""
-    raise_descriptor_limit()
+    raise_limit()
     with Member(config, node) as member:
 
         def announce(url: str) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -113,7 +114,10 @@ class Bulk:
         """A `mooncake_client` does the transfers. It gives no more than codes, and `HostClient` deals with its own cap, which
         is earlier than Mooncake's: all keys are one step, no session reports other writers, no peer is known."""
         self._step = 0 if self._shared else keys_per_step(settings)
+        self._stall_s = stall_seconds(settings)
         self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
+        self._reading: dict[int, tuple[float, list[str]]] = {}
+        """When the read of each thread began, and of which keys."""
 
     def get(self, keys: Sequence[str], slots: Sequence[Slot], deadline: float) -> list[int]:
         """Read each key into its slot; the bytes read, or a code, for each. No step begins after `deadline`."""
@@ -140,6 +144,20 @@ class Bulk:
             for index, code in zip(full, again, strict=True):
                 codes[index] = code
         return codes
+
+    def suspect_slow_peers(self) -> None:
+        """A reader's deadline passed: do not ask those again for now whose objects are still being read, and began to be read
+        longer ago than a peer may stand still.
+
+        Mooncake waits a minute, for each key, for a peer with which this process has never spoken; the codes come that late.
+        """
+        if self._shared:
+            return
+        now = time.monotonic()
+        for began, keys in list(self._reading.values()):
+            if now - began > self._stall_s:
+                for peer in frozenset[str]().union(*self._where(keys).values()):
+                    self._blame(peer, now)
 
     # --- inside --------------------------------------------------------------------------------------------------
 
@@ -170,7 +188,12 @@ class Bulk:
             some = [keys[i] for i in wanted]
             targets = [slots[i] for i in wanted]
             addresses, sizes = [slot.address for slot in targets], [slot.size for slot in targets]
-            outcomes = self._guarded(targets, lambda: self._client.batch_get_into(some, addresses, sizes))
+            me = threading.get_ident()
+            self._reading[me] = (time.monotonic(), some)
+            try:
+                outcomes = self._guarded(targets, lambda: self._client.batch_get_into(some, addresses, sizes))
+            finally:
+                del self._reading[me]
             self._judge(some, outcomes)
             for index, outcome in zip(wanted, outcomes, strict=True):
                 codes[index] = outcome
@@ -234,8 +257,11 @@ class Bulk:
             if self.peers.delivered(peer):
                 log.info("peer %s delivers again", peer)
         for peer in {peer for key in failed for peer in where.get(key, ())} - delivered:
-            if self.peers.failed(peer, now):
-                log.warning("peer %s does not deliver: its objects are misses until it does", peer)
+            self._blame(peer, now)
+
+    def _blame(self, peer: str, now: float) -> None:
+        if self.peers.failed(peer, now):
+            log.warning("peer %s does not deliver: its objects are misses until it does", peer)
 
     def _where(self, keys: list[str]) -> dict[str, frozenset[str]]:
         """The peers that hold each object in memory; a key is left out where nobody knows."""

@@ -129,6 +129,12 @@ class CallThreads:
             return None
         return call
 
+    @property
+    def late(self) -> int:
+        """Threads that are held by a call that has outlived its deadline."""
+        with self._lock:
+            return self._late()
+
     def relieve(self) -> None:
         """Start a spare thread if calls are queued behind threads that are late."""
         with self._lock:
@@ -151,7 +157,7 @@ class CallThreads:
 
     def _late(self) -> int:
         now = time.monotonic()
-        return sum(end < now for end in self._running.values())
+        return sum(end <= now for end in self._running.values())
 
     def _relieve(self) -> None:
         if self._closed or len(self._running) < len(self._threads):

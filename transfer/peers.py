@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 
+TRIAL_S = 65.0
+"""Mooncake waits a minute for a peer with which this process has never spoken."""
 _MOST = 4096
 """Peers that are remembered as silent; beyond that the oldest are forgotten, and tried again."""
 
@@ -23,6 +25,8 @@ class Peers:
         self._lock = threading.Lock()
         self._silent: dict[str, tuple[float, float]] = {}
         """When to try each again, and the pause before that."""
+        self._trial_ends = 0.0
+        """Until when a trial is under way that nobody has reported on."""
 
     @property
     def any_silent(self) -> bool:
@@ -32,11 +36,13 @@ class Peers:
     def delivered(self, peer: str) -> bool:
         """Note that a peer answered. True if it was silent before."""
         with self._lock:
+            self._trial_ends = 0.0
             return self._silent.pop(peer, None) is not None
 
     def failed(self, peer: str, now: float) -> bool:
         """Note that a peer did not answer. True if it answered before."""
         with self._lock:
+            self._trial_ends = 0.0
             known = self._silent.pop(peer, None)
             pause = self._retry_s if known is None else min(self._longest_s, 2 * known[1])
             self._silent[peer] = (now + pause, pause)
@@ -47,14 +53,12 @@ class Peers:
     def may_ask(self, peers: Collection[str], now: float) -> bool:
         """Whether to read an object that lies at all of `peers`: one of them is not silent, or it is time to try one again.
 
-        A trial is one call: others wait for its outcome.
+        There is one trial at a time, of all peers: it may hold its thread for as long as `TRIAL_S`.
         """
         with self._lock:
             if not peers or any(peer not in self._silent for peer in peers):
                 return True
-            due = next((peer for peer in peers if self._silent[peer][0] <= now), None)
-            if due is None:
+            if now < self._trial_ends or all(now < self._silent[peer][0] for peer in peers):
                 return False
-            pause = self._silent[due][1]
-            self._silent[due] = (now + pause, pause)
+            self._trial_ends = now + TRIAL_S
             return True

@@ -152,6 +152,7 @@ class Pending(Generic[R]):
             return [self._result(self._store._refusal(), 0)] * self._keys
         codes = self._call.outcome([])
         if not codes:
+            self._store._suspect()
             return [self._result(Status.TIMEOUT, 0)] * self._keys
         return [self._result(status_of(code), code) for code in codes]
 
@@ -431,6 +432,12 @@ class MooncakeStore:
                 held.pop().release()
 
         return threads.submit(self._judged("a transfer", lambda: transfer(held, deadline)), deadline, let_go)
+
+    def _suspect(self) -> None:
+        """A transfer's deadline passed. Nobody waits for the outcome of this."""
+        if self.available and self._gets.late:
+            patience = self._settings.timeouts.exist_ms / 1000
+            self._control.submit(self._bulk.suspect_slow_peers, time.monotonic() + patience)
 
     def _forfeit(self, slots: Sequence[Slot]) -> None:
         """A transfer may still use these slots although its call has returned."""

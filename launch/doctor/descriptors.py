@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from launch.descriptors import descriptor_limits, descriptors_for
+from launch.descriptors import descriptors_for
 from launch.doctor.finding import Finding, ok, warning
 from pd_cache.config import ClusterConfig, Node
+from pd_cache.server.descriptors import descriptor_limits
 
 _ANY_NODE = 4096
 """What other nodes do with: connections to all others, shared memory, files of a disk tier."""

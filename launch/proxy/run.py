@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from launch.descriptors import raise_descriptor_limit
 from launch.discovery import View, known_master, open_directory
 from launch.proxy.app import Proxy
 from launch.proxy.capacity import fitted
@@ -21,6 +20,7 @@ from launch.signals import stop_signals
 from pd_cache.block_hashes import SEED_VARIABLE
 from pd_cache.config import ClusterConfig, DecodeNode, NodeSettings, PrefillNode, ProxyNode, VllmEngineConfig
 from pd_cache.lookup import LookupClient, MooncakeLookupClient
+from pd_cache.server.descriptors import raise_limit
 from pd_cache.tokens import CacheMetadata
 
 _SYNC_S = 2.0
@@ -46,7 +46,7 @@ def run_proxy(
         timeout_s=timeout_s,
         seeds=hash_seeds(config),
     )
-    settings, room = fitted(config.proxy, raise_descriptor_limit())
+    settings, room = fitted(config.proxy, raise_limit())
     connections = Connections(
         room, header_s=settings.header_timeout_s, idle_s=settings.idle_timeout_s, write_s=settings.write_timeout_s
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.waiting import wait_for
 from transfer.bulk import LATE, Bulk, Watch, keys_per_step
 from transfer.environment import stall_seconds
 from transfer.errors import Status, status_of
@@ -180,6 +182,25 @@ def test_objects_of_a_silent_peer_fail_at_once_and_those_of_others_are_read(slot
     assert bulk.get(["a0", "b0"], slots[:2], soon()) == [FAILED, 4096]
     assert bulk.get(["a1", "b0"], slots[:2], soon()) == [FAILED, 4096]
     assert client.gets == [["a0", "b0"], ["b0"]]
+
+
+def test_a_peer_that_hangs_is_suspected_while_the_read_is_still_under_way(slots: list[Slot]) -> None:
+    client = Client()
+    client.peer_of = {"a": "hangs", "b": "well"}
+    release = threading.Event()
+    hangs = client.batch_get_into
+    client.batch_get_into = lambda *call: (release.wait(60), hangs(*call))[1]  # type: ignore[method-assign, assignment]
+    bulk = Bulk(client, settings(get_ms=1, put_ms=1), lambda _: None)
+    bulk._stall_s = 0
+    reader = threading.Thread(target=bulk.get, args=(["a"], slots[:1], soon()))
+    reader.start()
+    wait_for(lambda: bulk._reading)
+    bulk.suspect_slow_peers()
+    assert not bulk.peers.may_ask({"hangs"}, time.monotonic())
+    assert bulk.peers.may_ask({"well"}, time.monotonic())
+    release.set()
+    reader.join(60)
+    assert not bulk.peers.any_silent, "it delivered"
 
 
 def test_where_objects_lie_is_not_asked_while_all_peers_deliver(slots: list[Slot]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transfer.peers import _MOST, Peers
+from transfer.peers import _MOST, TRIAL_S, Peers
 
 
 def test_all_peers_may_be_asked_until_one_fails() -> None:
@@ -38,11 +38,15 @@ def test_a_peer_that_delivers_is_like_any_other() -> None:
     assert not peers.any_silent
 
 
-def test_a_trial_that_nobody_reported_on_is_followed_by_another() -> None:
+def test_one_trial_at_a_time_and_one_that_nobody_reported_on_is_followed_by_another() -> None:
     peers = Peers(1.0)
     peers.failed("a", 0.0)
+    peers.failed("b", 0.0)
     assert peers.may_ask({"a"}, 1.0)
-    assert peers.may_ask({"a"}, 2.0)
+    assert not peers.may_ask({"b"}, 2.0), "trials never hold more than one thread"
+    assert peers.may_ask({"b"}, 1.0 + TRIAL_S)
+    peers.failed("b", 1.0 + TRIAL_S)
+    assert peers.may_ask({"a"}, 1.0 + TRIAL_S), "reported on"
 
 
 def test_the_peers_that_are_remembered_are_bounded() -> None:

@@ -17,16 +17,16 @@ import pytest
 import yaml
 from aiohttp import web
 
-from launch.descriptors import descriptor_limits, raise_descriptor_limit
 from launch.process import spawn_child
 from launch.proxy import hops
+from pd_cache.server.descriptors import descriptor_limits, raise_limit
 from tests.support.pool import free_port
 from tests.support.proxy import EVENTS, Node, begin, cluster, error_of, scenario, until
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
     program = (
-        "from launch.descriptors import *; print(*descriptor_limits(), raise_descriptor_limit(), *descriptor_limits())"
+        "from pd_cache.server.descriptors import *; print(*descriptor_limits(), raise_limit(), *descriptor_limits())"
     )
     command = f"ulimit -Sn 300 && ulimit -Hn 777 && exec {sys.executable} -c '{program}'"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=30)
@@ -36,7 +36,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
 def test_a_limit_is_never_lowered() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        assert raise_descriptor_limit() >= before[0]
+        assert raise_limit() >= before[0]
         assert descriptor_limits()[0] >= before[0]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
