@@ -15,7 +15,7 @@ PACKAGES = ("transfer", "pd_cache", "launch")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 
 LAYERS = (
-    ("errors", "config", "metrics", "tokens", "block_hashes", "layout", "handoff", "weights"),
+    ("errors", "config", "metrics", "tokens", "block_hashes", "layout", "handoff", "weights", "decoding"),
     ("server.messages", "server.channel"),
     ("paged", "backends", "lookup"),
     ("mover",),
