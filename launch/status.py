@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from launch.discovery import Directory, Namespaced, NodeRecord, View, differences, open_directory
+from launch.discovery import Directory, NodeRecord, View, differences, open_directory, read_about
 from launch.reachability import fetch, host_of
 from launch.topology import is_local
 from pd_cache.config import ClusterConfig
@@ -100,11 +100,13 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     fresh: bool
     """Whether discovery answers: else there may be nodes that are not in the list, and none of some that are."""
     nodes: list[NodeStatus]
+    unreadable: dict[str, str] = {}
+    """Why a record in discovery cannot be read, by the name under which it stands."""
 
     @property
     def well(self) -> bool:
-        """Whether discovery and everybody answers and nobody differs."""
-        return self.fresh and all(node.well for node in self.nodes)
+        """Whether discovery and everybody answers, nobody differs, and each record can be read."""
+        return self.fresh and not self.unreadable and all(node.well for node in self.nodes)
 
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
@@ -126,7 +128,8 @@ def _look(config: ClusterConfig, directory: Directory) -> ClusterStatus:
         row.difference = differing.get(row.name, "")
         if row.name in view.doubted:
             row.state += "; not registered again since discovery was away"
-    return ClusterStatus(_source(config, view, synced), synced and view.stale_since is None, rows)
+    fresh = synced and view.stale_since is None
+    return ClusterStatus(_source(config, view, synced), fresh, rows, dict(view.unreadable))
 
 
 def _source(config: ClusterConfig, view: View, synced: bool) -> str:
@@ -218,17 +221,12 @@ def _refusals(row: NodeStatus, path: str, worst: int) -> Iterator[None]:
                 row.state = f"degraded: {path} answers {error.code}"
 
 
-class _Told(Namespaced, frozen=True, kw_only=True):
-    version: str = ""
-
-
 def _read_health(body: str, row: NodeStatus) -> None:
     """Version and namespace, where the node registered without them."""
-    with contextlib.suppress(msgspec.DecodeError, RecursionError):
-        told = msgspec.json.decode(body, type=_Told)
-        row.record = msgspec.structs.replace(row.record, version=told.version or row.record.version)
-        if row.record.fingerprint is None:
-            row.record = msgspec.structs.replace(row.record, fingerprint=told.fingerprint, namespace=told.namespace)
+    told = read_about(body)
+    row.record = msgspec.structs.replace(row.record, version=told.version or row.record.version)
+    if row.record.fingerprint is None:
+        row.record = msgspec.structs.replace(row.record, fingerprint=told.fingerprint, namespace=told.namespace)
 
 
 def _read_cache(samples: Samples, row: NodeStatus) -> None:
@@ -293,7 +291,8 @@ def status_table(status: ClusterStatus) -> Group:
             escape("\n".join(f"{reason} {count:.0f}" for reason, count in row.errors.items())),
         )
     differing = [Text(f"{row.name}: {row.difference}", "yellow") for row in status.nodes if row.difference]
-    return Group(Text(f"discovery: {status.source}"), table, *differing)
+    unreadable = [Text(f"{name}: its record cannot be read: {why}", "red") for name, why in status.unreadable.items()]
+    return Group(Text(f"discovery: {status.source}"), table, *differing, *unreadable)
 
 
 def watch(config: ClusterConfig, interval: float = 2.0) -> None:
@@ -314,7 +313,9 @@ def as_json(status: ClusterStatus) -> str:
     for row in status.nodes:
         shown = msgspec.to_builtins(row)
         nodes.append({**shown.pop("record"), **shown})
-    return msgspec.json.encode({"discovery": status.source, "well": status.well, "nodes": nodes}).decode()
+    return msgspec.json.encode(
+        {"discovery": status.source, "well": status.well, "nodes": nodes, "unreadable": status.unreadable}
+    ).decode()
 
 
 def shown_bytes(value: float) -> str:

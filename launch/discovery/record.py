@@ -138,7 +138,7 @@ def _port_of(address: str) -> int:
     return port or 0
 
 
-def read_about(body: bytes) -> About:
+def read_about(body: bytes | str) -> About:
     """Returns what a `/health` says about its node; an empty `About` where it says nothing that can be read."""
     try:
         return decode_json(body, About)

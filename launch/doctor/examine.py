@@ -19,6 +19,7 @@ from launch.doctor.cluster import (
     leader,
     master_findings,
     node_findings,
+    record_findings,
     segment_findings,
     unknown_segments,
     version_findings,
@@ -93,6 +94,7 @@ def _findings(config: ClusterConfig | None, root: Path) -> Iterator[Finding]:
 
 def _cluster(config: ClusterConfig, status: ClusterStatus, segments: list[Segment] | None) -> Iterator[Finding]:
     yield discovery_finding(config, status)
+    yield from record_findings(status)
     yield from node_findings(status)
     yield from master_findings(config, status.nodes)
     yield from version_findings(status.nodes)
