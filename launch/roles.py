@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +19,7 @@ from launch.discovery import Member, find_master
 from launch.errors import RoleError
 from launch.foreign import ForeignProgram
 from launch.process import spawn_child
-from launch.reachability import PeerChecks
+from launch.reachability import PeerChecks, fetch, read_master_health
 from launch.signals import stop_on_signals
 from pd_cache.config import (
     CacheServerNode,
@@ -348,11 +345,10 @@ def run_proxy_node(config: ClusterConfig, node: ProxyNode, ready: Ready, member:
 
 def _serving(node: MasterNode, elected: bool) -> bool:
     try:
-        with urllib.request.urlopen(f"http://{node.host}:{node.metrics_port}/health", timeout=1) as answer:
-            health = json.load(answer)
-            return bool(health.get("service_ready")) or (elected and health.get("role") == "standby")
-    except (OSError, urllib.error.URLError, ValueError):
+        health = read_master_health(fetch(f"http://{node.host}:{node.metrics_port}/health", timeout=1))
+    except (OSError, ValueError):
         return False
+    return health.service_ready or (elected and health.role == "standby")
 
 
 def _listening(address: str) -> bool:

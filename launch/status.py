@@ -42,6 +42,8 @@ _IN_FLIGHT = (
     "num_requests_waiting",
 )
 _NOT_ASKED = "not asked"
+_MOST = 2.0**62
+"""Above what a node can have counted; seconds and bytes are below, too."""
 
 
 class NodeStatus(msgspec.Struct, kw_only=True):
@@ -202,9 +204,13 @@ def _ask_master(row: NodeStatus) -> None:
 def _ask_http(address: str, row: NodeStatus) -> None:
     with _refusals(row, "/health", worst=500):
         _read_health(_get(address, "/health"), row)
-    samples: Samples = {}
     with _refusals(row, "/metrics", worst=400):
-        samples = _samples(_get(address, "/metrics"))
+        read_metrics(_get(address, "/metrics"), row)
+
+
+def read_metrics(text: str, row: NodeStatus) -> None:
+    """Complete a row by what an engine's or a proxy's `/metrics` says. Raises ValueError for what Prometheus could not read."""
+    samples = _samples(text)
     _read_cache(samples, row)
     under_way = [name for name in _IN_FLIGHT if name in samples]
     row.in_flight = int(sum(_total(samples, name) for name in under_way)) if under_way else None
@@ -261,6 +267,8 @@ def _samples(text: str) -> Samples:
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            if not 0 <= sample.value < _MOST:  # not a number, infinite, or negative: no count of ours
+                continue
             found.setdefault(sample.name.removeprefix(_VLLM), []).append((sample.labels, sample.value))
     return found
 
@@ -284,7 +292,7 @@ def status_table(status: ClusterStatus) -> Group:
             row.name,
             row.record.role,
             escape(row.state),
-            "" if row.up_since is None else f"{datetime.fromtimestamp(row.up_since):%Y-%m-%d %H:%M:%S}",
+            _shown_time(row.up_since),
             "" if row.hit_rate is None else f"{row.hit_rate:.1%}",
             escape("\n".join(f"{tier} {shown_bytes(value)}" for tier, value in row.bytes_by_tier.items())),
             "" if row.in_flight is None else str(row.in_flight),
@@ -293,6 +301,15 @@ def status_table(status: ClusterStatus) -> Group:
     differing = [Text(f"{row.name}: {row.difference}", "yellow") for row in status.nodes if row.difference]
     unreadable = [Text(f"{name}: its record cannot be read: {why}", "red") for name, why in status.unreadable.items()]
     return Group(Text(f"discovery: {status.source}"), table, *differing, *unreadable)
+
+
+def _shown_time(at: float | None) -> str:
+    if at is None:
+        return ""
+    try:
+        return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):  # a node says what it likes
+        return f"{at:g}"
 
 
 def watch(config: ClusterConfig, interval: float = 2.0) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pd_cache
 from launch.doctor.finding import Finding, broken, ok, skipped, warning
-from launch.reachability import Segment, fetch
+from launch.reachability import Segment, fetch, read_master_health
 from launch.status import ClusterStatus, NodeStatus, shown_bytes
 from pd_cache.config import ClusterConfig
 
@@ -121,17 +120,16 @@ def leader(rows: Iterable[NodeStatus]) -> NodeStatus | None:
 
 
 def _role(metrics: str | None) -> str | None:
-    """`leader`, `standby` or such; None where it does not answer."""
+    """`leader`, `standby` or such; None where it does not say."""
     if metrics is None:
         return None
     try:
-        health = json.loads(fetch(f"{metrics}/health"))
-        if not isinstance(health, dict):
-            return None
-        role = str(health.get("role"))
-        return "leads, but does not serve yet" if role == "leader" and not health.get("service_ready") else role
+        health = read_master_health(fetch(f"{metrics}/health"))
     except (OSError, ValueError):
         return None
+    if health.role == "leader" and not health.service_ready:
+        return "leads, but does not serve yet"
+    return health.role or None
 
 
 def segment_findings(rows: Iterable[NodeStatus], segments: Sequence[Segment]) -> Iterator[Finding]:

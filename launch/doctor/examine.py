@@ -141,7 +141,7 @@ def _segments(metrics: str | None) -> list[Segment] | None:
         return None
     try:
         return segments_at(metrics)
-    except (OSError, ValueError, msgspec.DecodeError):
+    except (OSError, ValueError):
         return None
 
 

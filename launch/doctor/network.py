@@ -7,10 +7,8 @@ import ipaddress
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-import msgspec
-
 from launch.doctor.finding import Finding, broken, ok, skipped
-from launch.reachability import PeerReport, Reach, Segment, Target, fetch, host_of, reach
+from launch.reachability import PeerReport, Reach, Segment, Target, fetch, host_of, reach, read_peers
 from launch.status import NodeStatus
 from launch.topology import PORT_FIELDS, is_bindable
 from pd_cache.config import Node
@@ -72,7 +70,7 @@ def peer_report(row: NodeStatus) -> PeerReport | None:
     ):
         return None
     try:
-        return msgspec.json.decode(fetch(f"{row.record.address}/peers", timeout=_PEERS_S), type=PeerReport)
+        return read_peers(fetch(f"{row.record.address}/peers", timeout=_PEERS_S))
     except (OSError, ValueError):
         return None
 

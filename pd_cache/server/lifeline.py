@@ -169,6 +169,7 @@ class LifelineServer:
                 _close_all({"": descriptors})
             else:
                 parcels = self._parcels.setdefault(client, {})
+                _close_all({token: parcels.pop(token, [])})
                 parcels[token] = descriptors
                 while len(parcels) > _MAX_PARCELS:
                     oldest = next(iter(parcels))

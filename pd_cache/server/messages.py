@@ -21,6 +21,8 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 PROTOCOL = 1
+MAX_SHARDS = 1024
+"""Objects that a chunk may be cut into, as in the cluster's file: a lookup asks for each of them."""
 NAME_WIDTHS = range(8, 17)
 """Bytes that a chunk's name may have; see `tokens.stride_hashes`."""
 
@@ -32,7 +34,7 @@ MAX_FRAME = 16 << 20
 """Bytes of the largest frame that is read."""
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-Token = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+Token = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Block = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
@@ -57,8 +59,8 @@ class Hello(Message, frozen=True, tag="hello"):
     software: Text
     model: str = ""
     """What identifies the weights; engines of one name, world size and block size share chunks."""
-    world_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=4096)] = 0
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS)] = 0
     block_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     """Tokens a block of the engine's paged cache."""
     namespace: str = ""
@@ -67,12 +69,14 @@ class Hello(Message, frozen=True, tag="hello"):
     """What this engine names chunks by; empty for what the server's file says."""
     hash_seed: str = ""
     """What its names depend on besides tokens; empty for what the server's file says."""
-    held: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    held: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
     """Shards of each chunk that every rank holds; each is an object of its own."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
             raise ValueError(f"rank {self.rank} is outside of world_size {self.world_size}")
+        if self.world_size * self.held > MAX_SHARDS:
+            raise ValueError(f"{self.world_size} ranks with {self.held} shards each are more than {MAX_SHARDS} shards")
         if self.kind != "observer" and not (self.model and self.block_size):
             raise ValueError(f"a {self.kind} must tell its model and block_size")
 
@@ -109,6 +113,10 @@ class TensorView(Message, frozen=True):
     stride: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=8)]
     dtype: Text
 
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.stride):
+            raise ValueError(f"a shape of {len(self.shape)} dimensions has a stride of {len(self.stride)}")
+
 
 class Register(Message, frozen=True, tag="register"):
     """Lend the server a worker's KV tensors. Answered with `Done` once they are mapped."""
@@ -119,6 +127,11 @@ class Register(Message, frozen=True, tag="register"):
     tensors: Annotated[tuple[TensorView, ...], msgspec.Meta(min_length=1, max_length=1024)]
     layout_kind: str = ""
     """A `PageKind`, where the shapes fit two."""
+
+    def __post_init__(self) -> None:
+        storages = len(self.storages)
+        if any(view.storage >= storages for view in self.tensors):
+            raise ValueError(f"a tensor lies in a storage that is not among the {storages} that are lent")
 
 
 class Unregister(Message, frozen=True, tag="unregister"):
@@ -229,7 +242,7 @@ class Loaded(Message, frozen=True, tag="loaded"):
 class StatusReport(Message, frozen=True, tag="status_report"):
     software: str
     pid: int
-    up_since: float
+    up_since: Annotated[float, msgspec.Meta(ge=0, le=1 << 40)]
     """Seconds since 1970."""
     clients: Count
     workers: Count
