@@ -20,6 +20,8 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from pd_cache.decoding import UndecodableError, msgpack_decoder
+
 PROTOCOL = 1
 MAX_SHARDS = 1024
 """Objects that a chunk may be cut into, as in the cluster's file: a lookup asks for each of them."""
@@ -276,9 +278,9 @@ class RefusalError(Exception):
 Answer = Welcome | Done | Found | Stored | Loaded | StatusReport | Refused
 
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(Request)
-_answers = msgspec.msgpack.Decoder(Answer)
-_refusal = msgspec.msgpack.Decoder(Refused)
+_read_request = msgpack_decoder(Request)
+_read_answer = msgpack_decoder(Answer)
+_read_refusal = msgpack_decoder(Refused)
 
 
 class FrameError(Exception):
@@ -311,18 +313,18 @@ def decode_request(frame: bytes) -> tuple[int, Request]:
             header.number,
         )
     try:
-        return header.number, _requests.decode(memoryview(frame)[_HEADER.size :])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        return header.number, _read_request(memoryview(frame)[_HEADER.size :])
+    except UndecodableError as error:
         raise FrameError("malformed", f"not a request: {error}", header.number) from None
 
 
 def decode_answer(frame: bytes) -> tuple[int, Answer]:
     """The number and the answer in a frame; of another version only `Refused` is understood."""
     header = _header(frame)
-    decoder = _answers if header.version == PROTOCOL else _refusal
+    read = _read_answer if header.version == PROTOCOL else _read_refusal
     try:
-        return header.number, decoder.decode(memoryview(frame)[_HEADER.size :])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        return header.number, read(memoryview(frame)[_HEADER.size :])
+    except UndecodableError as error:
         raise FrameError("malformed", f"not an answer: {error}", header.number) from None
 
 
