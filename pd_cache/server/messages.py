@@ -115,10 +115,6 @@ class TensorView(Message, frozen=True):
     stride: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=8)]
     dtype: Text
 
-    def __post_init__(self) -> None:
-        if len(self.shape) != len(self.stride):
-            raise ValueError(f"a shape of {len(self.shape)} dimensions has a stride of {len(self.stride)}")
-
 
 class Register(Message, frozen=True, tag="register"):
     """Lend the server a worker's KV tensors. Answered with `Done` once they are mapped."""
@@ -129,11 +125,6 @@ class Register(Message, frozen=True, tag="register"):
     tensors: Annotated[tuple[TensorView, ...], msgspec.Meta(min_length=1, max_length=1024)]
     layout_kind: str = ""
     """A `PageKind`, where the shapes fit two."""
-
-    def __post_init__(self) -> None:
-        storages = len(self.storages)
-        if any(view.storage >= storages for view in self.tensors):
-            raise ValueError(f"a tensor lies in a storage that is not among the {storages} that are lent")
 
 
 class Unregister(Message, frozen=True, tag="unregister"):
