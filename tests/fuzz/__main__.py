@@ -52,7 +52,7 @@ def _fuzz(target: Target, count: int, rng: random.Random) -> tuple[int, list[Fai
                 kind = f"{type(failure.error).__name__}: {str(failure.error)[:20]}"
                 if kind not in failures:
                     failures[kind] = reduced(target, parse, failure)
-                if len(failures) >= _MOST_FAILURES:
+                if len(failures) >= _MOST_FAILURES or not target.alone:
                     break
     tried = accepted + refused + len(failures)
     print(
