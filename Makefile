@@ -1,11 +1,13 @@
-# make demo | test | test-vllm | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3 JOBS=2
+# make demo | test | test-vllm | fuzz | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3 JOBS=2
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 PYTHON ?= python3
 JOBS ?= 2
+INPUTS ?= 1000000
+SEED ?= $(shell date +%s)
 BIN := $(VENV)/bin
 
-.PHONY: install demo test install-vllm test-vllm check format clean
+.PHONY: install demo test install-vllm test-vllm fuzz check format clean
 
 install: $(VENV)/.installed
 
@@ -27,6 +29,9 @@ $(VLLM_VENV)/.installed: pyproject.toml tools/install.sh tools/install-vllm.sh
 
 test-vllm: install-vllm
 	$(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=0 tests/vllm
+
+fuzz: install
+	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --seed $(SEED)
 
 check: install
 	$(BIN)/ruff format --check .

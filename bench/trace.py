@@ -43,28 +43,36 @@ class Request(msgspec.Struct):
         return self.hash_ids[: self.input_length // BLOCK_TOKENS]
 
 
+_decode = msgspec.json.Decoder(Request).decode
+
+
+def read_request(line: bytes) -> Request:
+    """Returns the request of one line. Raises ValueError for a line that holds none."""
+    try:
+        request = _decode(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no request of a trace: {error}") from None
+    blocks = -(-request.input_length // BLOCK_TOKENS)
+    if len(request.hash_ids) != blocks:
+        raise ValueError(
+            f"{len(request.hash_ids)} hash_ids, but an input_length of {request.input_length} "
+            f"makes {blocks} blocks of {BLOCK_TOKENS} tokens"
+        )
+    if len(set(request.hash_ids)) < blocks:
+        raise ValueError("a hash_id stands twice, but each names another prefix of the prompt")
+    return request
+
+
 def read_trace(file: Path, limit: int | None = None) -> list[Request]:
     """The first `limit` requests of a trace, in the order of their times. TraceError names the line that does not fit."""
-    decoder = msgspec.json.Decoder(Request)
     requests: list[Request] = []
     for number, line in _lines(file):
         if len(requests) == limit:
             break
         try:
-            request = decoder.decode(line)
-        except msgspec.MsgspecError as error:
-            raise TraceError(f"{file}, line {number}: no request of a trace: {error}") from None
-        blocks = -(-request.input_length // BLOCK_TOKENS)
-        if len(request.hash_ids) != blocks:
-            raise TraceError(
-                f"{file}, line {number}: {len(request.hash_ids)} hash_ids, but an input_length of {request.input_length} "
-                f"makes {blocks} blocks of {BLOCK_TOKENS} tokens"
-            )
-        if len(set(request.hash_ids)) < blocks:
-            raise TraceError(
-                f"{file}, line {number}: a hash_id stands twice, but each names another prefix of the prompt"
-            )
-        requests.append(request)
+            requests.append(read_request(line))
+        except ValueError as error:
+            raise TraceError(f"{file}, line {number}: {error}") from None
     if not requests:
         raise TraceError(f"{file}: holds no requests")
     return sorted(requests, key=lambda request: request.timestamp)

@@ -24,6 +24,7 @@ from launch.engines.reference import GenerationRequest, ReferenceEngine
 from launch.topology import check_machine, local_nodes
 from launch.up import quiet, running
 from pd_cache.config import ClusterConfig, ReferenceEngineConfig, read_config
+from pd_cache.decoding import decode_json
 from pd_cache.errors import ConfigError, PdCacheError
 
 _OUTPUT_TOKENS = 16
@@ -161,7 +162,7 @@ def _ask(url: str, model: str, prompt: list[int]) -> _Answer:
                 usage = event.pd_cache or usage
     except urllib.error.HTTPError as error:
         raise DemoError(f"{url} answered {error.code}: {error.read(2000).decode(errors='replace')}") from None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError) as error:
         raise DemoError(f"no answer from {url}: {error}") from None
     if usage is None or len(tokens) != _OUTPUT_TOKENS:
         raise DemoError(f"{url} answered {len(tokens)} tokens instead of {_OUTPUT_TOKENS}")
@@ -171,7 +172,7 @@ def _ask(url: str, model: str, prompt: list[int]) -> _Answer:
 def _events(stream: Any) -> Iterator[_Event]:
     for line in stream:
         if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-            yield msgspec.json.decode(line[6:], type=_Event)
+            yield decode_json(line[6:], _Event)
 
 
 def _compute_alone(engine: ReferenceEngineConfig, todo: list[list[int]]) -> Iterator[tuple[list[int], float]]:

@@ -14,13 +14,14 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from launch.access import NOBODY, Access
 from launch.discovery import NodeRecord, View, open_directory
 from pd_cache.config import ClusterConfig, EtcdDiscovery
+from pd_cache.decoding import decode_json
 
 CONNECT_S = 1.0
 MAX_TARGETS = 256
@@ -156,7 +157,30 @@ def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> byte
 
 def segments_at(metrics: str) -> list[Segment]:
     """The segments that the master with these metrics knows. OSError or ValueError where it does not tell."""
-    return msgspec.json.decode(fetch(f"{metrics}/get_segments_detail"), type=_Segments).segments
+    return read_segments(fetch(f"{metrics}/get_segments_detail"))
+
+
+def read_segments(body: bytes) -> list[Segment]:
+    """Returns the segments of a master's `/get_segments_detail`. Raises ValueError for any other answer."""
+    return decode_json(body, _Segments).segments
+
+
+def read_peers(body: bytes) -> PeerReport:
+    """Returns what a node's `/peers` says. Raises ValueError for any other answer."""
+    return decode_json(body, PeerReport)
+
+
+class MasterHealth(msgspec.Struct, frozen=True):
+    """What a master's `/health` says."""
+
+    role: Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,40}\Z")] = ""
+    """`leader`, `standby` or such; empty where it does not say."""
+    service_ready: bool = False
+
+
+def read_master_health(body: bytes) -> MasterHealth:
+    """Returns what a master's `/health` says. Raises ValueError for any other answer."""
+    return decode_json(body, MasterHealth)
 
 
 async def reach(targets: Iterable[Target]) -> list[Reach]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import json
 import logging
 import shutil
 import signal
@@ -13,18 +12,16 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launch.discovery import Member, find_master
 from launch.errors import RoleError
 from launch.foreign import ForeignProgram
 from launch.process import spawn_child
-from launch.reachability import PeerChecks
+from launch.reachability import MasterHealth, PeerChecks, fetch, read_master_health
 from launch.signals import stop_on_signals
 from pd_cache.config import (
     CacheServerNode,
@@ -161,7 +158,7 @@ def _lost_election(config: ClusterConfig, node: MasterNode) -> Iterator[Callable
 
     def leads() -> bool | None:
         health = _master_health(node)
-        return None if health is None else health.get("role") == "leader"
+        return None if health is None else health.role == "leader"
 
     with ElectionWatch(config.discovery, config.name, f"{node.host}:{node.port}", leads) as watch:
 
@@ -386,16 +383,15 @@ def run_proxy_node(config: ClusterConfig, node: ProxyNode, ready: Ready, member:
 
 
 def _serving(node: MasterNode, elected: bool) -> bool:
-    health = _master_health(node) or {}
-    return bool(health.get("service_ready")) or (elected and health.get("role") == "standby")
+    health = _master_health(node)
+    return health is not None and (health.service_ready or (elected and health.role == "standby"))
 
 
-def _master_health(node: MasterNode) -> dict[str, Any] | None:
+def _master_health(node: MasterNode) -> MasterHealth | None:
     """What a master says of itself; None where it does not answer."""
     try:
-        with urllib.request.urlopen(f"http://{node.host}:{node.metrics_port}/health", timeout=1) as answer:
-            return dict(json.load(answer))
-    except (OSError, urllib.error.URLError, ValueError, TypeError):
+        return read_master_health(fetch(f"http://{node.host}:{node.metrics_port}/health", timeout=1))
+    except (OSError, ValueError):
         return None
 
 

@@ -24,8 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.access import NOBODY, Access, proxy_access
-from launch.discovery import Directory, Namespaced, NodeRecord, View, differences, open_directory
-from launch.reachability import fetch, host_of, segments_at
+from launch.discovery import Directory, NodeRecord, View, differences, open_directory, read_about
+from launch.reachability import fetch, host_of, read_master_health, segments_at
 from launch.topology import is_local
 from pd_cache.config import ClusterConfig
 from pd_cache.errors import PdCacheError
@@ -43,6 +43,8 @@ _IN_FLIGHT = (
     "num_requests_waiting",
 )
 _NOT_ASKED = "not asked"
+_MOST = 2.0**62
+"""Above what a node can have counted; seconds and bytes are below, too."""
 
 
 class NodeStatus(msgspec.Struct, kw_only=True):
@@ -105,6 +107,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     fresh: bool
     """Whether discovery answers: else there may be nodes that are not in the list, and none of some that are."""
     nodes: list[NodeStatus]
+    unreadable: dict[str, str] = {}
+    """Why a record in discovery cannot be read, by the name under which it stands."""
 
     @property
     def problems(self) -> list[str]:
@@ -129,8 +133,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
     @property
     def well(self) -> bool:
-        """Whether discovery and everybody answers, one master leads and nobody differs."""
-        return self.fresh and all(node.well for node in self.nodes) and not self.problems
+        """Whether discovery and everybody answers, one master leads, nobody differs, and each record can be read."""
+        return self.fresh and not self.unreadable and all(node.well for node in self.nodes) and not self.problems
 
 
 LEADER = "leader"
@@ -160,7 +164,8 @@ def _look(config: ClusterConfig, directory: Directory) -> ClusterStatus:
         row.difference = differing.get(row.name, "")
         if row.name in view.doubted:
             row.state += "; not registered again since discovery was away"
-    return ClusterStatus(_source(config, view, synced), synced and view.stale_since is None, rows)
+    fresh = synced and view.stale_since is None
+    return ClusterStatus(_source(config, view, synced), fresh, rows, dict(view.unreadable))
 
 
 def _source(config: ClusterConfig, view: View, synced: bool) -> str:
@@ -237,16 +242,8 @@ def _ask_master(row: NodeStatus) -> None:
 
 def master_role(metrics: str) -> str:
     """What a master says of itself: `leader`, `standby` or such. OSError or ValueError where it does not answer."""
-    try:
-        health = msgspec.json.decode(_get(metrics, "/health"), type=_MasterHealth)
-    except (msgspec.DecodeError, RecursionError):
-        raise ValueError("its /health is not that of a master") from None
+    health = read_master_health(_get(metrics, "/health").encode())
     return "leads, but does not serve yet" if health.role == LEADER and not health.service_ready else health.role
-
-
-class _MasterHealth(msgspec.Struct, frozen=True):
-    role: str = ""
-    service_ready: bool = False
 
 
 def _ask_http(address: str, row: NodeStatus, access: Access) -> None:
@@ -254,9 +251,13 @@ def _ask_http(address: str, row: NodeStatus, access: Access) -> None:
         _read_health(_get(address, "/health", access), row)
     if access.guarded and not access.key:
         return  # no key for its metrics can be read here
-    samples: Samples = {}
     with _refusals(row, "/metrics", worst=400):
-        samples = _samples(_get(address, "/metrics", access))
+        read_metrics(_get(address, "/metrics", access), row)
+
+
+def read_metrics(text: str, row: NodeStatus) -> None:
+    """Complete a row by what an engine's or a proxy's `/metrics` says. Raises ValueError for what Prometheus could not read."""
+    samples = _samples(text)
     _read_cache(samples, row)
     under_way = [name for name in _IN_FLIGHT if name in samples]
     row.in_flight = int(sum(_total(samples, name) for name in under_way)) if under_way else None
@@ -273,17 +274,12 @@ def _refusals(row: NodeStatus, path: str, worst: int) -> Iterator[None]:
                 row.state = f"degraded: {path} answers {error.code}"
 
 
-class _Told(Namespaced, frozen=True, kw_only=True):
-    version: str = ""
-
-
 def _read_health(body: str, row: NodeStatus) -> None:
     """Version and namespace, where the node registered without them."""
-    with contextlib.suppress(msgspec.DecodeError, RecursionError):
-        told = msgspec.json.decode(body, type=_Told)
-        row.record = msgspec.structs.replace(row.record, version=told.version or row.record.version)
-        if row.record.fingerprint is None:
-            row.record = msgspec.structs.replace(row.record, fingerprint=told.fingerprint, namespace=told.namespace)
+    told = read_about(body)
+    row.record = msgspec.structs.replace(row.record, version=told.version or row.record.version)
+    if row.record.fingerprint is None:
+        row.record = msgspec.structs.replace(row.record, fingerprint=told.fingerprint, namespace=told.namespace)
 
 
 def _read_cache(samples: Samples, row: NodeStatus) -> None:
@@ -318,6 +314,8 @@ def _samples(text: str) -> Samples:
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            if not 0 <= sample.value < _MOST:  # not a number, infinite, or negative: no count of ours
+                continue
             found.setdefault(sample.name.removeprefix(_VLLM), []).append((sample.labels, sample.value))
     return found
 
@@ -341,15 +339,25 @@ def status_table(status: ClusterStatus) -> Group:
             row.name,
             row.record.role,
             escape(f"{row.state}, {row.leads}" if row.leads else row.state),
-            "" if row.up_since is None else f"{datetime.fromtimestamp(row.up_since):%Y-%m-%d %H:%M:%S}",
+            _shown_time(row.up_since),
             "" if row.hit_rate is None else f"{row.hit_rate:.1%}",
             escape("\n".join(f"{tier} {shown_bytes(value)}" for tier, value in row.bytes_by_tier.items())),
             "" if row.in_flight is None else str(row.in_flight),
             escape("\n".join(f"{reason} {count:.0f}" for reason, count in row.errors.items())),
         )
     differing = [Text(f"{row.name}: {row.difference}", "yellow") for row in status.nodes if row.difference]
+    unreadable = [Text(f"{name}: its record cannot be read: {why}", "red") for name, why in status.unreadable.items()]
     problems = [Text(problem, "red") for problem in status.problems]
-    return Group(Text(f"discovery: {status.source}"), table, *problems, *differing)
+    return Group(Text(f"discovery: {status.source}"), table, *problems, *differing, *unreadable)
+
+
+def _shown_time(at: float | None) -> str:
+    if at is None:
+        return ""
+    try:
+        return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):  # a node says what it likes
+        return f"{at:g}"
 
 
 def watch(config: ClusterConfig, interval: float = 2.0) -> None:
@@ -371,7 +379,13 @@ def as_json(status: ClusterStatus) -> str:
         shown = msgspec.to_builtins(row)
         nodes.append({**shown.pop("record"), **shown})
     return msgspec.json.encode(
-        {"discovery": status.source, "well": status.well, "problems": status.problems, "nodes": nodes}
+        {
+            "discovery": status.source,
+            "well": status.well,
+            "problems": status.problems,
+            "nodes": nodes,
+            "unreadable": status.unreadable,
+        }
     ).decode()
 
 

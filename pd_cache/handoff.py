@@ -30,7 +30,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
 
     prefix_tokens: Count = 0
     """Whole chunks, from the start of the prompt."""
-    namespace: str = ""
+    namespace: Annotated[str, msgspec.Meta(pattern=r"^[!-~]{0,64}\Z")] = ""
     """Fingerprint of the namespace they are stored in; a node of another one need not wait. Empty if not told."""
     prefill: PrefillWork | None = None
 
@@ -61,15 +61,20 @@ class Handoff(msgspec.Struct, frozen=True):
     announced: Announcement | None = None
 
 
-def read_params(params: Mapping[str, Any] | None) -> Handoff:
-    """Check a request's `kv_transfer_params`; BadParams says what is wrong. Keys of other connectors do not matter."""
-    if not params:
+def read_params(params: object) -> Handoff:
+    """Check a request's `kv_transfer_params`; BadParams says what is wrong. Keys of other connectors do not matter.
+
+    `params`: whatever an engine found there; None, and an empty mapping, ask for nothing.
+    """
+    if params is None:
         return Handoff()
+    if not isinstance(params, Mapping):
+        raise BadParams("", f"must be an object, not {type(params).__name__}")
     try:
-        known = msgspec.convert(dict(params), _Params)
-    except msgspec.ValidationError as error:
+        known = msgspec.convert({name: params[name] for name in _Params.__struct_fields__ if name in params}, _Params)
+    except (ValueError, RecursionError) as error:
         message, _, path = str(error).partition(" - at `$")
-        raise BadParams(path.strip(".`"), message[0].lower() + message[1:]) from None
+        raise BadParams(path.strip(".`"), message[:1].lower() + message[1:]) from None
     return Handoff(bool(known.do_remote_decode), known.pd_cache if known.do_remote_prefill else None)
 
 

@@ -10,11 +10,12 @@ import array
 import hashlib
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import msgspec
 
 from pd_cache.config import CacheConfig
+from pd_cache.decoding import decode_json
 from pd_cache.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 KEY_FORMAT = "pdc1"
 HASH_BYTES = 16
+MAX_SHARDS = 1024
+"""Objects that a chunk may be cut into."""
+Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
+"""Checked where a namespace is read, not where it is made."""
 
 Tokens = Union["torch.Tensor", Sequence[int]]
 """Token ids: a list, a tuple, an `array`, or a 1-D integer tensor. Each must fit an int32."""
@@ -43,11 +48,11 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     layout: str
     """What one page holds, e.g. `heads8.block16.bytes256x2`; from `KVLayout.page_format`."""
-    layers: int
-    block_size: int
-    page_bytes: int
-    chunk_size: int
-    shards: int
+    layers: Size
+    block_size: Size
+    page_bytes: Size
+    chunk_size: Size
+    shards: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)]
     """Into how many objects a chunk is cut: the tensor-parallel size for most models, or a multiple of it."""
     hash_mode: Literal["tokens", "blocks"]
     hash_seed: str = ""
@@ -60,7 +65,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def read(cls, manifest: bytes) -> Namespace:
         """The converse of `manifest`. ValueError for what is none, or another version's."""
-        told = msgspec.json.decode(manifest, type=dict[str, str | int])
+        told: dict[str, str | int] = decode_json(manifest, dict[str, str | int])
         if told.pop("format", None) != KEY_FORMAT:
             raise ValueError(f"no manifest of format {KEY_FORMAT}: {manifest[:200]!r}")
         return msgspec.convert(told, cls)

@@ -9,12 +9,12 @@ revision of their own (`connector.revision`).
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from pd_cache.decoding import decode_json
 from pd_cache.errors import PdCacheError
 
 SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf"))
@@ -77,7 +77,7 @@ def _safetensors_header(opened: BinaryIO, size: int) -> tuple[int, list[tuple[in
     if length > min(_LONGEST_HEADER, size - 8):
         return None
     try:
-        header = json.loads(opened.read(length))
+        header = decode_json(opened.read(length), dict[str, Any])
         ranges = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
         return 8 + length, sorted((int(start), int(end)) for start, end in ranges)
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -15,7 +15,7 @@ PACKAGES = ("transfer", "pd_cache", "launch")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 
 LAYERS = (
-    ("errors", "runtime", "config", "metrics", "tokens", "block_hashes", "layout", "handoff", "weights"),
+    ("errors", "runtime", "config", "metrics", "tokens", "block_hashes", "layout", "handoff", "weights", "decoding"),
     ("server.descriptors", "server.messages", "server.channel"),
     ("paged", "backends", "lookup"),
     ("mover",),
@@ -41,6 +41,13 @@ HOMES = {
     "huggingface_hub": ("pd_cache/vllm/model.py",),
     "transformers": ("launch/engines/reference/",),
     "aiohttp": ("launch/proxy/", "launch/engines/reference/"),
+    # what others wrote is decoded with one error; the reference engine refuses NaN, the demo reads its own model's file
+    "msgspec.json.decode": ("pd_cache/decoding.py",),
+    "msgspec.json.Decoder": ("pd_cache/decoding.py",),
+    "msgspec.msgpack.decode": ("pd_cache/decoding.py",),
+    "msgspec.msgpack.Decoder": ("pd_cache/decoding.py",),
+    "json.load": ("launch/engines/reference/protocol.py", "launch/demo.py"),
+    "json.loads": ("launch/engines/reference/protocol.py", "launch/demo.py"),
     "ctypes": (
         "transfer/staging.py",
         "transfer/store.py",
@@ -51,16 +58,19 @@ HOMES = {
 }
 
 
+_BY_ATTRIBUTE = ("torch.cuda", *(name for name in HOMES if name.startswith(("json.", "msgspec."))))
+
+
 def imported(file: Path) -> Iterator[str]:
-    """Dotted names that a file imports, also inside functions; `torch.cuda` by attribute, too."""
+    """Dotted names that a file imports, also inside functions; some by attribute, too."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
-            yield "torch.cuda"
+        elif isinstance(node, ast.Attribute) and (name := ast.unparse(node)) in _BY_ATTRIBUTE:
+            yield name
 
 
 def layer_of(segments: Sequence[str]) -> int | None:

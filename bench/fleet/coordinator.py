@@ -15,6 +15,7 @@ from bench.fleet.errors import FleetError
 from bench.fleet.members import Member
 from bench.fleet.site import Nothing, Place, Site, decode, encode, result_type
 from bench.fleet.wire import Disconnected, Done, End, Failed, Run
+from pd_cache.decoding import UndecodableError
 from pd_cache.errors import PdCacheError
 
 J = TypeVar("J", bound=msgspec.Struct)
@@ -172,7 +173,7 @@ class Running(Generic[R]):
         for node, encoded in self._fleet.wait(self._workers, name, timeout_s).items():
             try:
                 found[node] = decode(encoded, kind)
-            except msgspec.DecodeError as error:
+            except UndecodableError as error:
                 raise FleetError(f"{node}: {name}: it answered something else: {error}") from None
         return found
 

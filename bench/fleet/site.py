@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pd_cache.config import ClusterConfig, decode_custom
+from pd_cache.decoding import UndecodableError, msgpack_decoder
 from transfer.settings import ByteSize
 
 J = TypeVar("J", bound=msgspec.Struct)
@@ -26,8 +27,9 @@ def encode(struct: msgspec.Struct) -> bytes:
 
 
 def decode(raw: bytes, kind: type[K]) -> K:
-    """What `encode` made. msgspec.DecodeError if it is something else."""
-    return msgspec.msgpack.decode(raw, type=kind, dec_hook=decode_custom)
+    """What `encode` made. UndecodableError if it is something else."""
+    decoded: K = msgpack_decoder(kind, decode_custom)(raw)
+    return decoded
 
 
 def _plain(value: object) -> int:
@@ -97,7 +99,7 @@ class Site:
         kind: type[msgspec.Struct] = typing.get_type_hints(method)["job"]
         try:
             decoded = decode(job, kind)
-        except msgspec.DecodeError as error:
+        except UndecodableError as error:
             raise ValueError(f"step {name}: {error}; do all machines run the same version?") from None
         return encode(getattr(self, name)(decoded))
 

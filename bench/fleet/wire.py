@@ -19,6 +19,7 @@ from typing import Annotated
 import msgspec
 
 from bench.fleet.errors import FleetError
+from pd_cache.decoding import UndecodableError, msgpack_decoder
 
 PROTOCOL = 1
 """Raised with every change that an older version would not understand."""
@@ -75,12 +76,21 @@ class End(msgspec.Struct, frozen=True, tag="end"):
 
 
 Message = Hello | Run | Done | Failed | Beat | End
-_decoder = msgspec.msgpack.Decoder(Message)
+_decoded = msgpack_decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
 
 
 class Disconnected(FleetError):
     """The connection ended, or its other end fell silent."""
+
+
+def decode_message(raw: bytes) -> Message:
+    """Returns the message in a frame. Raises Disconnected for anything else: who sends that is no participant."""
+    try:
+        message: Message = _decoded(raw)
+    except UndecodableError as error:
+        raise Disconnected(f"it sent something that is no message of a bench: {error}") from None
+    return message
 
 
 class Connection:
@@ -116,10 +126,7 @@ class Connection:
             (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
             if length > MAX_FRAME:
                 raise Disconnected(f"it sent a frame of {length} bytes; {MAX_FRAME} are allowed")
-            try:
-                message: Message = _decoder.decode(self._read(length, deadline))
-            except (msgspec.DecodeError, RecursionError) as error:
-                raise Disconnected(f"it sent something that is no message of a bench: {error}") from None
+            message = decode_message(self._read(length, deadline))
             if not isinstance(message, Beat):
                 return message
 

@@ -19,9 +19,10 @@ from launch.discovery.directory import (
     open_directory,
 )
 from launch.discovery.membership import View
-from launch.discovery.record import Capacity, Namespaced, NodeRecord, decode_record, differences
+from launch.discovery.record import About, Capacity, Namespaced, NodeRecord, decode_record, differences, read_about
 
 __all__ = [
+    "About",
     "Capacity",
     "Directory",
     "Member",
@@ -35,4 +36,5 @@ __all__ = [
     "find_master",
     "known_master",
     "open_directory",
+    "read_about",
 ]

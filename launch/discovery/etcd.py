@@ -22,6 +22,7 @@ from launch.discovery.membership import Membership, View
 from launch.discovery.record import NodeRecord, RecordError, decode_record, differences
 from launch.discovery.stubs import load_etcd3
 from pd_cache.config import EtcdDiscovery
+from pd_cache.decoding import one_line
 from pd_cache.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ _LONGEST_TICK_S = 1.0
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # etcd is in our own network
     ("grpc.use_local_subchannel_pool", 1),  # a new client connects at once, whatever the last one met
+    ("grpc.max_receive_message_length", 64 << 20),  # grpc's 4 MiB are three values as large as etcd takes, and no list
 )
 
 
@@ -201,7 +203,8 @@ class EtcdRegistration:
         return True
 
     def _compare(self, client: Any, record: NodeRecord) -> None:
-        others = [other for _, other in _records(client.get_prefix_response(self._prefix).kvs, self._prefix)]
+        found = (_read(kv, self._prefix) for kv in client.get_prefix_response(self._prefix).kvs)
+        others = (other for _, other in found if isinstance(other, NodeRecord))
         for name, difference in differences(others).items():
             log.warning("%s: %s", "this node" if name == record.name else name, difference)
 
@@ -241,7 +244,6 @@ class EtcdWatch:
         self._synced = threading.Event()
         self._client: Any = None
         self._stream: Any = None
-        self._bad: dict[str, bytes] = {}
         self._threads = [
             threading.Thread(target=self._follow, name="discovery-watch", daemon=True),
             threading.Thread(target=self._tick, name="discovery-probe", daemon=True),
@@ -330,26 +332,35 @@ class EtcdWatch:
     # --- what was learned ----------------------------------------------------------------------------------------
 
     def _sync(self, kvs: Iterable[Any]) -> None:
-        records = [record for _, record in _records(kvs, self._prefix, self._bad)]
+        records: list[NodeRecord] = []
+        unreadable: dict[str, str] = {}
+        for kv in kvs:
+            name, found = _read(kv, self._prefix)
+            if isinstance(found, NodeRecord):
+                records.append(found)
+            else:
+                unreadable[name] = found
         with self._lock:
             view = self._membership.view()
-            self._membership.sync(records, time.monotonic())
+            self._membership.sync(records, time.monotonic(), unreadable)
             if view.stale_since is not None:
                 log.info("etcd answers again after %.1f s", time.monotonic() - view.stale_since)
-            self._publish()
+            self._publish(view)
         self._synced.set()
 
     def _apply(self, events: Iterable[Any]) -> None:
         with self._lock:
+            before = self._membership.view()
             for event in events:
                 if event.type == event.DELETE:
-                    name = event.kv.key.decode(errors="replace").removeprefix(self._prefix)
-                    self._membership.delete(name, time.monotonic())
-                else:
-                    for name, record in _records([event.kv], self._prefix, self._bad):
-                        if not self._membership.put(record):
-                            log.warning("%s: left out: there are too many nodes", name)
-            self._publish()
+                    self._membership.delete(_name(event.kv.key, self._prefix), time.monotonic())
+                    continue
+                name, found = _read(event.kv, self._prefix)
+                if not isinstance(found, NodeRecord):
+                    self._membership.spoil(name, found)
+                elif not self._membership.put(found):
+                    log.warning("%s: left out: there are too many nodes", name)
+            self._publish(before)
 
     def _lost(self, why: str) -> None:
         with self._lock:
@@ -358,10 +369,14 @@ class EtcdWatch:
                 log.warning("etcd does not answer (%s); the last known view, of %d nodes, stays", why, count)
                 self._publish()
 
-    def _publish(self) -> None:
-        """Under the lock, so that views arrive in their order."""
+    def _publish(self, before: View | None = None) -> None:
+        """Under the lock, so that views arrive in their order. What became unreadable since `before` is logged."""
+        view = self._membership.view()
+        if before is not None:
+            for name, why in sorted(set(view.unreadable) - set(before.unreadable)):
+                log.warning("etcd: %s%s is ignored: %s", self._prefix, name, why)
         if self._on_change is not None:
-            self._on_change(self._membership.view())
+            self._on_change(view)
 
 
 def _watch_stream(client: Any, prefix: str, revision: int) -> Any:
@@ -373,19 +388,15 @@ def _watch_stream(client: Any, prefix: str, revision: int) -> Any:
     return etcdrpc.WatchStub(client.channel).Watch(requests, metadata=client.metadata)
 
 
-def _records(kvs: Iterable[Any], prefix: str, told: dict[str, bytes] | None = None) -> Iterator[tuple[str, NodeRecord]]:
-    """Name and record of each pair that is one; of the others the log tells, once while they are the same."""
-    for kv in kvs:
-        name = kv.key.decode(errors="replace").removeprefix(prefix)
-        try:
-            record = decode_record(kv.value)
-            if record.name != name:
-                raise RecordError(f"it says that its node is {record.name}")
-        except RecordError as error:
-            if told is not None and told.get(name) != kv.value[:64]:
-                if len(told) > 1000:
-                    told.clear()
-                told[name] = kv.value[:64]
-                log.warning("etcd: %s%s is ignored: %s", prefix, name, error)
-            continue
-        yield name, record
+def _name(key: bytes, prefix: str) -> str:
+    return one_line(key.decode(errors="replace").removeprefix(prefix))
+
+
+def _read(kv: Any, prefix: str) -> tuple[str, NodeRecord | str]:
+    """A pair's name, and its record or why it is none."""
+    name = _name(kv.key, prefix)
+    try:
+        record = decode_record(kv.value)
+    except RecordError as error:
+        return name, str(error)
+    return name, record if record.name == name else f"it says that its node is {record.name}"

@@ -4,11 +4,12 @@
 2. What vanished *because* the source was away is not gone: leases ran out that nobody could keep alive, or the source came back
    empty. Nodes that are missing right after an outage are kept as *doubted* for `grace_s`, in which they register again.
 3. Otherwise a node that vanishes is gone at once.
+4. A record that cannot be read says nothing: the node of its name stays as it was last known, and the view names the record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from launch.discovery.record import NodeRecord
@@ -26,6 +27,8 @@ class View:
     """`time.monotonic()` when the source of the view was last heard of; None while it answers."""
     doubted: frozenset[str] = frozenset()
     """Names of nodes that are missing since an outage."""
+    unreadable: tuple[tuple[str, str], ...] = ()
+    """Names under which something stands that is no record, each with the reason; sorted, at most `MAX_NODES`."""
 
     def by_role(self, *roles: str) -> list[NodeRecord]:
         """The nodes of these roles."""
@@ -40,6 +43,7 @@ class Membership:
         self._grace_s = grace_s
         self._nodes = {record.name: record for record in seeds}
         self._doubted: set[str] = set()
+        self._unreadable: dict[str, str] = {}
         self._stale_since: float | None = None
         self._settled_at = float("-inf")
 
@@ -50,9 +54,11 @@ class Membership:
         self._stale_since = now
         return True
 
-    def sync(self, records: Iterable[NodeRecord], now: float) -> None:
-        """Note a full list, which ends an outage."""
+    def sync(self, records: Iterable[NodeRecord], now: float, unreadable: Mapping[str, str] | None = None) -> None:
+        """Note a full list, which ends an outage. `unreadable`: what else it had, by name, with the reason."""
         listed = {record.name: record for record in list(records)[:MAX_NODES]}
+        self._unreadable = dict(list((unreadable or {}).items())[:MAX_NODES])
+        listed |= {name: self._nodes[name] for name in self._unreadable if name in self._nodes}
         if self._stale_since is not None:
             self._settled_at = now + self._grace_s
             self._stale_since = None
@@ -66,14 +72,21 @@ class Membership:
 
     def put(self, record: NodeRecord) -> bool:
         """Note that a node is there. False if there are more than anybody runs: it is left out."""
+        self._unreadable.pop(record.name, None)
         if record.name not in self._nodes and len(self._nodes) >= MAX_NODES:
             return False
         self._nodes[record.name] = record
         self._doubted.discard(record.name)
         return True
 
+    def spoil(self, name: str, why: str) -> None:
+        """Note that what stands under a name now is no record."""
+        if name in self._unreadable or len(self._unreadable) < MAX_NODES:
+            self._unreadable[name] = why
+
     def delete(self, name: str, now: float) -> None:
         """Note that a node vanished."""
+        self._unreadable.pop(name, None)
         if name not in self._nodes:
             return
         if self._stale_since is not None or now < self._settled_at:
@@ -94,4 +107,4 @@ class Membership:
     def view(self) -> View:
         """The present state."""
         nodes = tuple(sorted(self._nodes.values(), key=lambda record: record.name))
-        return View(nodes, self._stale_since, frozenset(self._doubted))
+        return View(nodes, self._stale_since, frozenset(self._doubted), tuple(sorted(self._unreadable.items())))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import urllib.parse
 from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated
@@ -9,19 +11,34 @@ from typing import Annotated
 import msgspec
 
 from pd_cache.config import Name
+from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.errors import PdCacheError
 from pd_cache.tokens import Namespace
 
 MAX_RECORD = 64 << 10
 """Bytes of a record; ours have about one thousand."""
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+_HOST = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._*-]+)"
+_PORT = r":[0-9]{1,5}"
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+"""Bounded so that every program can compute with it, also one that has only floating point numbers."""
+Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=86_400_000)]
 Address = Annotated[
     str,
-    msgspec.Meta(
-        pattern=r"^(((https?|tcp)://)?[A-Za-z0-9._*\[\]:-]+:[0-9]{1,5}|ipc://[^\x00-\x1f\x7f]+)$", max_length=300
-    ),
+    msgspec.Meta(pattern=rf"^(((https?|tcp)://)?{_HOST}{_PORT}|ipc://[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300),
 ]
+Line = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
+"""Text that a log and a terminal can show as it is."""
+
+_EXPECTED = {
+    "master": (re.compile(rf"{_HOST}{_PORT}"), "a master's address is host:port"),
+    "store": (re.compile(rf"{_HOST}{_PORT}"), "a store's address is host:port"),
+    "cache-server": (re.compile(rf"ipc://.+|tcp://{_HOST}{_PORT}"), "a cache-server's address is ipc://path or tcp://host:port"),
+    "prefill": (re.compile(rf"https?://{_HOST}{_PORT}"), "a prefill node's address is http://host:port"),
+    "decode": (re.compile(rf"https?://{_HOST}{_PORT}"), "a decode node's address is http://host:port"),
+    "proxy": (re.compile(rf"https?://{_HOST}{_PORT}"), "a proxy's address is http://host:port"),
+}  # fmt: skip
+"""By role. The address of a role that this version does not know may have any of the forms."""
 
 
 class RecordError(PdCacheError):
@@ -45,9 +62,9 @@ class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
     Fields that a newer version adds are ignored.
     """
 
-    fingerprint: Annotated[str, msgspec.Meta(max_length=64)] | None = None
+    fingerprint: Annotated[Line, msgspec.Meta(max_length=64)] | None = None
     """Of the namespace; nodes share hits where it is equal. None where the node keeps no cache, or cannot say."""
-    namespace: dict[str, str | int] | None = None
+    namespace: dict[Line, Line | int] | None = None
     """The namespace in words, field by field."""
 
     @property
@@ -69,34 +86,64 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     role: Name
     address: Address
     """`http://host:port` of what speaks HTTP, `host:port` of what does not; of a cache server what its engines connect to."""
-    metrics: (
-        Annotated[str, msgspec.Meta(pattern=r"^http://[A-Za-z0-9._\[\]:-]+:[0-9]{1,5}$", max_length=300)] | None
-    ) = None
+    metrics: Annotated[str, msgspec.Meta(pattern=rf"^http://{_HOST}{_PORT}\Z", max_length=300)] | None = None
     """Where its metrics are, if not at `address`."""
-    lease_ttl_ms: Count = 0
+    lease_ttl_ms: Milliseconds = 0
     """Of a master: for how long it protects a key that was looked up."""
-    master: Annotated[str, msgspec.Meta(max_length=2048)] | None = None
+    master: Annotated[Line, msgspec.Meta(max_length=2048)] | None = None
     """Of a client of the pool: where it takes the master to be."""
-    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    instance: Annotated[Line, msgspec.Meta(max_length=64)] = ""
     """Differs from one start of the node to the next."""
-    model: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
+    model: Annotated[Line, msgspec.Meta(max_length=1024)] | None = None
     """What clients write into `model`."""
     capacity: Capacity = Capacity()
-    version: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
 
     def encode(self) -> bytes:
         """As JSON."""
         return msgspec.json.encode(self)
 
 
+class About(Namespaced, frozen=True, kw_only=True):
+    """What a node's `/health` says of it, as far as others use it."""
+
+    version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
+
+
 def decode_record(raw: bytes) -> NodeRecord:
-    """A record as it was read from outside. RecordError says what is wrong with it."""
+    """Returns a record that was read from outside. Raises RecordError for anything that cannot be used as one."""
     if len(raw) > MAX_RECORD:
         raise RecordError(f"it has {len(raw)} bytes, and at most {MAX_RECORD} are allowed")
     try:
-        return msgspec.json.decode(raw, type=NodeRecord)
-    except (msgspec.DecodeError, RecursionError) as error:
+        record = decode_json(raw, NodeRecord)
+    except UndecodableError as error:
         raise RecordError(f"it is no record of a node: {error}") from None
+    expected, words = _EXPECTED.get(record.role, (None, ""))
+    if expected is not None and not expected.fullmatch(record.address):
+        raise RecordError(f"{words}, not {record.address}")
+    if not _port_of(record.address) and record.role != "store":  # a segment is a name, nobody connects to it
+        raise RecordError(f"{record.address} is no address: port 0")
+    if record.metrics is not None:
+        _port_of(record.metrics)
+    return record
+
+
+def _port_of(address: str) -> int:
+    if address.startswith("ipc://"):
+        return -1
+    try:
+        port = urllib.parse.urlsplit(address if "://" in address else f"//{address}").port
+    except ValueError as error:
+        raise RecordError(f"{address} is no address: {error}") from None
+    return port or 0
+
+
+def read_about(body: bytes | str) -> About:
+    """Returns what a `/health` says about its node; an empty `About` where it says nothing that can be read."""
+    try:
+        return decode_json(body, About)
+    except UndecodableError:
+        return About()
 
 
 def differences(records: Iterable[NodeRecord]) -> dict[str, str]:

@@ -25,6 +25,15 @@ def discovery_finding(config: ClusterConfig, status: ClusterStatus) -> Finding:
     )  # fmt: skip
 
 
+def record_findings(status: ClusterStatus) -> Iterator[Finding]:
+    """Records in discovery that cannot be read."""
+    for name, why in status.unreadable.items():
+        yield broken(
+            "cluster.record", why, name, why="the node of that name is not found, if there is one; others are not concerned",
+            repair="start that node, which writes the record again; where there is none: etcdctl del, under /pd-cache",
+        )  # fmt: skip
+
+
 def node_findings(status: ClusterStatus) -> Iterator[Finding]:
     """Who answers, as `pd-cache status` sees it. Where nobody does, that is one finding."""
     check = "cluster.node"

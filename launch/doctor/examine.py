@@ -20,6 +20,7 @@ from launch.doctor.cluster import (
     leader,
     master_findings,
     node_findings,
+    record_findings,
     segment_findings,
     unknown_segments,
     version_findings,
@@ -98,6 +99,7 @@ def _findings(config: ClusterConfig | None, root: Path) -> Iterator[Finding]:
 
 def _cluster(config: ClusterConfig, status: ClusterStatus, segments: list[Segment] | None) -> Iterator[Finding]:
     yield discovery_finding(config, status)
+    yield from record_findings(status)
     yield from node_findings(status)
     yield from master_findings(config, status.nodes)
     yield from version_findings(status.nodes)
@@ -145,7 +147,7 @@ def _segments(metrics: str | None) -> list[Segment] | None:
         return None
     try:
         return segments_at(metrics)
-    except (OSError, ValueError, msgspec.DecodeError):
+    except (OSError, ValueError):
         return None
 
 

@@ -7,11 +7,9 @@ import ipaddress
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-import msgspec
-
 from launch.access import NOBODY, Access
 from launch.doctor.finding import Finding, broken, ok, skipped
-from launch.reachability import PeerReport, Reach, Segment, Target, fetch, host_of, reach
+from launch.reachability import PeerReport, Reach, Segment, Target, fetch, host_of, reach, read_peers
 from launch.status import NodeStatus
 from launch.topology import PORT_FIELDS, is_bindable
 from pd_cache.config import Node
@@ -74,7 +72,7 @@ def peer_report(row: NodeStatus, access: Access = NOBODY) -> PeerReport | None:
         return None
     try:
         needed = access if row.record.role == "proxy" else NOBODY
-        return msgspec.json.decode(fetch(f"{row.record.address}/peers", _PEERS_S, needed), type=PeerReport)
+        return read_peers(fetch(f"{row.record.address}/peers", _PEERS_S, needed))
     except (OSError, ValueError):
         return None
 

@@ -7,13 +7,12 @@ less: nobody's chunks are evicted for a test.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import urllib.parse
 import uuid
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -22,6 +21,7 @@ from launch.doctor.network import MOONCAKE_PORTS
 from launch.reachability import Segment, fetch
 from launch.status import shown_bytes
 from pd_cache.config import ClusterConfig, MasterNode
+from pd_cache.decoding import decode_json
 from transfer import ByteSize, MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
 from transfer.errors import TransferError
 from transfer.settings import Breaker, Placement, Timeouts
@@ -181,9 +181,8 @@ class _Probe:
         """How many objects landed in another segment; 0 where the master does not tell."""
         keys = ",".join(urllib.parse.quote(key) for key in self._keys)
         try:
-            told = json.loads(fetch(f"{self._metrics}/batch_query_keys?keys={keys}"))["data"]
-            found = [told[key]["values"][0]["transport_endpoint_"] for key in self._keys]
-        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            found = read_places(fetch(f"{self._metrics}/batch_query_keys?keys={keys}"), self._keys)
+        except (OSError, ValueError):
             return 0
         return sum(endpoint != self._segment.te_endpoint for endpoint in found)
 
@@ -194,6 +193,27 @@ class _Probe:
         found = f"a {what} did not end within {_DEADLINE_S:g} s" if hung else f"a {what} failed: {reasons}"
         repair = f"on {host}: is its process running, not stopped (ps -o stat)? Else open its ports: {MOONCAKE_PORTS}"
         return _Outcome(broken(_CHECK, found, name, why=_WHY, repair=repair), hung)
+
+
+class _Replica(msgspec.Struct, frozen=True):
+    transport_endpoint_: str
+
+
+class _Replicas(msgspec.Struct, frozen=True):
+    values: Annotated[list[_Replica], msgspec.Meta(min_length=1)]
+
+
+class _Places(msgspec.Struct, frozen=True):
+    data: dict[str, _Replicas]
+
+
+def read_places(body: bytes, keys: Iterable[str]) -> list[str]:
+    """Returns where each key lies, from a master's `/batch_query_keys`. Raises ValueError for any other answer."""
+    told = decode_json(body, _Places).data
+    missing = [key for key in keys if key not in told]
+    if missing:
+        raise ValueError(f"it says nothing of {missing[0]}")
+    return [told[key].values[0].transport_endpoint_ for key in keys]
 
 
 def _judged(segment: Segment, total: int, put: float, get: float) -> Finding:

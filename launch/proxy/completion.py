@@ -6,14 +6,16 @@ Python numbers and back, and no number changes its spelling.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from launch.proxy.answers import ApiError
 from launch.proxy.prefixes import Prompt, is_token_ids, read_prompt
+from pd_cache.decoding import UndecodableError, decode_json
 
 _TRANSFER = "kv_transfer_params"
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _ONE = msgspec.Raw(b"1")
 _REMOTE_DECODE = msgspec.Raw(msgspec.json.encode({"do_remote_decode": True, "do_remote_prefill": False}))
 _TOKENIZED = (
@@ -70,11 +72,10 @@ class Completion:
         """`prompt`: the field that holds it. ApiError 400 if no node could make sense of the body."""
         try:
             body.decode()  # raw fields are not checked for this
-            self._fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        except msgspec.ValidationError as error:
-            raise ApiError(400, f"The body must be a JSON object: {error}", code="invalid_json") from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
+            self._fields: dict[str, msgspec.Raw] = decode_json(body, dict[str, msgspec.Raw])
+        except ValueError as error:
+            what = "must be a JSON object" if body.lstrip()[:1] != b"{" else "is not valid JSON"
+            raise ApiError(400, f"The body {what}: {error}", code="invalid_json") from None
         self._fields.pop(_TRANSFER, None)  # says which memory to read: between nodes only
         self._chat = prompt == "messages"
         self._prompt = bytes(self._fields.get(prompt, b"null"))
@@ -86,8 +87,8 @@ class Completion:
     def _check_count(self, name: str) -> None:
         raw = bytes(self._fields.get(name, b"null"))
         try:
-            count = msgspec.json.decode(raw, type=int | None)
-        except msgspec.ValidationError:
+            count = decode_json(raw, int | None)
+        except UndecodableError:
             count = -1
         if count is not None and count < 0:
             shown = raw[:40].decode(errors="replace")
@@ -104,10 +105,8 @@ class Completion:
         if any(bytes(self._fields.get(name, b"null")) != b"null" for name in _UNTOLD):
             return False
         try:
-            return not self._chat or all(
-                message.is_text() for message in msgspec.json.decode(self._prompt, type=list[_Message])
-            )
-        except (msgspec.DecodeError, RecursionError):
+            return not self._chat or all(message.is_text() for message in decode_json(self._prompt, list[_Message]))
+        except UndecodableError:
             return False
 
     def token_ids(self) -> list[int] | None:
@@ -115,20 +114,20 @@ class Completion:
         if not is_token_ids(self._prompt):
             return None
         try:
-            return msgspec.json.decode(self._prompt, type=list[int])
-        except msgspec.DecodeError:
+            return decode_json(self._prompt, list[_Token])
+        except UndecodableError:
             return None
 
     def model(self) -> str | None:
         """Whose answer is asked for; None where it is not said, or not in a string."""
         try:
-            return msgspec.json.decode(bytes(self._fields.get("model", b"null")), type=str | None)
-        except msgspec.ValidationError:
+            return decode_json(bytes(self._fields.get("model", b"null")), str | None)
+        except UndecodableError:
             return None
 
     def cache_salt(self) -> str | None:
         """What keeps the request's cache apart from others'. ValueError for what is no salt."""
-        return msgspec.json.decode(bytes(self._fields.get("cache_salt", b"null")), type=str | None)
+        return decode_json(bytes(self._fields.get("cache_salt", b"null")), str | None)
 
     def for_tokenize(self) -> bytes:
         """The body for a node's `/tokenize`."""
@@ -148,12 +147,12 @@ class Completion:
 
 
 class _Tokenized(msgspec.Struct, frozen=True):
-    tokens: list[int]
+    tokens: list[_Token]
 
 
 def read_tokens(answer: bytes) -> list[int]:
     """What a node's `/tokenize` answered. ValueError if it is nothing of the kind."""
-    return msgspec.json.decode(answer, type=_Tokenized).tokens
+    return decode_json(answer, _Tokenized).tokens
 
 
 class _Models(msgspec.Struct, frozen=True):
@@ -162,15 +161,9 @@ class _Models(msgspec.Struct, frozen=True):
 
 def read_models(answer: bytes) -> list[msgspec.Raw]:
     """The entries of a node's `/v1/models`. ValueError if it is nothing of the kind."""
-    try:
-        return msgspec.json.decode(answer, type=_Models).data
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    return decode_json(answer, _Models).data
 
 
 def read_handoff(answer: bytes) -> Handoff:
     """A prefill node's answer. ValueError if it is none."""
-    try:
-        return msgspec.json.decode(answer, type=Handoff)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    return decode_json(answer, Handoff)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
 import aiohttp
-import msgspec
 
-from launch.discovery import Namespaced
+from launch.discovery import Namespaced, read_about
 from launch.proxy.hops import HopError, read_all, send
 from launch.proxy.routing import NodePool
 
@@ -74,8 +72,6 @@ class HealthChecks:
             body = await read_all(answer, _MAX_ANSWER)
         finally:
             answer.close()
-        told = Namespaced()
-        with contextlib.suppress(msgspec.DecodeError, RecursionError):
-            told = msgspec.json.decode(body, type=Namespaced)
-        self._on_namespace(url, told)
+        told = read_about(body)
+        self._on_namespace(url, Namespaced(fingerprint=told.fingerprint, namespace=told.namespace))
         return ""

@@ -20,7 +20,11 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from pd_cache.decoding import UndecodableError, msgpack_decoder
+
 PROTOCOL = 1
+MAX_SHARDS = 1024
+"""Objects that a chunk may be cut into, as in the cluster's file: a lookup asks for each of them."""
 NAME_WIDTHS = range(8, 17)
 """Bytes that a chunk's name may have; see `tokens.stride_hashes`."""
 
@@ -32,7 +36,7 @@ MAX_FRAME = 4 << 20
 """Bytes of the largest frame that is sent or read: a store of three million tokens in blocks of 16 has a quarter of that."""
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-Token = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+Token = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Block = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
@@ -57,8 +61,8 @@ class Hello(Message, frozen=True, tag="hello"):
     software: Text
     model: str = ""
     """What identifies the weights; engines of one name, world size and block size share chunks."""
-    world_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=4096)] = 0
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS)] = 0
     block_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     """Tokens a block of the engine's paged cache."""
     namespace: str = ""
@@ -67,12 +71,14 @@ class Hello(Message, frozen=True, tag="hello"):
     """What this engine names chunks by; empty for what the server's file says."""
     hash_seed: str = ""
     """What its names depend on besides tokens; empty for what the server's file says."""
-    held: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    held: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
     """Shards of each chunk that every rank holds; each is an object of its own."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
             raise ValueError(f"rank {self.rank} is outside of world_size {self.world_size}")
+        if self.world_size * self.held > MAX_SHARDS:
+            raise ValueError(f"{self.world_size} ranks with {self.held} shards each are more than {MAX_SHARDS} shards")
         if self.kind != "observer" and not (self.model and self.block_size):
             raise ValueError(f"a {self.kind} must tell its model and block_size")
 
@@ -229,7 +235,7 @@ class Loaded(Message, frozen=True, tag="loaded"):
 class StatusReport(Message, frozen=True, tag="status_report"):
     software: str
     pid: int
-    up_since: float
+    up_since: Annotated[float, msgspec.Meta(ge=0, le=1 << 40)]
     """Seconds since 1970."""
     clients: Count
     workers: Count
@@ -263,9 +269,9 @@ class RefusalError(Exception):
 Answer = Welcome | Done | Found | Stored | Loaded | StatusReport | Refused
 
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(Request)
-_answers = msgspec.msgpack.Decoder(Answer)
-_refusal = msgspec.msgpack.Decoder(Refused)
+_read_request = msgpack_decoder(Request)
+_read_answer = msgpack_decoder(Answer)
+_read_refusal = msgpack_decoder(Refused)
 
 
 class FrameError(Exception):
@@ -298,18 +304,18 @@ def decode_request(frame: bytes) -> tuple[int, Request]:
             header.number,
         )
     try:
-        return header.number, _requests.decode(memoryview(frame)[_HEADER.size :])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        return header.number, _read_request(memoryview(frame)[_HEADER.size :])
+    except UndecodableError as error:
         raise FrameError("malformed", f"not a request: {error}", header.number) from None
 
 
 def decode_answer(frame: bytes) -> tuple[int, Answer]:
     """The number and the answer in a frame; of another version only `Refused` is understood."""
     header = _header(frame)
-    decoder = _answers if header.version == PROTOCOL else _refusal
+    read = _read_answer if header.version == PROTOCOL else _read_refusal
     try:
-        return header.number, decoder.decode(memoryview(frame)[_HEADER.size :])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        return header.number, read(memoryview(frame)[_HEADER.size :])
+    except UndecodableError as error:
         raise FrameError("malformed", f"not an answer: {error}", header.number) from None
 
 

@@ -12,7 +12,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from click.testing import CliRunner
 
 from launch.cli import main
 from launch.discovery import Member, find_master
+from launch.discovery.etcd import prefix_of
 from launch.doctor import Report, Verdict
 from launch.up import Cluster
 from pd_cache.config import ClusterConfig, MasterNode, MastersConfig, StoreNode, TlsConfig
@@ -121,6 +122,41 @@ def test_a_node_joins_within_a_second_and_leaves_when_it_is_told_to(
         assert re.search(r"request [0-9a-f]{32}: 200 in", "".join(node.errors)), "the proxy's id is in the node's log"
         node.send(signal.SIGTERM)
         wait_for(lambda: node.address not in health(cluster)["prefill"], 2, "it left before it ended")
+
+
+def test_unreadable_records_stop_neither_routing_nor_joining_and_status_and_doctor_name_them(
+    cluster: Cluster, own_etcd: Etcd, tmp_path: Path
+) -> None:
+    prefix = prefix_of("test")
+    planted = {
+        "text": b'{"name": "text", "role": "decode", "address": "http://10.0.0.1:1", "model": "\xff"}',
+        "schema": b'{"name": "schema", "role": 1}',
+        "absurd": b'{"name": "absurd", "role": "decode", "address": "http://10.0.0.1:99999"}',
+        "master-9": b'{"name": "master-9", "role": "master", "address": "ipc:///etc"}',
+    }
+    with closing(own_etcd.client()) as client:
+        for name, value in planted.items():
+            client.put(prefix + name, value)
+        try:
+            with joined(own_etcd, tmp_path, "prefill-3") as node:  # it found the real master
+                wait_for(lambda: health(cluster)["prefill"].get(node.address), 5, "the node is routed to")
+                assert [ask(cluster).status for _ in range(4)] == [200] * 4
+                shown = status(own_etcd, tmp_path)
+                assert shown.exit_code == 1
+                told = json.loads(shown.stdout)
+                assert told["unreadable"].keys() == planted.keys()
+                assert "not valid UTF-8" in told["unreadable"]["text"]
+                assert {one["state"] for one in told["nodes"] if one["role"] in ("prefill", "decode")} == {"up"}
+                report = msgspec.json.decode(doctor(own_etcd, tmp_path).stdout, type=Report)
+                broken = [(one.check, one.about) for one in report.findings if one.verdict is Verdict.BROKEN]
+                assert broken == [("cluster.record", name) for name in sorted(planted)]
+            with joined(own_etcd, tmp_path, "text") as node:  # the name of an unreadable one
+                wait_for(lambda: health(cluster)["prefill"].get(node.address), 5, "the node is routed to")
+                assert "text" not in json.loads(status(own_etcd, tmp_path).stdout)["unreadable"]
+        finally:
+            for name in planted:
+                client.delete(prefix + name)
+    assert status(own_etcd, tmp_path).exit_code == 0
 
 
 def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dropped_within_its_ttl_and_a_second(
@@ -359,10 +395,6 @@ def test_what_elected_masters_promise_is_found_where_the_file_names_none(make_et
 
 
 def _registered(etcd: Etcd) -> list[str]:
-    from contextlib import closing
-
-    from launch.discovery.etcd import prefix_of
-
     with closing(etcd.client()) as client:
         return sorted(
             kv.key.decode().removeprefix(prefix_of("test")) for kv in client.get_prefix_response(prefix_of("test")).kvs

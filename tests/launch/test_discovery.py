@@ -86,6 +86,21 @@ def test_what_a_newer_version_adds_is_ignored() -> None:
     assert msgspec.structs.replace(node("a"), namespace=newer, fingerprint="0" * 16).cache_namespace is None
 
 
+def test_a_role_of_a_newer_version_may_have_any_address() -> None:
+    for address in ("h:1", "http://h:1", "ipc:///run/x", "tcp://h:1"):
+        raw = msgspec.json.encode({"name": "a", "role": "later", "address": address})
+        assert decode_record(raw).address == address
+
+
+@pytest.mark.parametrize(
+    "absurd", [{"shards": 10**9}, {"chunk_size": 0}, {"block_size": -1}, {"page_bytes": 10**30}, {"layers": 0}]
+)
+def test_a_namespace_of_absurd_numbers_is_not_believed(absurd: dict[str, int]) -> None:
+    told = {**msgspec.to_builtins(NAMESPACE), **absurd}
+    fingerprint = msgspec.structs.replace(NAMESPACE, **absurd).fingerprint() if 10**30 not in absurd.values() else ""
+    assert msgspec.structs.replace(node("a"), namespace=told, fingerprint=fingerprint).cache_namespace is None
+
+
 @pytest.mark.parametrize(
     ("raw", "told"),
     [
@@ -98,6 +113,26 @@ def test_what_a_newer_version_adds_is_ignored() -> None:
         (b'{"name": "a", "role": "prefill", "address": "file:///etc/passwd"}', "address"),
         (b"[" * 40_000, "no record"),
         (b" " * 70_000, "at most 65536"),
+        (b'{"name": "a", "role": "prefill", "address": "http://h:1", "model": "\xff"}', "not valid UTF-8"),
+        (b'{"name": "a", "role": "master", "address": "ipc:///etc"}', "a master's address is host:port"),
+        (b'{"name": "a", "role": "master", "address": "http://h:1"}', "a master's address is host:port"),
+        (b'{"name": "a", "role": "prefill", "address": "ipc:///etc"}', "a prefill node's address is http"),
+        (b'{"name": "a", "role": "decode", "address": "h:1"}', "a decode node's address is http"),
+        (b'{"name": "a", "role": "proxy", "address": "http://[:1"}', "address"),
+        (b'{"name": "a", "role": "store", "address": "tcp://h:1"}', "a store's address is host:port"),
+        (b'{"name": "a", "role": "cache-server", "address": "http://h:1"}', "a cache-server's address is ipc"),
+        (b'{"name": "a", "role": "prefill", "address": "http://h:0"}', "port 0"),
+        (b'{"name": "a", "role": "prefill", "address": "http://h:99999"}', "Port out of range"),
+        (b'{"name": "a", "role": "prefill", "address": "http://h:1\\n"}', "address"),
+        (b'{"name": "a", "role": "x", "address": "http://h:1", "metrics": "http://h:1\\n"}', "metrics"),
+        (b'{"name": "a", "role": "x", "address": "http://h:1", "metrics": "http://h:70000"}', "Port out of range"),
+        (b'{"name": "a", "role": "x", "address": "http://h:1", "lease_ttl_ms": 1e300}', "lease_ttl_ms"),
+        (
+            b'{"name": "a", "role": "x", "address": "http://h:1", "capacity": {"kv_tokens": 1' + b"0" * 40 + b"}}",
+            "kv_tok",
+        ),
+        (b'{"name": "a", "role": "x", "address": "http://h:1", "model": "\\u001b[2J"}', "model"),
+        (b'{"name": "a", "role": "x", "address": "http://h:1", "master": "a\\nb"}', "master"),
     ],
 )
 def test_what_is_no_record_is_refused_in_words(raw: bytes, told: str) -> None:

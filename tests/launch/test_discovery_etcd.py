@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
@@ -223,6 +224,61 @@ def test_garbage_in_etcd_is_ignored_and_told_once(etcd: Etcd, caplog: pytest.Log
     told = [message for message in caplog.messages if "is ignored" in message]
     assert len(told) == 2
     assert "it says that its node is z" in told[1]
+
+
+UNREADABLE = {
+    "text that is not UTF-8": (b'{"name": "x", "role": "prefill", "address": "http://h:1", "model": "\xff"}', "UTF-8"),
+    "another schema": (b'{"name": "x", "role": ["prefill"], "address": {}}', "Expected `str`"),
+    "absurd values": (record("x").encode().replace(b'"kv_tokens":0', b'"kv_tokens":1e999'), "out of range"),
+    "nesting": (b'{"namespace": ' + b"[" * 60_000, "nested|object"),
+    "a master's address that is a path": (b'{"name": "x", "role": "master", "address": "ipc:///etc"}', "host:port"),
+    "as much as etcd takes": (b" " * 1_400_000, "at most 65536"),
+}
+
+
+@pytest.mark.parametrize(("value", "why"), UNREADABLE.values(), ids=UNREADABLE)
+def test_an_unreadable_record_concerns_the_node_of_its_name_only(
+    value: bytes, why: str, make_etcd: Callable[..., Etcd], caplog: pytest.LogCaptureFixture
+) -> None:
+    etcd = make_etcd().start()
+    prefix = prefix_of(CLUSTER)
+    with ExitStack() as stack:
+        client = stack.enter_context(closing(etcd.client()))
+        stack.enter_context(registered(etcd.settings(), "a"))
+        follows = stack.enter_context(EtcdWatch(etcd.settings(), CLUSTER))
+        wait_for(sees(follows, "a"), 5, "seen")
+        for name in ("x", "y", "z", "\n"):
+            client.put(prefix + name, value)
+        lists = stack.enter_context(EtcdWatch(etcd.settings(), CLUSTER))
+        assert lists.wait_synced(10)
+        for watch in (follows, lists):
+            wait_for(lambda: len(watch.view().unreadable) == 4, 10, "all are noted")  # noqa: B023 - called at once
+            assert [name for name, _ in watch.view().unreadable] == ["\\n", "x", "y", "z"]
+            assert all(re.search(why, told) for _, told in watch.view().unreadable), watch.view().unreadable
+            assert watch.view().stale_since is None
+        stack.enter_context(registered(etcd.settings(), "b"))  # beside them
+        stack.enter_context(registered(etcd.settings(), "x"))  # in the place of one
+        for watch in (follows, lists):
+            wait_for(sees(watch, "a", "b", "x"), 5, "the others are followed, and the one that is repaired")
+            assert [name for name, _ in watch.view().unreadable] == ["\\n", "y", "z"]
+        assert caplog.text.count(f"{prefix}y is ignored") == 2, "each watch says it once"
+        assert "does not answer" not in caplog.text
+        assert "Traceback" not in caplog.text
+
+
+def test_a_node_whose_record_is_spoiled_is_still_followed_and_writes_it_again(etcd: Etcd) -> None:
+    views: list[View] = []
+    with (
+        registered(etcd.settings(), "a"),
+        closing(etcd.client()) as client,
+        EtcdWatch(etcd.settings(), CLUSTER, on_change=views.append) as watch,
+    ):
+        wait_for(sees(watch, "a"), 5, "seen")
+        client.put(prefix_of(CLUSTER) + "a", b'{"name": "\xff"}')
+        wait_for(lambda: any(view.unreadable for view in views), 5, "noted")
+        wait_for(lambda: not watch.view().unreadable, 5, "written over")
+        assert all(names(view) == ["a"] for view in views if view.nodes)
+        assert client.get(prefix_of(CLUSTER) + "a")[0] == record("a").encode()
 
 
 # --- users and TLS ---------------------------------------------------------------------------------------------------

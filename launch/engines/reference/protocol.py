@@ -221,6 +221,10 @@ def _prompt(prompt: Any) -> str | tuple[int, ...]:
             raise BadRequest("one prompt a request is supported, not a batch of several", param="prompt")
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise BadRequest("the prompt is not valid Unicode", param="prompt") from None
         return prompt
     if isinstance(prompt, list) and prompt:
         if all(type(token) is int for token in prompt):

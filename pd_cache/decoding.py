@@ -1,0 +1,64 @@
+"""Decodes JSON and msgpack that other processes wrote; the one place that does.
+
+msgspec reports an error of the bytes in three ways: MsgspecError for a syntax or a schema that does not fit, UnicodeDecodeError for a
+text that is not UTF-8, and RecursionError for deep nesting. A caller that catches some of them lets one bad record end its work.
+Here all of them are `UndecodableError`, a ValueError, and its message fits on one line of a log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+T = TypeVar("T")
+Buffer = bytes | bytearray | memoryview
+_LONGEST = 300
+
+
+class UndecodableError(ValueError):
+    """Bytes that are not what they should be; the message says why."""
+
+
+@overload
+def decode_json(raw: Buffer | str, kind: type[T]) -> T: ...
+
+
+@overload
+def decode_json(raw: Buffer | str, kind: Any) -> Any: ...
+
+
+def decode_json(raw: Buffer | str, kind: Any) -> Any:
+    """Returns the value of type `kind` that JSON text holds. Raises UndecodableError for any other bytes."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise _undecodable(error) from None
+
+
+def msgpack_decoder(kind: Any, dec_hook: Callable[[type, Any], Any] | None = None) -> Callable[[Buffer], Any]:
+    """Returns a function from msgpack to a value of type `kind`, which raises UndecodableError for any other bytes."""
+    decode = msgspec.msgpack.Decoder(kind, dec_hook=dec_hook).decode
+
+    def read(raw: Buffer) -> Any:
+        try:
+            return decode(raw)
+        except (ValueError, RecursionError) as error:
+            raise _undecodable(error) from None
+
+    return read
+
+
+def _undecodable(error: Exception) -> UndecodableError:
+    if isinstance(error, UnicodeDecodeError):
+        return UndecodableError("a text in it is not valid UTF-8")
+    if isinstance(error, RecursionError):
+        return UndecodableError("it is nested too deeply")
+    return UndecodableError(one_line(str(error)))
+
+
+def one_line(text: str) -> str:
+    """Returns a text by others so that a log or a terminal can show it: control characters escaped, its end cut off."""
+    shown = text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_LONGEST])
+    return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"

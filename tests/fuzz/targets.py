@@ -1,0 +1,610 @@
+"""Every parser of what others wrote, with seeds and with what a value that it lets through must be like."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import os
+import socket
+import struct
+import tempfile
+import uuid
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from bench.fleet import wire
+from bench.fleet.site import decode as decode_job
+from bench.trace import read_request
+from launch.discovery import NodeRecord, View, differences, read_about
+from launch.discovery.directory import _master
+from launch.discovery.etcd import _read
+from launch.discovery.record import About, RecordError, decode_record
+from launch.doctor.network import advertised_findings, peer_findings
+from launch.doctor.probe import read_places
+from launch.engines.reference.protocol import BadRequest, parse_completion
+from launch.proxy.answers import ApiError
+from launch.proxy.completion import Completion, Handoff, read_handoff, read_models, read_tokens
+from launch.reachability import host_of, read_master_health, read_peers, read_segments, targets_of
+from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, status_table
+from pd_cache.backends import objects
+from pd_cache.backends.folder import PAGE, ObjectFolder, digest_of
+from pd_cache.block_hashes import BlockHasher, describe_hashes
+from pd_cache.config import ClusterConfig, load_config
+from pd_cache.decoding import UndecodableError
+from pd_cache.errors import ConfigError
+from pd_cache.handoff import Announcement, BadParams, PrefillWork, read_params, write_params
+from pd_cache.server import messages
+from pd_cache.server.lifeline import LifelineClient, LifelineServer
+from pd_cache.tokens import MAX_SHARDS, Namespace, token_bytes
+from tests.fuzz.target import Format, Parse, Target, pure
+from tests.support.waiting import wait_for
+
+TOKEN = uuid.UUID(int=7).hex
+NAMESPACE = Namespace(
+    model="m:0123", kv_dtype="bfloat16", layout="heads8.block16.bytes256x2", layers=32, block_size=16, page_bytes=4096,
+    chunk_size=256, shards=2, hash_mode="blocks", hash_seed=describe_hashes("sha256", "0", ""),
+)  # fmt: skip
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _read_json(text: bytes) -> Any:
+    """Numbers stay text: Python reads none of more than 4300 digits."""
+    return json.loads(text, parse_int=str)
+
+
+# --- the cache server's messages -------------------------------------------------------------------------------------
+
+_NAMES = messages.join_names([b"a" * 16, b"b" * 16])
+_MOVE = ("session", _NAMES, (1, 2, -1), 5, 7, 1000)
+_REQUESTS: tuple[messages.Message, ...] = (
+    messages.Hello(TOKEN, "worker", "0.1", "m", 2, 1, 16, "f" * 16, "blocks", "sha256:0:", 2),
+    messages.Register(
+        TOKEN,
+        (messages.CpuStorage(4096), messages.CudaStorage(4096, 0, b"h", 0, b"r", 0, b"e", True)),
+        (messages.TensorView(0, 0, (2, 3), (3, 1), "bfloat16"),),
+    ),
+    messages.Unregister(),
+    messages.Lookup("session", _NAMES, 1),
+    messages.Store(*_MOVE),
+    messages.Retrieve(*_MOVE, b"event"),
+    messages.EndSession("session"),
+    messages.StatusQuery(),
+)
+_ANSWERS: tuple[messages.Message, ...] = (
+    messages.Welcome(TOKEN, "0.1", 256, "tokens", "", True, "/run/x"),
+    messages.Done(),
+    messages.Found(3),
+    messages.Stored(b"\x00\x01\x02"),
+    messages.Loaded(4),
+    messages.StatusReport("0.1", 1, 1e9, 1, 1, 1, 1, 1, True, "# nothing\n"),
+    messages.Refused("busy", "later"),
+)
+
+
+def _server_request(data: bytes) -> None:
+    number, request = messages.decode_request(data)
+    assert messages.decode_request(messages.encode(number, request)) == (number, request)
+    if isinstance(request, messages.Hello):
+        assert request.rank < request.world_size
+        assert request.world_size * request.held <= MAX_SHARDS
+        assert len(request.client) == 32
+    if isinstance(request, (messages.Lookup, messages.Store, messages.Retrieve)):
+        names = messages.split_names(request.names)
+        assert len(names) == messages.count_names(request.names) <= messages.MAX_CHUNKS
+        assert len({len(name) for name in names}) <= 1
+        assert messages.join_names(names) == request.names or not names
+
+
+def _server_answer(data: bytes) -> None:
+    number, answer = messages.decode_answer(data)
+    if isinstance(answer, messages.StatusReport):
+        row = NodeStatus(record=_record("c", "cache-server", "ipc:///run/x"))
+        row.up_since = answer.up_since
+        _show(row)
+    if answer == answer:  # not a number is not equal to itself
+        assert messages.decode_answer(messages.encode(number, answer)) == (number, answer)
+
+
+@contextmanager
+def _lifeline() -> Iterator[Parse]:
+    """Each input is what a client sends: a byte for how many descriptors come with a message, a byte for its length, the message."""
+    gone: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lifeline"
+        with closing(LifelineServer(path, gone.append)) as server, open(os.devnull) as null:
+            honest = LifelineClient(str(path), "h" * 32)
+
+            def serve(token: str) -> None:
+                honest.send(token, [null.fileno()])
+                found = server.take("h" * 32, token, 10)
+                assert found is not None, "the honest client is served"
+                os.close(found[0])
+
+            def parse(data: bytes) -> None:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+                    stranger.connect(str(path))
+                    place = 0
+                    while place + 2 <= len(data):
+                        count, size = data[place] % 4, data[place + 1]
+                        try:
+                            socket.send_fds(stranger, [data[place + 2 : place + 2 + size]], [null.fileno()] * count)
+                        except (BrokenPipeError, ConnectionResetError):
+                            break
+                        place += 2 + size
+                turn = next(turns)
+                if turn % 50 == 0:
+                    serve(f"{turn:032x}")
+                    wait_for(lambda: _descriptors() <= before, 10, "no descriptor is left over")
+
+            try:
+                serve("0" * 32)
+                before, turns = _descriptors(), itertools.count(1)
+                yield parse
+            finally:
+                honest.close()
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _said(*texts: bytes) -> bytes:
+    return b"".join(bytes([index % 3, len(text)]) + text for index, text in enumerate(texts))
+
+
+# --- objects and files -----------------------------------------------------------------------------------------------
+
+_KEY, _PAYLOAD = "pdc1/0123456789abcdef/0/" + "a" * 32, b"0123456789" * 20
+
+
+def _sealed() -> bytes:
+    buffer = bytearray(len(_PAYLOAD) + objects.TRAILER_BYTES)
+    buffer[: len(_PAYLOAD)] = _PAYLOAD
+    objects.seal(_KEY, memoryview(buffer), len(_PAYLOAD))
+    return bytes(buffer)
+
+
+def _object(data: bytes) -> None:
+    damage = objects.inspect(_KEY, memoryview(data), len(_PAYLOAD))
+    assert (damage is None) == (data == _SEALED)
+
+
+_SEALED = _sealed()
+_NAME = f"{digest_of('key')}-1f"
+
+
+@contextmanager
+def _folder() -> Iterator[Parse]:
+    """Each input is the name of a file, and where it lies; all that were planted lie there for some turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        roots = iter(Path(folder) / str(number) for number in range(1 << 62))
+        planted: list[Path] = []
+        root = next(roots)
+
+        def parse(data: bytes) -> None:
+            nonlocal root
+            place, name = data[:1], data[1:200].split(b"/")[-1].replace(b"\0", b"")
+            if name not in (b"", b".", b".."):
+                here = root / str(PAGE) / "0"
+                parents = (here, here / os.fsdecode(name[:2]), here / "ab", here / "tmp")
+                parent = parents[place[0] % 4] if place else here
+                file = parent / os.fsdecode(name)
+                if file not in (here / "lock", here / "tmp"):
+                    try:
+                        parent.mkdir(parents=True, exist_ok=True)
+                        if place and place[0] & 4:
+                            file.mkdir()
+                        else:
+                            file.write_bytes(b"\0" * (PAGE if place and place[0] & 8 else 1))
+                        planted.append(file)
+                    except OSError:
+                        return  # the file system takes no such name
+            if len(planted) >= 64:
+                _opened(root)
+                planted.clear()
+                root = next(roots)
+
+        yield parse
+        _opened(root)
+
+
+def _opened(root: Path) -> None:
+    folder = ObjectFolder(root, PAGE, direct=False, sync=False)
+    with closing(folder):
+        found = folder.open()
+        assert len({digest for digest, _ in found.objects}) == len(found.objects)
+        buffer = bytearray(PAGE)
+        for digest, name in found.objects:
+            assert name.startswith(f"{digest}-")
+            assert folder.read(name, memoryview(buffer)) == PAGE
+        written = folder.write(digest_of("another"), memoryview(buffer))
+        assert written not in {name for _, name in found.objects}
+
+
+def _manifest(data: bytes) -> None:
+    _believed(Namespace.read(data))
+
+
+def _believed(namespace: Namespace) -> None:
+    """What the proxy does with a namespace that it read."""
+    assert 1 <= namespace.shards <= MAX_SHARDS
+    assert min(namespace.layers, namespace.block_size, namespace.page_bytes, namespace.chunk_size) >= 1
+    assert Namespace.read(namespace.manifest()) == namespace
+    BlockHasher(namespace.block_size, describe_hashes("sha256", "0", ""), ["0"]).hashes(range(100))
+
+
+# --- discovery -------------------------------------------------------------------------------------------------------
+
+
+def _record(name: str, role: str, address: str, **fields: Any) -> NodeRecord:
+    return NodeRecord(name=name, role=role, address=address, **fields)
+
+
+_RECORDS = (
+    _record(
+        "a", "prefill", "http://10.0.0.2:8100", model="m", instance="1", version="0.1", master="10.0.0.1:50051",
+        **NAMESPACE.described(),
+    ),
+    _record("a", "master", "10.0.0.1:50051", metrics="http://10.0.0.1:9003", lease_ttl_ms=5000),
+    _record("a", "cache-server", "ipc:///run/pd-cache/x.sock", metrics="http://10.0.0.1:9100"),
+    _record("a", "store", "10.0.0.3:1234"),
+    _record("a", "bench-echo", "10.0.0.3:1234"),
+)  # fmt: skip
+_CONFIG = ClusterConfig(nodes=())
+
+
+def _etcd_record(data: bytes) -> None:
+    _used(decode_record(data))
+
+
+def _etcd_pair(data: bytes) -> None:
+    name, found = _read(SimpleNamespace(key=b"/pd-cache/c/nodes/" + data[:8], value=data[8:]), "/pd-cache/c/nodes/")
+    assert name.isprintable()
+    if isinstance(found, str):
+        assert found.isprintable()
+    else:
+        assert found.name == name
+        _used(found)
+
+
+def _used(record: NodeRecord) -> None:
+    """What nodes do with a record."""
+    assert decode_record(record.encode()) == record
+    if record.role == "master":
+        assert 1 <= _master(record).port <= 65535
+    if record.role in ("prefill", "decode", "proxy"):
+        assert host_of(record.address)
+    usual = _RECORDS[0]
+    for told in differences([usual, msgspec.structs.replace(usual, name="b"), record]).values():
+        assert told.isprintable()
+    targets_of(_CONFIG, View((record,)))
+    if (namespace := record.cache_namespace) is not None:
+        _believed(namespace)
+    _show(NodeStatus(record=record))
+
+
+def _health(data: bytes) -> None:
+    told = read_about(data)
+    assert isinstance(told, About)
+    _show(NodeStatus(record=_record("a", "decode", "http://h:1", version=told.version, fingerprint=told.fingerprint, namespace=told.namespace)))  # fmt: skip
+
+
+_CONSOLE = Console(file=io.StringIO(), width=200)
+
+
+def _show(row: NodeStatus) -> None:
+    status = ClusterStatus("etcd", True, [row], {"x": "why"})
+    table, shown = status_table(status), as_json(status)
+    json.loads(shown)
+    if zlib.crc32(shown.encode()) % 32 == 0:  # to draw it takes a hundred times as long as to read
+        _CONSOLE.print(table)
+
+
+_REACHED = {"target": {"peer": "b", "what": "service", "address": "10.0.0.1:1"}, "error": ""}
+_PEERS = {"node": "a", "reached": [_REACHED, {**_REACHED, "error": "refused"}], "left_out": 1}
+_SEGMENT = {
+    "segment_name": "10.0.0.1:1", "size_bytes": 1 << 30, "te_endpoint": "10.0.0.1:2", "allocator_used_bytes": 5, "protocol": "tcp",
+}  # fmt: skip
+
+
+def _peers(data: bytes) -> None:
+    report = read_peers(data)
+    row = NodeStatus(record=_RECORDS[0])
+    list(peer_findings([row], {"a": report}, (), ()))
+
+
+def _segments(data: bytes) -> None:
+    segments = read_segments(data)
+    targets_of(_CONFIG, View(_RECORDS[1:2]), segments)
+    list(advertised_findings({"10.0.0.1", "10.0.0.2"}, segments))
+    assert all(segment.free >= 0 and segment.host == host_of(segment.segment_name) for segment in segments)
+
+
+_METRICS = b"""# HELP pd_cache_tokens_total Tokens.
+# TYPE pd_cache_tokens_total counter
+pd_cache_tokens_total{op="lookup",outcome="requested"} 10.0
+pd_cache_tokens_total{op="lookup",outcome="hit"} 5.0
+pd_cache_tier_bytes{tier="disk"} 1e9
+pd_cache_troubles_total{op="store",reason="no_space"} 3.0
+vllm:num_requests_running{engine="0"} 2.0
+process_start_time_seconds 1.7e9
+"""
+_ODD_METRICS = b"""pd_cache_tokens_total{op="lookup",outcome="requested"} NaN
+pd_cache_tier_bytes{tier="disk"} -Inf
+vllm:num_requests_running{engine="0"} +Inf
+vllm:num_requests_waiting 1e308
+process_start_time_seconds 1e300
+"""
+
+
+def _metrics(data: bytes) -> None:
+    row = NodeStatus(record=_RECORDS[0])
+    read_metrics(data.decode(errors="replace"), row)
+    assert row.in_flight is None or row.in_flight >= 0
+    assert row.hit_rate is None or row.hit_rate >= 0
+    _show(row)
+
+
+# --- HTTP: the proxy, and the reference engine -----------------------------------------------------------------------
+
+_BODIES = (
+    {
+        "model": "m",
+        "prompt": "hello",
+        "max_tokens": 4,
+        "stream": True,
+        "cache_salt": "s",
+        "stream_options": {"include_usage": True},
+    },
+    {
+        "model": "m",
+        "prompt": [1, 2, 3],
+        "max_tokens": 4,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 3,
+        "ignore_eos": True,
+    },
+    {
+        "model": "m",
+        "prompt": ["text"],
+        "kv_transfer_params": write_params(Announcement(prefix_tokens=4, prefill=PrefillWork(1, 2))),
+    },
+    {
+        "model": "m",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "max_completion_tokens": 4,
+    },
+)
+
+
+def _completion(field: str) -> Parse:
+    def parse(data: bytes) -> None:
+        body = Completion(data, prompt="messages" if field == "messages" else "prompt")
+        prompt = body.prompt()
+        assert prompt.tokens >= 1
+        assert len(prompt.blocks) <= len(data) // 2048
+        body.plain()
+        tokens = body.token_ids()
+        if tokens is not None:
+            token_bytes(tokens)
+        model = body.model()
+        if model is not None:
+            model.encode()
+        try:
+            salt = body.cache_salt()
+            if salt is not None:
+                salt.encode()
+        except ValueError:
+            pass
+        prefill = _read_json(body.for_prefill())
+        assert (prefill["max_tokens"], prefill["stream"]) == ("1", False)
+        assert prefill["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
+        assert "kv_transfer_params" not in _read_json(body.for_decode(None))
+        _read_json(body.for_tokenize())
+        assert _read_json(body.for_decode(Handoff(msgspec.Raw(b'{"a": "b"}'))))["kv_transfer_params"] == {"a": "b"}
+
+    return parse
+
+
+def _tokens(data: bytes) -> None:
+    tokens = read_tokens(data)
+    token_bytes(tokens)
+    BlockHasher(16, describe_hashes("sha256", "0", ""), ["0"]).hashes(tokens)
+
+
+def _models(data: bytes) -> None:
+    _read_json(msgspec.json.encode({"object": "list", "data": read_models(data)}))
+
+
+def _handed_over(data: bytes) -> None:
+    handoff = read_handoff(data)
+    _read_json(Completion(_json(_BODIES[0])).for_decode(handoff))
+
+
+def _reference(data: bytes) -> None:
+    request = parse_completion(data, "m")
+    assert request.max_tokens >= 1
+    assert request.prompt
+    assert 0 <= request.announced_prefix < 2**31
+    if isinstance(request.prompt, str):
+        request.prompt.encode()
+    if request.cache_salt is not None:
+        request.cache_salt.encode()
+
+
+def _params(data: bytes) -> None:
+    try:
+        given = json.loads(data)
+    except (ValueError, RecursionError):
+        raise BadParams("", "no JSON") from None
+    handoff = read_params(given)
+    if handoff.announced is not None:
+        assert 0 <= handoff.announced.prefix_tokens < 2**31
+        assert handoff.announced.namespace.isprintable()
+        assert read_params(write_params(handoff.announced)).announced == handoff.announced
+
+
+# --- benches ---------------------------------------------------------------------------------------------------------
+
+_FRAMES = (
+    wire.Hello(wire.PROTOCOL, "echo", "a", "10.0.0.1", "0.1"),
+    wire.Run(1, "step", msgspec.Raw(msgspec.msgpack.encode({"a": [1]}))),
+    wire.Done(1, msgspec.Raw(b"\xc0")),
+    wire.Failed(1, "why"),
+    wire.Beat(),
+    wire.End("why"),
+)
+
+
+def _bench_frame(data: bytes) -> None:
+    message = wire.decode_message(data)
+    if isinstance(message, wire.Hello):
+        wire.decode_message(msgspec.msgpack.encode(message))
+
+
+@contextmanager
+def _bench_stream() -> Iterator[Parse]:
+    """What arrives over a connection that ends: frames, whole or not."""
+
+    def parse(data: bytes) -> None:
+        here, there = socket.socketpair()
+        with here, there:
+            here.sendall(data[:65536])
+            here.shutdown(socket.SHUT_WR)
+            connection = wire.Connection(there)
+            try:
+                while True:
+                    connection.receive(10)
+            finally:
+                connection.close()
+
+    yield parse
+
+
+class _Job(msgspec.Struct, frozen=True):
+    names: list[str]
+    sizes: dict[str, float]
+    raw: bytes = b""
+
+
+def _trace(data: bytes) -> None:
+    request = read_request(data)
+    assert 0 <= request.timestamp < math.inf
+    assert len(request.whole_blocks) == request.input_length // 512
+
+
+# --- files of people -------------------------------------------------------------------------------------------------
+
+_YAML = (
+    b"nodes:\n- {name: m, role: master, port: 50051}\n- {name: p, role: proxy, port: 8000}\n",
+    b"name: c\ncache: {chunk_size: 256, tiers: [{kind: mooncake}]}\nnodes:\n- name: s\n  role: store\n  segment_size: 1GiB\n"
+    b"- {name: m, role: master, host: 10.0.0.1}\n",
+    b"x: &a [1, 2]\nnodes: [*a, {<<: *a}]\n",
+)
+
+
+@contextmanager
+def _config_file() -> Iterator[Parse]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "cluster.yaml"
+
+        def parse(data: bytes) -> None:
+            file.write_bytes(data)
+            config = load_config(file)
+            assert all(not node.name.endswith("\n") and not node.host.endswith("\n") for node in config.nodes)
+
+        yield parse
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------
+
+
+def _target(
+    name: str,
+    parse: Parse,
+    refusals: tuple[type[Exception], ...],
+    seeds: tuple[bytes, ...],
+    kind: Format,
+    header: int = 0,
+) -> Target:
+    return Target(name, pure(parse), refusals, seeds, kind, header)
+
+
+def _encoded(found: tuple[messages.Message, ...]) -> tuple[bytes, ...]:
+    return tuple(messages.encode(7, message) for message in found)
+
+
+_JSON, _MSGPACK, _BYTES = Format.JSON, Format.MSGPACK, Format.BYTES
+_PACK: Callable[[Any], bytes] = msgspec.msgpack.encode
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        _target("server-request", _server_request, (messages.FrameError,), _encoded(_REQUESTS), _MSGPACK, 16),
+        _target("server-answer", _server_answer, (messages.FrameError,), _encoded(_ANSWERS), _MSGPACK, 16),
+        Target(
+            "lifeline", _lifeline, (), (_said(b"c" * 32, b"d" * 32, b"d" * 32), _said(b"c" * 32), _said(b"c" * 33)), _BYTES,
+            alone=False,
+        ),
+        _target("object", _object, (), (_SEALED,), _BYTES),
+        Target("folder", _folder, (), (b"\x09" + _NAME.encode(), b"\x0bnote-" + _NAME.encode(), b"\x04" + b"ab"), _BYTES, alone=False),
+        _target("manifest", _manifest, (ValueError,), (NAMESPACE.manifest(),), _JSON),
+        _target("etcd-record", _etcd_record, (RecordError,), tuple(record.encode() for record in _RECORDS), _JSON),
+        _target("etcd-pair", _etcd_pair, (), (b"a       " + _RECORDS[0].encode(), b"\xff\n" + _RECORDS[1].encode()), _BYTES),
+        _target("health", _health, (), (_json({"version": "0.1", **NAMESPACE.described()}),), _JSON),
+        _target("peers", _peers, (ValueError,), (_json(_PEERS),), _JSON),
+        _target("segments", _segments, (ValueError,), (_json({"segments": [_SEGMENT, _SEGMENT]}),), _JSON),
+        _target(
+            "master-health", lambda data: bool(read_master_health(data)) and None, (ValueError,),
+            (_json({"role": "leader", "service_ready": True}),), _JSON,
+        ),
+        _target(
+            "master-keys", lambda data: bool(read_places(data, ["k"])) and None, (ValueError,),
+            (_json({"data": {"k": {"values": [{"transport_endpoint_": "10.0.0.1:1"}]}}}),), _JSON,
+        ),
+        _target("metrics", _metrics, (ValueError,), (_METRICS, _ODD_METRICS), _BYTES),
+        _target("completion", _completion("prompt"), (ApiError,), tuple(map(_json, _BODIES[:3])), _JSON),
+        _target("chat", _completion("messages"), (ApiError,), (_json(_BODIES[3]),), _JSON),
+        _target("tokenized", _tokens, (ValueError,), (_json({"count": 3, "tokens": list(range(40))}),), _JSON),
+        _target("models", _models, (ValueError,), (_json({"object": "list", "data": [{"id": "m"}, {"id": "n"}]}),), _JSON),
+        _target(
+            "prefill-answer", _handed_over, (ValueError,),
+            (_json({"id": "x", "kv_transfer_params": {"do_remote_prefill": True}}),), _JSON,
+        ),
+        _target("reference-request", _reference, (BadRequest,), tuple(map(_json, _BODIES[:3])), _JSON),
+        _target(
+            "transfer-params", _params, (BadParams,),
+            (
+                _json(write_params(Announcement(prefix_tokens=4096, namespace="0" * 16, prefill=PrefillWork(1, 2)))),
+                _json({"do_remote_decode": True, "do_remote_prefill": False}),
+            ),
+            _JSON,
+        ),
+        _target("bench-frame", _bench_frame, (wire.Disconnected,), tuple(map(_PACK, _FRAMES)), _MSGPACK),
+        Target(
+            "bench-stream", _bench_stream, (wire.Disconnected,),
+            tuple(struct.pack("!I", len(_PACK(frame))) + _PACK(frame) for frame in _FRAMES), _MSGPACK, 4,
+        ),
+        _target(
+            "bench-job", lambda data: bool(decode_job(data, _Job)) and None, (UndecodableError,),
+            (_PACK(_Job(["a"], {"b": 1.5}, b"c")),), _MSGPACK,
+        ),
+        _target(
+            "trace", _trace, (ValueError,),
+            (_json({"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}),), _JSON,
+        ),
+        Target("config-file", _config_file, (ConfigError,), _YAML, _BYTES),
+    )
+}  # fmt: skip
