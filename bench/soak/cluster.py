@@ -6,7 +6,6 @@ the end of its parent.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,7 +24,7 @@ from bench.soak.kinds import ENGINES, HOSTS, NODES
 from bench.soak.plan import CHUNK, VOCABULARY
 from launch.process import spawn_child
 
-SEGMENT, SMALL_SEGMENT = "72MiB", "16MiB"
+SEGMENT, SMALL_SEGMENT = "192MiB", "24MiB"
 DISK_CAPACITY = 24 << 20
 DISK_BYTES = 32 << 20
 """Of the disk tier's file system."""
@@ -87,7 +86,11 @@ class Site:
         tiers = [{**tier, "path": str(self.disk)} if tier["kind"] == "disk" else tier for tier in _TIERS.get(node, [_POOL])]  # fmt: skip
         return {
             "name": "soak",
-            "transfer": {"staging_size": "64MiB" if node in (*ENGINES, "cache") else "8MiB"},
+            "transfer": {
+                "staging_size": "64MiB" if node in (*ENGINES, "cache") else "8MiB",
+                # generous: what calls get is their own deadline, and what the pool gets is time to do harm
+                "timeouts": {"get_ms": 30_000, "put_ms": 30_000},
+            },
             "cache": {"chunk_size": CHUNK, "tiers": tiers},
             "engine": {
                 "kind": "reference",
@@ -292,13 +295,10 @@ class Cluster:
     def __getitem__(self, name: str) -> Node:
         return self.nodes[name]
 
-    def start(self, wait: Callable[[Callable[[], bool], float, str], None]) -> None:
-        """Start all, each group when those it needs are ready. `wait(condition, seconds, what)` waits and tends."""
-        for group in (("master",), ("store-0", "store-1"), ("cache", "prefill", "decode"), (*ENGINES, "proxy")):
-            for name in group:
-                self[name].start()
-            nodes = [self[name] for name in group]
-            wait(functools.partial(_all_ready, nodes), _READY_S, f"{', '.join(group)} to be ready")
+    def start(self) -> None:
+        """Start all of them at once: each waits for those that it needs."""
+        for node in self.nodes.values():
+            node.start()
 
     def tend(self) -> None:
         for node in self.nodes.values():
@@ -306,7 +306,7 @@ class Cluster:
 
     @property
     def ready(self) -> bool:
-        return _all_ready(self.nodes.values())
+        return all(node.ready for node in self.nodes.values())
 
     def stop(self, grace_s: float = 30.0) -> list[str]:
         """End all in order, the last first; what went wrong."""
@@ -317,7 +317,3 @@ class Cluster:
         for node in self.nodes.values():
             if node.process is not None:
                 node.kill(1e9)
-
-
-def _all_ready(nodes: Iterable[Node]) -> bool:
-    return all(node.ready for node in nodes)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
 import itertools
 import json
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,11 @@ from bench.soak.leaks import Held, disk_troubles, files_left, grown, held_by, st
 from bench.soak.ledger import Ledger
 from bench.soak.plan import SHORT_RUN_S, Fault, check_prompts, coverage, faults, served_prompts
 from bench.soak.verdict import Outcome
+from launch.process import spawn_child
 from pd_cache.errors import PdCacheError
 
 _CLIENTS = 2
-_EXPECTED_S = 120.0
+_START_S = 180.0
 
 
 class SoakError(PdCacheError):
@@ -90,8 +93,11 @@ class Soak:
     # --- the parts of a run --------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        expected = self._expected()
-        self.cluster.start(self._wait)
+        with self._expecting() as answers:
+            self.cluster.start()
+            self._wait(lambda: self.cluster.ready, _START_S, "all nodes to be ready")
+            self._wait(lambda: answers.poll() is not None, _START_S, "the answers without a cache")
+            expected = self._expected(answers)
         self.clients = [
             Client(number, self.seed, self.site.proxy, self._prompts, expected, self.ledger.reply)
             for number in range(_CLIENTS)
@@ -115,13 +121,26 @@ class Soak:
         self.outcome.recovery_s = time.monotonic() - last
         self._compare(before)
 
-    def _expected(self) -> list[list[int]]:
-        """The answers without a cache, from a process of its own."""
-        command = [sys.executable, "-m", "bench.soak.expected", str(self.site.file("decode")), str(self.seed), str(len(self._prompts))]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, timeout=_EXPECTED_S, check=False)
-        if done.returncode:
-            raise SoakError(f"the answers without a cache could not be computed: {done.stderr.decode()[-2000:]}")
-        return msgspec.json.decode(done.stdout.splitlines()[-1], type=list[list[int]])
+    @contextlib.contextmanager
+    def _expecting(self) -> Iterator[subprocess.Popen[bytes]]:
+        """A process of its own that computes the answers without a cache."""
+        count = str(len(self._prompts))
+        command = [sys.executable, "-m", "bench.soak.expected", str(self.site.file("decode")), str(self.seed), count]
+        with (self.evidence / "expected.log").open("wb") as log, (self.folder / "expected.json").open("wb") as out:
+            process = spawn_child(command, death_signal=signal.SIGKILL, stdout=out, stderr=log)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    def _expected(self, process: subprocess.Popen[bytes]) -> list[list[int]]:
+        file = self.folder / "expected.json"
+        if process.returncode:
+            raise SoakError(f"the answers without a cache could not be computed: see {self.evidence}/expected.log")
+        answers = msgspec.json.decode(file.read_bytes().splitlines()[-1], type=list[list[int]])
+        file.unlink()
+        return answers
 
     def _go(self) -> None:
         for name in ENGINES:
@@ -144,6 +163,8 @@ class Soak:
         for client in self.clients:
             if not client.resting.wait(60.0):
                 late.append(f"{client.label} did not come to rest")
+        if late:
+            late += self.ledger.overdue(time.time(), 0.0, self.stage.stops)
         self.outcome.late = [*self.outcome.late, *late]
         self.ticker = _continued(self.ticker)
 

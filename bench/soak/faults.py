@@ -123,21 +123,17 @@ def _disk_read_only(stage: Stage, fault: Fault) -> Undo:
 
 
 def _disk_gone(stage: Stage, fault: Fault) -> Undo:
-    """The folder is moved away while it is in use, and back again."""
-    moved = []
+    """The folder and all that is in it is gone while it is in use."""
+    gone = []
     for folder in stage.site.disk.iterdir():
         if folder.is_dir() and folder.name.isdigit():
-            away = folder.with_name(f"away-{folder.name}")
+            away = folder.with_name(f"gone-{folder.name}")
             folder.rename(away)
-            moved.append((folder, away))
+            gone.append(away)
 
     def undo() -> None:
-        for folder, away in moved:
-            rubbish = folder.with_name(f"rubbish-{folder.name}")
-            if folder.exists():
-                folder.rename(rubbish)
-            away.rename(folder)
-            shutil.rmtree(rubbish, ignore_errors=True)
+        for away in gone:
+            shutil.rmtree(away, ignore_errors=True)
 
     return undo
 

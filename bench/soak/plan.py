@@ -22,7 +22,7 @@ OUTPUT_TOKENS = 8
 SHORT_RUN_S = 120.0
 """Runs below it have quick faults only, of a few seconds."""
 _QUICK_S = 3.0
-_FAMILIES = 16
+_FAMILIES = 12
 _LONG_HEAD_S = 5.0
 
 OperationKind = Literal["store", "retrieve", "lookup", "unknown", "remove"]
@@ -168,7 +168,7 @@ def faults(seed: int, seconds: float, there: frozenset[str]) -> list[Fault]:
 
 def _prompt(rng: random.Random) -> Prompt:
     size = rng.random()
-    chunks = rng.randint(1, 24) if size < 0.6 else rng.randint(25, 128) if size < 0.8 else rng.randint(224, LONGEST)
+    chunks = rng.randint(1, 24) if size < 0.55 else rng.randint(25, 128) if size < 0.75 else rng.randint(224, LONGEST)
     own = rng.choice((0, 0, 5, CHUNK, 3 * CHUNK + 1))
     shared = max(1, chunks * CHUNK - own)
     return Prompt(rng.randrange(_FAMILIES), shared, rng.randrange(64) if own else 0, own)
