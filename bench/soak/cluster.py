@@ -28,6 +28,8 @@ SEGMENT, SMALL_SEGMENT = "192MiB", "24MiB"
 DISK_CAPACITY = 24 << 20
 DISK_BYTES = 32 << 20
 """Of the disk tier's file system."""
+LONGEST_MS = 20_000
+"""The file's limit for a transfer, and how long a lease holds. Operations give deadlines of their own, most of them shorter."""
 REQUEST_S = 20.0
 """The proxy's `request_timeout_s`."""
 _ROLES = {"master": "master", "store-0": "store", "store-1": "store", "cache": "cache-server", "prefill": "prefill", "decode": "decode", "proxy": "proxy"}  # fmt: skip
@@ -89,7 +91,7 @@ class Site:
             "transfer": {
                 "staging_size": "64MiB" if node in (*ENGINES, "cache") else "8MiB",
                 # generous: what calls get is their own deadline, and what the pool gets is time to do harm
-                "timeouts": {"get_ms": 30_000, "put_ms": 30_000},
+                "timeouts": {"get_ms": LONGEST_MS, "put_ms": LONGEST_MS},
             },
             "cache": {"chunk_size": CHUNK, "tiers": tiers},
             "engine": {
@@ -105,7 +107,7 @@ class Site:
             "proxy": {"request_timeout_s": REQUEST_S, "prefill_timeout_s": 8.0, "direct_tokens": 0},
             "supervisor": {"ready_timeout_s": _READY_S, "stop_grace_s": 10},
             "nodes": [
-                {"name": "master", "role": "master", "host": address["master"], "port": ports["master"], "metrics_port": ports["metrics"]},
+                {"name": "master", "role": "master", "host": address["master"], "port": ports["master"], "metrics_port": ports["metrics"], "lease_ttl_ms": LONGEST_MS},
                 *({"name": name, "role": "store", "host": address[name], "port": ports[name], "segment_size": segment} for name in ("store-0", "store-1")),
                 {"name": "cache", "role": "cache-server", "host": address["cache"], "url": self.url, "metrics_port": ports["scraped"]},
                 *({"name": name, "role": name, "host": address[name], "port": ports[name]} for name in ("prefill", "decode")),

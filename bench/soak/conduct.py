@@ -75,7 +75,7 @@ class Soak:
         self.hosts = Hosts(NEEDS_LINKS in self.there)
         self.site = Site(self.folder, self.evidence, self.hosts, self.seed)
         self.cluster = Cluster(self.site, self.ledger.event, self.ledger.next_of)
-        self.stage = Stage(self.cluster)
+        self.stage = Stage(self.cluster, lambda seconds, action: self._at(time.monotonic() + seconds, action))
         self.clients: list[Client] = []
         self._write_plan()
         try:
@@ -95,7 +95,7 @@ class Soak:
     def _work(self) -> None:
         with self._expecting() as answers:
             self.cluster.start()
-            self._wait(lambda: self.cluster.ready, _START_S, "all nodes to be ready")
+            self._wait(lambda: self.cluster.ready, _START_S, "all nodes to be ready", failures=2)
             self._wait(lambda: answers.poll() is not None, _START_S, "the answers without a cache")
             expected = self._expected(answers)
         self.clients = [
@@ -258,11 +258,14 @@ class Soak:
         while time.monotonic() < end:
             self._tick()
 
-    def _wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
-        """SoakError if the condition does not come true in time."""
+    def _wait(self, condition: Callable[[], bool], seconds: float, what: str, failures: int = 1 << 30) -> None:
+        """SoakError if the condition does not come true in time, or a node cannot be started so many times."""
         end = time.monotonic() + seconds
         while not condition():
             self._tick()
+            hopeless = [name for name, node in self.cluster.nodes.items() if node.failed_starts >= failures]
+            if hopeless:
+                raise SoakError(f"{', '.join(hopeless)} cannot be started: see {self.evidence}")
             if time.monotonic() > end:
                 down = [name for name, node in self.cluster.nodes.items() if not node.ready]
                 raise SoakError(f"waited {seconds:g} s for {what}; not ready: {', '.join(down)}")

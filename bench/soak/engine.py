@@ -6,6 +6,7 @@ a thread with a paged buffer of its own, which does one operation of the plan af
 It prints a line of JSON when an operation begins and when it ends, and reads commands as lines of JSON from stdin:
 
     {"do": "go"}, {"do": "pause"}            lanes work, or rest once their operations have ended ("paused")
+    {"do": "press", "seconds": n}            operations under pressure for a while (`plan.pressed`)
     {"do": "check", "prompts": [...], "mode": "store" | "load", "seconds": n}     see `_check`
     {"do": "settle", "seconds": n}           what is held while nothing is under way ("settled")
     {"do": "end"}, or the end of stdin       close and exit
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 
 from bench.soak.oracle import TOKEN_BYTES, PagedBuffer, Wrong, places, prefixes
-from bench.soak.plan import CHUNK, Operation, OperationKind, Prompt, operations, tokens_of
+from bench.soak.plan import CHUNK, Operation, OperationKind, Prompt, operations, pressed, tokens_of
 from pd_cache.config import CacheServerNode, NodeSettings, read_config
 from pd_cache.engine import CacheEngine, CacheEngineBuilder
 from pd_cache.layout import KVLayout
@@ -209,6 +210,8 @@ class Lane(threading.Thread):
                 self.resting.set()
                 driver.go.wait()
                 self.resting.clear()
+            if time.monotonic() < driver.pressed_until:
+                operation = pressed(operation, self.label)
             if driver.closing.wait(operation.pause):
                 return
             try:
@@ -249,6 +252,7 @@ class Driver:
         self.name, self.host, self.seed = name, host, seed
         self.go, self.closing = threading.Event(), threading.Event()
         self._printing = threading.Lock()
+        self.pressed_until = 0.0
         self._config, _ = read_config(file)
         self.engine: CacheEngine | None = None
         self.lanes = [Lane(self, number, first.get(f"{name}/{number}", 0)) for number in range(LANES[name])]
@@ -292,6 +296,8 @@ class Driver:
             elif what == "pause":
                 self.go.clear()
                 self.say(e="paused", busy=[lane.label for lane in self.lanes if not lane.resting.wait(100.0)])
+            elif what == "press":
+                self.pressed_until = time.monotonic() + command["seconds"]
             elif what == "check":
                 self._check([Prompt(**one) for one in command["prompts"]], command["mode"], command["seconds"])
             elif what == "settle":

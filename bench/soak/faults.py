@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import random
@@ -17,12 +18,15 @@ from pathlib import Path
 
 from bench.soak.cluster import DISK_BYTES, SMALL_SEGMENT, Cluster
 from bench.soak.judge import Span
+from bench.soak.kinds import ENGINES, STORES
 from bench.soak.plan import Fault
 from bench.soak.strangers import StrangeClient, StrangeEngine, Stranger
 from launch.process import spawn_child
 
 Undo = Callable[[], None]
 _KEY_FOLDER = "*/*/[0-9a-f][0-9a-f]"
+_PRESS_S = 4.0
+"""For so long engines are pressed before a store is stopped for long and before it goes on, and as long after each."""
 _FILES = 20
 """Objects on disk that one fault damages, at most."""
 
@@ -30,8 +34,10 @@ _FILES = 20
 class Stage:
     """What faults are done to, and what they leave for the report."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, later: Callable[[float, Callable[[], None]], None]) -> None:
+        """`later(seconds, action)` has something done later, on the same thread."""
         self.cluster = cluster
+        self.later = later
         self.site = cluster.site
         self.stops: dict[str, list[Span]] = {}
         """When each node was stopped, or its host cut off."""
@@ -42,6 +48,11 @@ class Stage:
 
     def damage(self, how: str, count: int = 1) -> None:
         self.damaged[how] = self.damaged.get(how, 0) + count
+
+    def press(self, seconds: float) -> None:
+        """Have the engines move as much as they can for a while."""
+        for engine in ENGINES:
+            self.cluster[engine].tell({"do": "press", "seconds": seconds})
 
     def objects(self) -> list[Path]:
         """Files of the disk tier."""
@@ -54,14 +65,29 @@ def _kill(stage: Stage, fault: Fault) -> Undo:
 
 
 def _stop(stage: Stage, fault: Fault) -> Undo:
+    """Where a store is stopped for long, its peers have large transfers under way when it stops and when it goes on."""
     node = stage.cluster[fault.target]
-    begin = time.time()
-    node.pause()
+    begun: list[float] = []
+    over = False
+
+    def begin() -> None:
+        if not over:
+            begun.append(time.time())
+            node.pause()
 
     def undo() -> None:
-        node.resume()
-        stage.stops.setdefault(node.name, []).append(Span(begin, time.time()))
+        nonlocal over
+        over = True
+        if begun:
+            node.resume()
+            stage.stops.setdefault(node.name, []).append(Span(begun[0], time.time()))
 
+    if fault.target in STORES and fault.seconds > 60:
+        stage.press(2 * _PRESS_S)
+        stage.later(_PRESS_S, begin)
+        stage.later(fault.seconds - _PRESS_S, functools.partial(stage.press, 2 * _PRESS_S))
+    else:
+        begin()
     return undo
 
 

@@ -117,6 +117,18 @@ def operations(seed: int, lane: str, removes: bool = True) -> Iterator[Operation
         number += 1
 
 
+def pressed(operation: Operation, lane: str) -> Operation:
+    """An operation under pressure: at once, and with as many objects in one call as there can be.
+
+    Stores are of prompts whose second half nobody has stored before.
+    """
+    own = LONGEST // 2 * CHUNK
+    if operation.number % 3 == 0:
+        return operation._replace(kind="retrieve", prompt=Prompt(operation.prompt.family % _FAMILIES, 2 * own, 0, 0), first=0, scattered=False, timeout=10.0, pause=0.0)  # fmt: skip
+    tail = random.Random(f"{lane}/{operation.number}").randrange(1 << 40)
+    return operation._replace(kind="store", prompt=Prompt(operation.prompt.family % _FAMILIES, own, tail, own), first=0, scattered=False, timeout=10.0, pause=0.0)  # fmt: skip
+
+
 def check_prompts(seed: int, count: int) -> list[Prompt]:
     """Prompts of moderate length that the lanes use, too; after the last fault they must be found and loaded again."""
     rng = random.Random(f"{seed}/check")
