@@ -25,7 +25,7 @@ from launch.process import spawn_child
 
 Undo = Callable[[], None]
 _KEY_FOLDER = "*/*/[0-9a-f][0-9a-f]"
-_PRESS_S = 4.0
+_PRESS_S = 8.0
 """For so long engines are pressed before a store is stopped for long and before it goes on, and as long after each."""
 _FILES = 20
 """Objects on disk that one fault damages, at most."""

@@ -120,13 +120,14 @@ def operations(seed: int, lane: str, removes: bool = True) -> Iterator[Operation
 def pressed(operation: Operation, lane: str) -> Operation:
     """An operation under pressure: at once, and with as many objects in one call as there can be.
 
-    Stores are of prompts whose second half nobody has stored before.
+    Stores are of prompts whose second half nobody has stored before. Every third operation loads what the lane stored two before:
+    by then it lies in the pool alone, since local tiers are small.
     """
+    kind: OperationKind = "retrieve" if operation.number % 3 == 2 else "store"
+    rng = random.Random(f"{lane}/{operation.number - 2 * (kind == 'retrieve')}")
     own = LONGEST // 2 * CHUNK
-    if operation.number % 3 == 0:
-        return operation._replace(kind="retrieve", prompt=Prompt(operation.prompt.family % _FAMILIES, 2 * own, 0, 0), first=0, scattered=False, timeout=10.0, pause=0.0)  # fmt: skip
-    tail = random.Random(f"{lane}/{operation.number}").randrange(1 << 40)
-    return operation._replace(kind="store", prompt=Prompt(operation.prompt.family % _FAMILIES, own, tail, own), first=0, scattered=False, timeout=10.0, pause=0.0)  # fmt: skip
+    prompt = Prompt(rng.randrange(_FAMILIES), own, rng.randrange(1 << 40), own)
+    return operation._replace(kind=kind, prompt=prompt, first=0, scattered=False, timeout=10.0, pause=0.0)
 
 
 def check_prompts(seed: int, count: int) -> list[Prompt]:
