@@ -28,7 +28,7 @@ SEGMENT, SMALL_SEGMENT = "192MiB", "24MiB"
 DISK_CAPACITY = 24 << 20
 DISK_BYTES = 32 << 20
 """Of the disk tier's file system."""
-LONGEST_MS = 20_000
+LONGEST_MS = 30_000
 """The file's limit for a transfer, and how long a lease holds. Operations give deadlines of their own, most of them shorter."""
 REQUEST_S = 20.0
 """The proxy's `request_timeout_s`."""
