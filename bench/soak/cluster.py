@@ -28,7 +28,7 @@ SEGMENT, SMALL_SEGMENT = "192MiB", "24MiB"
 DISK_CAPACITY = 24 << 20
 DISK_BYTES = 32 << 20
 """Of the disk tier's file system."""
-LONGEST_MS = 30_000
+LONGEST_MS = 20_000
 """The file's limit for a transfer, and how long a lease holds. Operations give deadlines of their own, most of them shorter."""
 REQUEST_S = 20.0
 """The proxy's `request_timeout_s`."""
@@ -38,11 +38,11 @@ _BACKOFF_S = 1.0
 _POOL = {"kind": "mooncake"}
 _TIERS: Mapping[str, list[dict[str, Any]]] = {
     "engine-a": [
-        {"kind": "local", "capacity": "12MiB"},
+        {"kind": "local", "capacity": "32MiB"},
         {"kind": "disk", "capacity": DISK_CAPACITY, "retry_s": 3},
         _POOL,
     ],
-    "cache": [{"kind": "local", "capacity": "12MiB"}, _POOL],
+    "cache": [{"kind": "local", "capacity": "32MiB"}, _POOL],
     "prefill": [{"kind": "local", "capacity": "8MiB"}, _POOL],
 }
 OnLine = Callable[[str, dict[str, Any]], None]

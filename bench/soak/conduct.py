@@ -35,6 +35,8 @@ from pd_cache.errors import PdCacheError
 
 _CLIENTS = 2
 _START_S = 180.0
+_GONE_S = 10.0
+"""For so long a process may take to be gone after the node that had started it."""
 
 
 class SoakError(PdCacheError):
@@ -240,8 +242,10 @@ class Soak:
             client.join(40.0)
         left = self.cluster.stop()
         if self.there:  # namespaces of its own: whatever is there is this run's
-            left += strangers_left(set())
-            left += strangers_left(set()) if left else []
+            end = time.monotonic() + _GONE_S
+            while (alive := strangers_left()) and time.monotonic() < end:
+                time.sleep(0.1)
+            left += alive
             left += files_left(SHARED_MEMORY, {self.folder.name})
         known = {f"{name}.yaml" for name in NODES} | {"disk"}
         left += files_left(self.folder, known)

@@ -63,7 +63,7 @@ KINDS = (
 
 LONG_KINDS = (
     Kind("stop", ("store-0", "store-1", "store-0", "store-1", "master", "cache", "engine-a", "decode", "proxy"),
-         70.0, 90.0, 3.0, quick=False),
+         69.0, 90.0, 3.0, quick=False),
     Kind("cut", ("store-0", "store-1"), 66.0, 90.0, 1.0, quick=False, needs=frozenset({NEEDS_LINKS})),
 )  # fmt: skip
 """Faults that outlast a minute, beside the others: Mooncake gives a transfer up after 60 s."""

@@ -65,11 +65,11 @@ def grown(before: Mapping[str, Held], after: Mapping[str, Held]) -> list[str]:
     return found
 
 
-def strangers_left(known: set[int]) -> list[str]:
-    """Processes besides `known` and this one, of the namespace that this one is in. Reaps those that were left to this one."""
+def strangers_left() -> list[str]:
+    """Processes besides this one in its namespace. Reaps those that were left to it."""
     found = []
     for pid, _, state in _processes():
-        if pid in known or pid == os.getpid():
+        if pid == os.getpid():
             continue
         if state == "Z":
             try:

@@ -120,10 +120,10 @@ def operations(seed: int, lane: str, removes: bool = True) -> Iterator[Operation
 def pressed(operation: Operation, lane: str) -> Operation:
     """An operation under pressure: at once, and with as many objects in one call as there can be.
 
-    Stores are of prompts whose second half nobody has stored before. Every third operation loads what the lane stored two before:
-    by then it lies in the pool alone, since local tiers are small.
+    Stores are of prompts whose second half nobody has stored before. After two of them the lane loads both again: some of it
+    lies in local memory, some in the pool alone.
     """
-    kind: OperationKind = "retrieve" if operation.number % 3 == 2 else "store"
+    kind: OperationKind = "retrieve" if operation.number % 4 >= 2 else "store"
     rng = random.Random(f"{lane}/{operation.number - 2 * (kind == 'retrieve')}")
     own = LONGEST // 2 * CHUNK
     prompt = Prompt(rng.randrange(_FAMILIES), own, rng.randrange(1 << 40), own)
