@@ -35,6 +35,8 @@ REQUEST_S = 20.0
 _ROLES = {"master": "master", "store-0": "store", "store-1": "store", "cache": "cache-server", "prefill": "prefill", "decode": "decode", "proxy": "proxy"}  # fmt: skip
 _READY_S = 90.0
 _BACKOFF_S = 1.0
+_KILLED_S = 15.0
+"""For so long a process may take to end after SIGKILL."""
 _POOL = {"kind": "mooncake"}
 _TIERS: Mapping[str, list[dict[str, Any]]] = {
     "engine-a": [
@@ -249,9 +251,14 @@ class Node:
                 pass
 
     def _end(self) -> None:
-        """Reap it and let go of its pipes."""
+        """Reap it and let go of its pipes. One that SIGKILL does not end is noted, and helped along."""
         assert self.process is not None
-        self.process.wait()
+        try:
+            self.process.wait(_KILLED_S)
+        except subprocess.TimeoutExpired:
+            stuck = release(self.process.pid)
+            self.died.append(f"{self.name} did not end within {_KILLED_S:g} s of SIGKILL at {time.time():.3f}: {stuck}")
+            self.process.wait()
         self.stopped = False
         if self._reader is not None:
             self._reader.join(5.0)
@@ -319,3 +326,17 @@ class Cluster:
         for node in self.nodes.values():
             if node.process is not None:
                 node.kill(1e9)
+
+
+def release(pid: int) -> str:
+    """Make ordinary threads of those that the kernel does not run under the policy that they have; what they were."""
+    found = []
+    for entry in os.listdir(f"/proc/{pid}/task"):
+        try:
+            policy = os.sched_getscheduler(int(entry))
+            state = Path(f"/proc/{pid}/task/{entry}/stat").read_text().rpartition(")")[2].split()[0]
+            os.sched_setscheduler(int(entry), os.SCHED_OTHER, os.sched_param(0))
+        except OSError:
+            continue
+        found.append(f"thread {entry} in state {state} under scheduling policy {policy}")
+    return "; ".join(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -61,12 +61,14 @@ def kv_of(names: Words) -> Words:
 class PagedBuffer:
     """A paged buffer as an engine has it, with an oracle."""
 
+    _known: ClassVar[dict[int, str]] = {}
+    """What all buffers of the process have been asked to know."""
+
     def __init__(self) -> None:
         self.whole = torch.zeros((LAYERS, BLOCKS, HEADS, BLOCK, WORDS), dtype=torch.int64)
         self.tensors = {
             f"layers.{index}": layer for index, layer in enumerate(self.whole.view(torch.bfloat16).unbind())
         }
-        self._known: dict[int, str] = {}
 
     @property
     def words(self) -> Words:
