@@ -45,7 +45,7 @@ def test_a_run_that_is_ended_leaves_no_process_mount_or_file(tmp_path: Path, num
     mounts = Path("/proc/mounts").read_text()
     with subprocess.Popen(_command(evidence, 1), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
         try:
-            wait_for(lambda: (evidence / "store-1.log").exists() or run.poll() is not None, 120, "the nodes")
+            wait_for(lambda: (evidence / "proxy.log").exists() or run.poll() is not None, 120, "the nodes")
             assert run.poll() is None, run.stderr and run.stderr.read()
             children = psutil.Process(run.pid).children(recursive=True)
             assert len(children) > 5
