@@ -183,7 +183,20 @@ def config_check(file: Path, file_only: bool) -> None:
 @click.argument(
     "name",
     type=click.Choice(
-        ("bandwidth", "engine", "host_mode", "lookup", "proxy", "replay", "routing", "serve", "server", "tiers", "ttft")
+        (
+            "bandwidth",
+            "engine",
+            "host_mode",
+            "lookup",
+            "proxy",
+            "replay",
+            "routing",
+            "serve",
+            "server",
+            "soak",
+            "tiers",
+            "ttft",
+        )
     ),
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
