@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml tools/install.sh
+$(VENV)/.installed: pyproject.toml tools/install.sh tools/system-packages.sh
 	PYTHON=$(PYTHON) VENV=$(VENV) bash tools/install.sh
 	touch $@
 
@@ -17,6 +17,7 @@ demo: install
 	$(BIN)/pd-cache demo
 
 test: install
+	bash tools/system-packages.sh test
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile  # most tests wait for something, a file's tests share servers
 
 install-vllm: $(VLLM_VENV)/.installed

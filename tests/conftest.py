@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from tests.support.etcd import Etcd, make_certificates
 from tests.support.leaks import no_leaks
+from tests.support.needs import NO_OPENSSL
 from tests.support.pool import Pool
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
@@ -94,7 +96,7 @@ def make_etcd(tmp_path: Path) -> Iterator[Callable[..., Etcd]]:
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
     """As of `make_certificates`."""
     if shutil.which("openssl") is None:
-        pytest.skip("needs openssl")
+        pytest.skip(NO_OPENSSL)
     return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
@@ -103,6 +105,14 @@ def raw_client(any_pool: Pool) -> Iterator[Any]:
     """A bare, full Mooncake client: what puts bad data into the pool behind pd-cache's back."""
     with any_pool.bare_client() as client:
         yield client
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line says what was not run, and how to have it run."""
+    why = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
+    if why:
+        told = "; ".join(f"{count} because of {reason}" for reason, count in why.most_common())
+        terminalreporter.write_line(f"{why.total()} tests were skipped: {told}.", yellow=True)
 
 
 @pytest.fixture(autouse=True)

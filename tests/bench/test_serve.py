@@ -132,7 +132,7 @@ def test_a_generator_whose_coordinator_is_gone_ends_at_once() -> None:
             wait_for(lambda: site._cancel is not None, 10, "it has begun")
         finally:
             site.shut()
-            sending.join(10)
+            sending.join(60)
             _Server.answer_completions.set()
     assert not sending.is_alive()
 

@@ -38,7 +38,7 @@ def opened(
     settings = msgspec.structs.replace(settings, staging_size=ByteSize(slots * (-(-slot // 4096) * 4096)))
     with MooncakeStore(settings, master=pool.address, segment_size=segment_size, placement=placement) as store:
         staging = store.staging(slot)
-        store.wait_open(10)
+        store.wait_open(60)
         yield store, staging
     staging.check_integrity()
     staging.close()
@@ -193,7 +193,7 @@ def test_memory_that_cannot_be_registered_fails_the_store_in_words_and_unmounts_
             pass  # it was open already
         else:
             with pytest.raises(TransferError, match="refused to register"):
-                store.wait_open(10)
+                store.wait_open(60)
     finally:
         store.close()
         staging.close()
@@ -209,7 +209,7 @@ def test_a_store_opens_by_itself_when_the_master_comes(make_pool: Callable[..., 
             store.wait_open(0.2)
         assert store.batch_exist(["k"], timeout=1) == [Status.POOL_DOWN]
         pool.start("master")
-        store.wait_open(20)
+        store.wait_open(60)
         assert store.batch_exist(["k"], timeout=1) == [Status.MISSING]
 
 
