@@ -1,8 +1,9 @@
-# make demo | test | test-vllm | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3 JOBS=2
+# make demo | test | test-vllm | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3 JOBS=3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 PYTHON ?= python3
-JOBS ?= 2
+# of `make test`: most tests wait for something, so more than cores; a job takes 2 GiB
+JOBS ?= 3
 BIN := $(VENV)/bin
 
 .PHONY: install demo test install-vllm test-vllm check format clean
@@ -18,7 +19,7 @@ demo: install
 
 test: install
 	bash tools/system-packages.sh test
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile  # most tests wait for something, a file's tests share servers
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder  # a file's tests share servers
 
 install-vllm: $(VLLM_VENV)/.installed
 

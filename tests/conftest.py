@@ -107,6 +107,12 @@ def raw_client(any_pool: Pool) -> Iterator[Any]:
         yield client
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests go first: at the end of a parallel run nobody waits for a worker that began a long one last."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # stable: otherwise as collected
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """One line says what was not run, and how to have it run."""
     why = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))

@@ -22,6 +22,8 @@ from pd_cache.config import ClusterConfig, MasterNode
 from tests.support.traces import conversations, write_trace
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.slow
+
 
 def bench(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])

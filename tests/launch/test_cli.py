@@ -22,6 +22,8 @@ from launch.cli import default_config, main
 from tests.support.cluster import ENGINE, cluster_file, complete
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def taken_port() -> Iterator[int]:

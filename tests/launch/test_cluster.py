@@ -26,6 +26,8 @@ from pd_cache.config import ReferenceEngineConfig, dump_config
 from tests.support.cluster import CHUNK, ENGINE, OUTAGES, Answer, complete, kill, nodes_with_server, started
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.slow
+
 Tokens = list[int]
 
 

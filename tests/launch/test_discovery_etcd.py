@@ -86,7 +86,7 @@ from launch.discovery.etcd import EtcdRegistration
 from pd_cache.config import EtcdDiscovery
 registration = EtcdRegistration(EtcdDiscovery(endpoints=(sys.argv[1],), ttl_s=2), "test")
 registration.announce(NodeRecord(name="dies", role="prefill", address="http://10.0.0.2:8100"))
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -103,10 +103,12 @@ def test_a_node_that_dies_is_dropped_within_its_ttl_and_a_second(etcd: Etcd) -> 
 
 def test_a_lease_is_kept_alive_for_longer_than_it_lasts(etcd: Etcd) -> None:
     seen: list[list[str]] = []
-    with registered(etcd.settings(), "a"), EtcdWatch(etcd.settings(), CLUSTER, on_change=lambda view: seen.append(names(view))) as watch:  # fmt: skip
+    settings = etcd.settings(ttl_s=5)
+    with registered(settings, "a"), EtcdWatch(settings, CLUSTER, on_change=lambda view: seen.append(names(view))) as watch:  # fmt: skip
         assert watch.wait_synced(60)
-        end = time.monotonic() + 3.5
-        wait_for(lambda: time.monotonic() > end or not sees(watch, "a")(), 5, "time to pass")
+        with closing(etcd.client()) as client:
+            client.put("/elsewhere/not-kept-alive", "x", client.lease(5))
+            wait_for(lambda: client.get("/elsewhere/not-kept-alive")[0] is None, what="a lease of that length to end")
         assert seen == [["a"]], "it was there all the time"
 
 
@@ -204,7 +206,7 @@ def test_closing_with_etcd_away_takes_no_longer_than_a_call(make_etcd: Callable[
     with EtcdWatch(etcd.settings(), CLUSTER), registered(etcd.settings(), "a"):
         etcd.send(signal.SIGSTOP)
         started = time.monotonic()
-    assert time.monotonic() - started < 10, "a bound, not a measurement"
+    assert time.monotonic() - started < 60, "a bound, not a measurement"
 
 
 # --- what others write -----------------------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ from tests.support.pool import Pool, free_port
 from transfer import GetResult, MooncakeStore
 from transfer.store import Pending, load_mooncake
 
+pytestmark = pytest.mark.slow
+
 
 def doctor(*arguments: str) -> tuple[int, Report]:
     """Exit code and report."""

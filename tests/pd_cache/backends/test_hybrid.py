@@ -428,7 +428,7 @@ def test_without_its_pool_a_node_serves_what_its_own_tiers_hold_and_counts_the_o
     tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
     tokens, new = list(range(3 * CHUNK)), list(range(9000, 9000 + CHUNK))
     slots = list(range(len(tokens)))
-    options: dict[str, Any] = {"timeouts": {"exist_ms": 300, "get_ms": 1000, "put_ms": 1000}}
+    options: dict[str, Any] = {"timeouts": {"exist_ms": 2000, "get_ms": 5000, "put_ms": 5000}}
     with tiered(pool, tiers, **options) as node:
         node.compute(tokens, slots)
         assert node.store(tokens, slots) == len(tokens)
