@@ -16,6 +16,7 @@ from tests.support.etcd import Etcd, make_certificates
 from tests.support.leaks import no_leaks
 from tests.support.needs import NO_OPENSSL
 from tests.support.pool import Pool
+from tests.support.waiting import PATIENCE_S
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 # what runs in the background may have been started with these ignored, and so would be what it starts; tests send them
@@ -98,6 +99,28 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[st
     if shutil.which("openssl") is None:
         pytest.skip(NO_OPENSSL)
     return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`status` and `doctor`, where a test runs them in its own process, wait for as long as a busy machine needs, and no rate that
+    it reaches is too low."""
+    monkeypatch.setattr("launch.doctor.probe._SLOW", {"tcp": 0.0, "rdma": 0.0})
+    for name in (
+        "launch.status._SYNC_S",
+        "launch.status._TIMEOUT_S",
+        "launch.doctor.clock._TIMEOUT_S",
+        "launch.doctor.examine._MASTER_S",
+        "launch.doctor.libraries._TIMEOUT_S",
+        "launch.doctor.network._PEERS_S",
+        "launch.doctor.probe._CONTROL_S",
+        "launch.doctor.probe._DEADLINE_S",
+        "launch.doctor.probe._OPEN_S",
+        "launch.reachability.CONNECT_S",
+        "launch.reachability._ANSWER_S",
+        "launch.reachability._SYNC_S",
+    ):
+        monkeypatch.setattr(name, PATIENCE_S)
 
 
 @pytest.fixture

@@ -67,28 +67,22 @@ def url_of(cluster: Cluster) -> str:
     return cluster.urls["proxy"]
 
 
-def test_engines_that_share_memory_with_their_hosts_mooncake_client_answer_as_one_alone(
+def test_a_cluster_of_engines_that_share_memory_with_their_hosts_mooncake_client(
     tmp_path: Path, alone: Callable[[Tokens], Tokens], prompt: Callable[..., Tokens]
 ) -> None:
+    """They answer as one alone, find each other's chunks, and the proxy looks into their pool by itself."""
     transfer = {"client": "host", "staging_size": "8MiB", "timeouts": {"exist_ms": 10_000, "close_ms": 10_000}}
-    with started(tmp_path, transfer=transfer) as cluster:
+    with started(tmp_path, transfer=transfer, proxy={}) as cluster:
         tokens = prompt(200)
         first = complete(url_of(cluster), tokens)
         assert first.tokens == alone(tokens)
         assert first.cached == (0, 192), "the decode node takes what the prefill node stored"
-        again = complete(url_of(cluster), tokens)
-        assert again.tokens == first.tokens
-        assert again.cached == (192, 192)
-
-
-def test_a_proxy_looks_into_a_pool_of_shared_memory_by_itself(tmp_path: Path, prompt: Callable[..., Tokens]) -> None:
-    transfer = {"client": "host", "staging_size": "8MiB", "timeouts": {"exist_ms": 10_000, "close_ms": 10_000}}
-    with started(tmp_path, transfer=transfer, proxy={}) as cluster:
-        tokens = prompt(200)
-        answers = [complete(url_of(cluster), tokens)]
+        again = complete(cluster.urls["prefill-0"], tokens)
+        assert (again.tokens, again.cached[1]) == (first.tokens, 192), "the prefill node takes it, too"
+        answers = [first]
         # the namespace is learned with the first check of a node's health
-        wait_for(lambda: answers.append(complete(url_of(cluster), tokens)) or answers[-1].cached == (0, 192), 20)
-        assert {tuple(answer.tokens) for answer in answers} == {tuple(answers[0].tokens)}
+        wait_for(lambda: answers.append(complete(url_of(cluster), tokens)) or answers[-1].cached == (0, 192))
+        assert {tuple(answer.tokens) for answer in answers} == {tuple(first.tokens)}
 
 
 def test_a_prompt_is_prefilled_once_and_decoded_from_the_pool(cluster: Cluster, alone: Any, prompt: Any) -> None:
@@ -155,6 +149,7 @@ def test_a_stream_carries_the_same_tokens(cluster: Cluster, alone: Any, prompt: 
     assert events[-1]["pd_cache"]["self"]["cached_tokens"] == 2 * CHUNK
 
 
+@pytest.mark.usefixtures("patient")
 def test_status_tells_of_every_node(cluster: Cluster, prompt: Any, tmp_path: Path) -> None:
     complete(url_of(cluster), prompt(2 * CHUNK))
     file = tmp_path / "cluster.yaml"
@@ -178,6 +173,7 @@ def test_status_tells_of_every_node(cluster: Cluster, prompt: Any, tmp_path: Pat
     assert "decode-0" in table.stdout
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_doctor_finds_nothing_broken(cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "running.yaml"
     file.write_text(dump_config(cluster.config))

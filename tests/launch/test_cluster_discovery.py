@@ -123,6 +123,7 @@ def test_a_node_joins_within_a_second_and_leaves_when_it_is_told_to(
         wait_for(lambda: node.address not in health(cluster)["prefill"], 2, "it left before it ended")
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dropped_within_its_ttl_and_a_second(
     cluster: Cluster, own_etcd: Etcd, tmp_path: Path
 ) -> None:
@@ -178,6 +179,7 @@ http.server.HTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
 """
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_before_vllm_ends(
     cluster: Cluster, own_etcd: Etcd, tmp_path: Path
 ) -> None:
@@ -197,6 +199,7 @@ def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_be
         assert node.process.poll() is None
 
 
+@pytest.mark.usefixtures("patient")
 def test_status_shows_who_is_there_from_a_file_that_names_nobody_of_them(
     cluster: Cluster, own_etcd: Etcd, tmp_path: Path
 ) -> None:
@@ -267,6 +270,7 @@ def test_nodes_are_gone_from_etcd_when_the_cluster_has_ended(make_etcd: Callable
     assert _registered(etcd) == []
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_whole_cluster_over_an_etcd_with_users_and_certificates(
     make_etcd: Callable[..., Etcd], certificates: dict[str, tuple[str, str]], tmp_path: Path
 ) -> None:
@@ -300,6 +304,7 @@ def test_without_a_master_in_the_file_or_in_etcd_a_node_says_so(make_etcd: Calla
         Node("store", "s", file)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_master_that_comes_back_elsewhere_is_found_by_who_starts_and_told_of_who_runs(
     make_etcd: Callable[..., Etcd], tmp_path: Path
 ) -> None:

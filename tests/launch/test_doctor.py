@@ -71,6 +71,7 @@ def file(cluster: Cluster, tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_healthy_cluster_is_told_to_be_one_by_every_check(file: str) -> None:
     status, report = doctor("-c", file)
     assert (status, report.broken, broken(report)) == (0, 0, set())
@@ -84,6 +85,7 @@ def test_a_healthy_cluster_is_told_to_be_one_by_every_check(file: str) -> None:
     assert "every byte right" in transfer.found
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_table_tells_the_same_and_fits_its_terminal(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     result = CliRunner().invoke(main, ["doctor", "-c", file])
@@ -93,6 +95,7 @@ def test_the_table_tells_the_same_and_fits_its_terminal(file: str, monkeypatch: 
     assert result.stdout.splitlines()[-1].startswith("nothing is broken: ")
 
 
+@pytest.mark.usefixtures("patient")
 def test_without_a_file_only_this_machine_is_looked_at() -> None:
     status, report = doctor()
     assert (status == 0) is (report.broken == 0)
@@ -107,6 +110,7 @@ def test_without_a_file_only_this_machine_is_looked_at() -> None:
     assert report.file is None
 
 
+@pytest.mark.usefixtures("patient")
 def test_each_way_to_be_a_client_moves_64_mib_and_leaves_nothing(any_pool: Pool) -> None:
     status, report = doctor("-c", str(any_pool.file))
     (transfer,) = (finding for finding in report.findings if finding.check == "transfer.segment")
@@ -218,6 +222,7 @@ def test_a_port_whose_holder_speaks_no_http_is_no_answer_for_doctor_and_status(t
     assert states["d"].startswith("no answer: it does not speak HTTP")
 
 
+@pytest.mark.usefixtures("patient")
 def test_rdma_without_a_device_is_broken_and_nothing_runs_over_tcp_instead(file: str, tmp_path: Path) -> None:
     if Path("/sys/class/infiniband").is_dir():
         pytest.skip("this machine has RDMA devices")
@@ -230,6 +235,7 @@ def test_rdma_without_a_device_is_broken_and_nothing_runs_over_tcp_instead(file:
     assert of(report, "transfer.segment")[""].verdict is Verdict.SKIPPED
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_full_segment_is_a_warning_and_nobodys_chunks_are_evicted_for_it(make_pool: Callable[..., Pool]) -> None:
     pool = make_pool(segment="32MiB").start()
     module = load_mooncake()
@@ -267,6 +273,7 @@ def test_what_a_probe_put_is_removed_when_it_is_interrupted(pool: Pool, monkeypa
     assert keys_of_doctors(pool) == []
 
 
+@pytest.mark.usefixtures("patient")
 def test_bytes_that_come_back_changed_are_broken(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     get = MooncakeStore.start_get
 
@@ -282,6 +289,7 @@ def test_bytes_that_come_back_changed_are_broken(pool: Pool, monkeypatch: pytest
     assert "other bytes" in finding.found
 
 
+@pytest.mark.usefixtures("patient")
 def test_an_object_that_landed_elsewhere_does_not_count_for_the_segment(pool: Pool) -> None:
     metrics = f"http://127.0.0.1:{pool.metrics_port}"
     nobody = Segment("127.0.0.1:9", 256 << 20, "127.0.0.1:9")  # Mooncake ignores a segment that it does not know
