@@ -139,6 +139,7 @@ class Pool:
         """Nothing is started yet. With `client="host"`, store nodes run a `mooncake_client`; clients share that of
         `store-0`. Further options are keys of the master."""
         self.client = client
+        self.lease_ttl_ms = lease_ttl_ms
         self.port = free_port()
         self.metrics_port = free_port()
         self.file = folder / f"pool-{self.port}.yaml"

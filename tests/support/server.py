@@ -55,7 +55,13 @@ class ServerProcess(Node):
             "transfer": {**SMALL, "prefault": False},
             "cache": {"chunk_size": CHUNK},
             "nodes": [
-                {"name": "master", "role": "master", "port": pool.port, "metrics_port": pool.metrics_port},
+                {
+                    "name": "master",
+                    "role": "master",
+                    "port": pool.port,
+                    "metrics_port": pool.metrics_port,
+                    "lease_ttl_ms": pool.lease_ttl_ms,
+                },
                 {"name": "cache", "role": "cache-server", "url": f"ipc://{folder}/cache.sock"},
             ],
         }
