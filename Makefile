@@ -1,8 +1,9 @@
-# make demo | test | test-vllm | fuzz | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3 JOBS=2
+# make demo | test | test-vllm | fuzz | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3 JOBS=3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 PYTHON ?= python3
-JOBS ?= 2
+# of `make test`: most tests wait for something, so more than cores; a job takes 2 GiB
+JOBS ?= 3
 INPUTS ?= 1000000
 SEED ?= $(shell date +%s)
 BIN := $(VENV)/bin
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml tools/install.sh
+$(VENV)/.installed: pyproject.toml tools/install.sh tools/system-packages.sh
 	PYTHON=$(PYTHON) VENV=$(VENV) bash tools/install.sh
 	touch $@
 
@@ -19,7 +20,8 @@ demo: install
 	$(BIN)/pd-cache demo
 
 test: install
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile  # most tests wait for something, a file's tests share servers
+	bash tools/system-packages.sh test
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder  # a file's tests share servers
 
 install-vllm: $(VLLM_VENV)/.installed
 

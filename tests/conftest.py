@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 
 from tests.support.etcd import Etcd, make_certificates
 from tests.support.leaks import no_leaks
+from tests.support.needs import NO_OPENSSL
 from tests.support.pool import Pool
+from tests.support.waiting import PATIENCE_S
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 # what runs in the background may have been started with these ignored, and so would be what it starts; tests send them
@@ -94,8 +97,30 @@ def make_etcd(tmp_path: Path) -> Iterator[Callable[..., Etcd]]:
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
     """As of `make_certificates`."""
     if shutil.which("openssl") is None:
-        pytest.skip("needs openssl")
+        pytest.skip(NO_OPENSSL)
     return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`status` and `doctor`, where a test runs them in its own process, wait for as long as a busy machine needs, and no rate that
+    it reaches is too low."""
+    monkeypatch.setattr("launch.doctor.probe._SLOW", {"tcp": 0.0, "rdma": 0.0})
+    for name in (
+        "launch.status._SYNC_S",
+        "launch.status._TIMEOUT_S",
+        "launch.doctor.clock._TIMEOUT_S",
+        "launch.doctor.examine._MASTER_S",
+        "launch.doctor.libraries._TIMEOUT_S",
+        "launch.doctor.network._PEERS_S",
+        "launch.doctor.probe._CONTROL_S",
+        "launch.doctor.probe._DEADLINE_S",
+        "launch.doctor.probe._OPEN_S",
+        "launch.reachability.CONNECT_S",
+        "launch.reachability._ANSWER_S",
+        "launch.reachability._SYNC_S",
+    ):
+        monkeypatch.setattr(name, PATIENCE_S)
 
 
 @pytest.fixture
@@ -103,6 +128,20 @@ def raw_client(any_pool: Pool) -> Iterator[Any]:
     """A bare, full Mooncake client: what puts bad data into the pool behind pd-cache's back."""
     with any_pool.bare_client() as client:
         yield client
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests go first: at the end of a parallel run nobody waits for a worker that began a long one last."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # stable: otherwise as collected
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line says what was not run, and how to have it run."""
+    why = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
+    if why:
+        told = "; ".join(f"{count} because of {reason}" for reason, count in why.most_common())
+        terminalreporter.write_line(f"{why.total()} tests were skipped: {told}.", yellow=True)
 
 
 @pytest.fixture(autouse=True)

@@ -15,24 +15,7 @@ if not (3, 10) <= sys.version_info[:2] <= (3, 13):
     sys.exit(f"pd-cache needs Python 3.10 to 3.13, and this is {sys.version.split()[0]}; try: make PYTHON=python3.12 install")
 EOF
 
-# Mooncake's wheel links to libibverbs, also where there is no RDMA.
-if ! ldconfig -p | grep -q 'libibverbs\.so\.1'; then
-    command="apt-get install -y libibverbs1"
-    if ! command -v apt-get >/dev/null; then
-        echo "libibverbs.so.1 is missing and this is no Debian or Ubuntu: install your distribution's libibverbs (rdma-core)" >&2
-        exit 1
-    elif [ "$(id -u)" = 0 ]; then
-        apt-get update -qq
-        $command
-    elif sudo -n true 2>/dev/null; then
-        sudo apt-get update -qq
-        sudo $command
-    else
-        echo "Mooncake needs the system's libibverbs.so.1. Run this, then make again:" >&2
-        echo "    sudo apt-get update && sudo $command" >&2
-        exit 1
-    fi
-fi
+bash tools/system-packages.sh run
 
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check -q "$@"; }

@@ -26,8 +26,8 @@ PROTOCOL = 1
 MAX_FRAME = 64 << 20
 """Bytes of one message; what comes from a stranger is refused before it is read."""
 _BEAT_S = 2.0
-_SILENCE_S = 15.0
-"""Longer than Mooncake holds the GIL at its worst (docs/mooncake.md)."""
+_SILENCE_S = 30.0
+"""Longer than Mooncake holds the GIL at its worst (docs/mooncake.md), also on a machine that is busy with other things."""
 _LENGTH = struct.Struct("!I")
 
 _Text = Annotated[str, msgspec.Meta(max_length=300)]

@@ -25,7 +25,7 @@ def run(bench: str, *arguments: str) -> tuple[dict[str, Any], str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=180,
     )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout)), done.stderr
@@ -65,7 +65,7 @@ def test_a_batch_that_no_machine_can_hold_is_refused() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=180,
     )
     assert done.returncode == 1
     assert "make --size or --objects smaller" in done.stderr

@@ -19,7 +19,7 @@ from tests.support.hosts import Host, Network, why_not
 from tests.support.pool import ROOT, Node
 from tests.support.traces import conversations, write_trace
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROLES = (("master", "a"), ("prefill", "a"), ("decode", "b"), ("proxy", "c"))
 """Nodes, named by their roles, and their hosts. The pool's memory is that of a."""
 
@@ -42,7 +42,7 @@ def cluster(hosts: dict[str, Host], tmp_path: Path) -> Iterator[Path]:
         "proxy": {"port": 8000},
     }
     tree = [{"name": role, "role": role, "host": hosts[host].address, **ports[role]} for role, host in ROLES]
-    file = cluster_file(tmp_path, nodes=tree, transfer={"staging_size": "8MiB"})
+    file = cluster_file(tmp_path, nodes=tree)
     nodes: list[Node] = []
     try:
         for role, host in ROLES:
@@ -64,9 +64,9 @@ def measure(hosts: dict[str, Host], cluster: Path) -> Callable[..., dict[str, An
             for name in "ab"
         }
         try:
-            out, errors = machines["b"].communicate(timeout=120)
+            out, errors = machines["b"].communicate(timeout=300)
             assert machines["b"].returncode == 0, errors.decode()
-            assert machines["a"].communicate(timeout=30)[0] == b""
+            assert machines["a"].communicate(timeout=60)[0] == b""
             assert machines["a"].returncode == 0
         finally:
             for machine in machines.values():

@@ -52,12 +52,12 @@ def load_on(
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            target = Target(url, "m", 100, deadline_s=20 + late, most=100)._replace(**changes)
+            target = Target(url, "m", 100, deadline_s=60 + late, most=100)._replace(**changes)
             return await generate(target, arrivals, time.monotonic() - late, done)
         finally:
             await runner.cleanup()
 
-    return asyncio.run(asyncio.wait_for(run(), 60))
+    return asyncio.run(asyncio.wait_for(run(), 120))
 
 
 async def stream(request: web.Request, *parts: bytes) -> web.StreamResponse:
@@ -128,7 +128,7 @@ async def refuse(request: web.Request) -> web.StreamResponse:
 
 
 async def never(request: web.Request) -> web.StreamResponse:
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
     return web.Response()
 
 
@@ -144,7 +144,7 @@ async def never(request: web.Request) -> web.StreamResponse:
     ],
 )
 def test_errors_are_told_apart(handler: Handler, kind: str) -> None:
-    load = load_on(handler, at(0, 0), deadline_s=0.5 if kind == "deadline" else 20)
+    load = load_on(handler, at(0, 0), deadline_s=0.5 if kind == "deadline" else 60)
     assert [one.error for one in load.outcomes] == [kind, kind]
     summary = summarize(load)
     assert summary["errors"] == {kind: 2}

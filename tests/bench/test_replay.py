@@ -149,7 +149,7 @@ def test_an_unbounded_pool_reaches_the_ideal_and_a_bounded_one_evicts(tmp_path: 
 def test_two_clients_that_share_a_trace_reach_the_ideal_together(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", conversations(12, 4))
     command = [sys.executable, "-m", "bench.replay", "--trace", str(trace), "--local", "2", "--capacity", "unbounded"]
-    done = subprocess.run([*command, "--chunk-bytes", "4096", "--json"], capture_output=True, timeout=90, check=True)
+    done = subprocess.run([*command, "--chunk-bytes", "4096", "--json"], capture_output=True, timeout=180, check=True)
     (row,) = json.loads(done.stdout.splitlines()[-1])["results"]
     assert row["hit_rate"] == row["ideal"]
     assert row["stored"] == 12 * 12

@@ -22,6 +22,8 @@ from pd_cache.config import ClusterConfig, MasterNode
 from tests.support.traces import conversations, write_trace
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.slow
+
 
 def bench(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
@@ -132,7 +134,7 @@ def test_a_generator_whose_coordinator_is_gone_ends_at_once() -> None:
             wait_for(lambda: site._cancel is not None, 10, "it has begun")
         finally:
             site.shut()
-            sending.join(10)
+            sending.join(60)
             _Server.answer_completions.set()
     assert not sending.is_alive()
 

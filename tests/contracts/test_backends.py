@@ -121,8 +121,9 @@ def test_what_is_removed_is_gone_and_can_come_back(subject: Subject, key: Callab
 
 
 def test_memory_that_is_not_used_can_be_given_back(subject: Subject) -> None:
-    before = subject.backend.memory.pool.in_use
-    staged = subject.backend.stage(timeout=1)
+    before = promoted(subject)
+    wait_for(lambda: subject.backend.memory.pool.in_use == before, what="what other tests had in flight coming back")
+    staged = subject.backend.stage(timeout=60)
     assert staged is not None
     assert len(staged.payload) == subject.backend.payload_bytes
     staged.release()
@@ -132,8 +133,8 @@ def test_memory_that_is_not_used_can_be_given_back(subject: Subject) -> None:
 def test_memory_from_elsewhere_or_of_another_number_than_keys_is_refused(
     subject: Subject, key: Callable[[object], str], make: Callable[..., Subject]
 ) -> None:
-    foreign = make("local").backend.stage(timeout=1)
-    own = subject.backend.stage(timeout=1)
+    foreign = make("local").backend.stage(timeout=60)
+    own = subject.backend.stage(timeout=60)
     assert foreign is not None
     assert own is not None
     for staged in ([foreign], [own, own], []):
@@ -444,7 +445,7 @@ def test_after_close_every_call_answers_at_once_and_finds_nothing(
     subject = make_own(kind)
     subject.put({key(0): value(0)})
     (held,) = subject.backend.batched_get([key(0)])
-    staged = subject.backend.stage(timeout=1)
+    staged = subject.backend.stage(timeout=60)
     assert staged is not None
     subject.backend.close()
     assert not subject.backend.available
@@ -455,7 +456,7 @@ def test_after_close_every_call_answers_at_once_and_finds_nothing(
     assert subject.get([key(0), key(1)]) == ["closed", "closed"]
     assert subject.backend.batched_put([key(2)], [staged]).results() == [Status.CLOSED]
     assert subject.backend.batched_remove([key(0)]) == [Status.CLOSED]
-    assert subject.backend.stage(timeout=1) is None
+    assert subject.backend.stage(timeout=0) is None
     assert subject.backend.annotate("note", b"x") is Status.CLOSED
     subject.backend.close()
 
@@ -471,7 +472,7 @@ def test_close_while_others_write_and_read_ends_all_of_them(
     working = threading.Barrier(5)
 
     def write(worker: int) -> None:
-        working.wait(10)
+        working.wait(60)
         for n in range(100_000):
             staged = subject.backend.stage(timeout=0.2)
             if staged is None:
@@ -482,7 +483,7 @@ def test_close_while_others_write_and_read_ends_all_of_them(
             statuses.extend(subject.backend.batched_put([key(n % 8)], [staged]).results())
 
     def reader() -> None:
-        working.wait(10)
+        working.wait(60)
         while not stop.is_set():
             read.extend(enumerate(subject.get([key(n) for n in range(8)])))
 
@@ -491,12 +492,12 @@ def test_close_while_others_write_and_read_ends_all_of_them(
     ]
     for thread in threads:
         thread.start()
-    working.wait(10)
+    working.wait(60)
     wait_for(lambda: len(statuses) > 20 and len(read) > 20)
     stop.set()
     subject.backend.close()
     for thread in threads:
-        thread.join(15)
+        thread.join(60)
         assert not thread.is_alive()
     assert set(statuses) <= {Status.OK, Status.CLOSED, Status.NO_SPACE, Status.OVERLOADED}
     for n, outcome in read:
@@ -597,7 +598,8 @@ class Model(RuleBasedStateMachine):
     @rule()
     def check(self) -> None:
         self.subject.check_integrity()
-        assert self.subject.backend.memory.pool.in_use == promoted(self.subject)
+        pool, held = self.subject.backend.memory.pool, promoted(self.subject)
+        wait_for(lambda: pool.in_use == held, what="what was in flight coming back")
 
     def teardown(self) -> None:
         if hasattr(self, "subject"):

@@ -30,11 +30,11 @@ def client_of(kind: str, node: Host, pool: Pool) -> Iterator[LookupClient]:
         client = BypassLookupClient(config, metadata, node.engine)
     elif kind == "mooncake":
         client = MooncakeLookupClient(config, metadata, pool.address)
-        client.store.wait_open(10)
+        client.store.wait_open(60)
     else:
         server = RpcLookupServer(node.engine, "tcp://127.0.0.1:*")
         client = RpcLookupClient(config, metadata, server.url)
-        client.wait_connected(10)
+        client.wait_connected(60)
     try:
         yield client
     finally:
@@ -65,7 +65,7 @@ def test_it_agrees_with_the_engine_on_random_prompts_with_holes(clients: Any, no
                 node.store(tokens, random_slots(rng, len(tokens), True))
             if rng.random() < 0.3 and len(tokens) >= CHUNK:
                 keys = node.keys(tokens)
-                node.engine.backend.store.remove([rng.choice(keys)], timeout=5, force=True)  # type: ignore[attr-defined]
+                node.engine.backend.store.remove([rng.choice(keys)], timeout=60, force=True)  # type: ignore[attr-defined]
             for held in (0, 5, 8, 17, 1000):
                 expected = node.engine.lookup(tokens, held=held)
                 assert client.lookup(tokens, uuid.uuid4().hex, held=held) == expected
@@ -134,7 +134,7 @@ def test_a_client_whose_server_serves_another_namespace_is_told_so(pool: Pool) -
         client = RpcLookupClient(other.engine.settings, other.engine.metadata, server.url)
         try:
             with pytest.raises(RefusedError, match="the client was made for another namespace"):
-                client.wait_connected(10)
+                client.wait_connected(60)
             assert client.lookup([1] * 16) == 0
         finally:
             client.close()
@@ -148,7 +148,7 @@ def test_a_server_that_starts_again_is_found_again(pool: Pool, tmp_path: Path) -
         server = RpcLookupServer(node.engine, url)
         client = RpcLookupClient(node.engine.settings, node.engine.metadata, url)
         try:
-            client.wait_connected(10)
+            client.wait_connected(60)
             assert client.lookup(tokens) == 16
             server.close()
             assert client.lookup(tokens) == 0

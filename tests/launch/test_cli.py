@@ -25,6 +25,8 @@ from pd_cache.runtime import note, runtime_folder
 from tests.support.cluster import ENGINE, cluster_file, complete
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def taken_port() -> Iterator[int]:
@@ -117,7 +119,7 @@ def test_a_store_node_that_waits_for_its_master_stops_on_sigterm(tmp_path: Path)
             assert process.poll() is None
         process.terminate()
         process.stderr.read()
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
 
 
 class Up:
@@ -153,9 +155,9 @@ class Up:
 
     def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
-        status = self.process.wait(30)
-        self._reader.join(10)
-        self._drain.join(10)
+        status = self.process.wait(60)
+        self._reader.join(60)
+        self._drain.join(60)
         for pipe in (self.process.stdout, self.process.stderr):
             assert pipe is not None
             pipe.close()
@@ -244,7 +246,7 @@ def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=180,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     outcome: dict[str, Any] = json.loads(done.stdout)

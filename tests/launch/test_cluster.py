@@ -23,8 +23,10 @@ from launch.engines.reference import GenerationRequest, ReferenceEngine
 from launch.status import cluster_status
 from launch.up import Cluster
 from pd_cache.config import ReferenceEngineConfig, dump_config
-from tests.support.cluster import CHUNK, ENGINE, Answer, complete, kill, nodes_with_server, started
+from tests.support.cluster import CHUNK, ENGINE, OUTAGES, Answer, complete, kill, nodes_with_server, started
 from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.slow
 
 Tokens = list[int]
 
@@ -65,28 +67,22 @@ def url_of(cluster: Cluster) -> str:
     return cluster.urls["proxy"]
 
 
-def test_engines_that_share_memory_with_their_hosts_mooncake_client_answer_as_one_alone(
+def test_a_cluster_of_engines_that_share_memory_with_their_hosts_mooncake_client(
     tmp_path: Path, alone: Callable[[Tokens], Tokens], prompt: Callable[..., Tokens]
 ) -> None:
-    transfer = {"client": "host", "staging_size": "8MiB", "timeouts": {"close_ms": 2000}}
-    with started(tmp_path, transfer=transfer) as cluster:
+    """They answer as one alone, find each other's chunks, and the proxy looks into their pool by itself."""
+    transfer = {"client": "host", "staging_size": "8MiB", "timeouts": {"exist_ms": 10_000, "close_ms": 10_000}}
+    with started(tmp_path, transfer=transfer, proxy={}) as cluster:
         tokens = prompt(200)
         first = complete(url_of(cluster), tokens)
         assert first.tokens == alone(tokens)
         assert first.cached == (0, 192), "the decode node takes what the prefill node stored"
-        again = complete(url_of(cluster), tokens)
-        assert again.tokens == first.tokens
-        assert again.cached == (192, 192)
-
-
-def test_a_proxy_looks_into_a_pool_of_shared_memory_by_itself(tmp_path: Path, prompt: Callable[..., Tokens]) -> None:
-    transfer = {"client": "host", "staging_size": "8MiB", "timeouts": {"close_ms": 2000}}
-    with started(tmp_path, transfer=transfer, proxy={}) as cluster:
-        tokens = prompt(200)
-        answers = [complete(url_of(cluster), tokens)]
+        again = complete(cluster.urls["prefill-0"], tokens)
+        assert (again.tokens, again.cached[1]) == (first.tokens, 192), "the prefill node takes it, too"
+        answers = [first]
         # the namespace is learned with the first check of a node's health
-        wait_for(lambda: answers.append(complete(url_of(cluster), tokens)) or answers[-1].cached == (0, 192), 20)
-        assert {tuple(answer.tokens) for answer in answers} == {tuple(answers[0].tokens)}
+        wait_for(lambda: answers.append(complete(url_of(cluster), tokens)) or answers[-1].cached == (0, 192))
+        assert {tuple(answer.tokens) for answer in answers} == {tuple(first.tokens)}
 
 
 def test_a_prompt_is_prefilled_once_and_decoded_from_the_pool(cluster: Cluster, alone: Any, prompt: Any) -> None:
@@ -153,6 +149,7 @@ def test_a_stream_carries_the_same_tokens(cluster: Cluster, alone: Any, prompt: 
     assert events[-1]["pd_cache"]["self"]["cached_tokens"] == 2 * CHUNK
 
 
+@pytest.mark.usefixtures("patient")
 def test_status_tells_of_every_node(cluster: Cluster, prompt: Any, tmp_path: Path) -> None:
     complete(url_of(cluster), prompt(2 * CHUNK))
     file = tmp_path / "cluster.yaml"
@@ -167,7 +164,7 @@ def test_status_tells_of_every_node(cluster: Cluster, prompt: Any, tmp_path: Pat
     owner = rows.get("cache-0", rows["decode-0"])
     assert 0 < owner["hit_rate"] <= 1
     for name in ("prefill-0", "decode-0", "proxy", *(["cache-0"] if "cache-0" in rows else [])):
-        assert 0 < time.time() - rows[name]["up_since"] < 300
+        assert 0 < time.time() - rows[name]["up_since"] < 3600
         assert rows[name]["in_flight"] == 0
     assert rows["prefill-0"]["fingerprint"] == rows["decode-0"]["fingerprint"] is not None
     table = CliRunner().invoke(main, ["status", "-c", str(file)])
@@ -176,6 +173,7 @@ def test_status_tells_of_every_node(cluster: Cluster, prompt: Any, tmp_path: Pat
     assert "decode-0" in table.stdout
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_doctor_finds_nothing_broken(cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "running.yaml"
     file.write_text(dump_config(cluster.config))
@@ -216,9 +214,9 @@ def test_bad_requests_are_a_4xx_in_the_openai_shape(cluster: Cluster, fields: di
 def test_nodes_and_proxy_publish_health_and_metrics(cluster: Cluster, prompt: Any) -> None:
     complete(url_of(cluster), prompt(2 * CHUNK))
     for name, metric in (("proxy", "pd_cache_proxy"), ("prefill-0", "pd_cache_tokens_total"), ("decode-0", "pd_cache_tokens_total")):  # fmt: skip
-        with urllib.request.urlopen(f"{cluster.urls[name]}/metrics", timeout=10) as page:
+        with urllib.request.urlopen(f"{cluster.urls[name]}/metrics", timeout=60) as page:
             assert metric in page.read().decode(), name
-        with urllib.request.urlopen(f"{cluster.urls[name]}/health", timeout=10) as page:
+        with urllib.request.urlopen(f"{cluster.urls[name]}/health", timeout=60) as page:
             assert page.status == 200
 
 
@@ -228,11 +226,10 @@ def test_a_death_in_the_middle_of_requests_gives_no_wrong_token_and_leaves_none_
 ) -> None:
     shared = prompt(6 * CHUNK)
     prompts = [shared + prompt(30) for _ in range(24)]
-    with started(tmp_path) as cluster:
+    with started(tmp_path, **OUTAGES) as cluster:
         url = url_of(cluster)
         complete(url, prompts[0])
         answers: list[Answer | None] = [None] * len(prompts)
-        started_at = time.monotonic()
 
         def ask(index: int) -> None:
             answers[index] = complete(url, prompts[index])
@@ -245,9 +242,8 @@ def test_a_death_in_the_middle_of_requests_gives_no_wrong_token_and_leaves_none_
         for thread in threads[8:]:
             thread.start()
         for thread in threads:
-            thread.join(90)
+            thread.join(180)
         assert not any(thread.is_alive() for thread in threads), "a request was left unanswered"
-        assert time.monotonic() - started_at < 90
         for tokens, answer in zip(prompts, answers, strict=True):
             assert answer is not None
             assert answer.status == 200

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,10 +21,11 @@ from launch.process import spawn_child
 from pd_cache.config import EtcdDiscovery, TlsConfig
 from pd_cache.errors import ConfigError
 from tests.support.etcd import PASSWORD, Etcd, make_certificates
+from tests.support.needs import needs_etcd
 from tests.support.pool import ROOT
 from tests.support.waiting import wait_for
 
-pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian's etcd-server)")
+pytestmark = needs_etcd
 CLUSTER = "test"
 
 
@@ -67,7 +67,7 @@ def sees(watch: EtcdWatch, *expected: str) -> Callable[[], bool]:
 
 def test_a_node_is_seen_within_a_second_and_gone_at_once_when_it_leaves(etcd: Etcd) -> None:
     with EtcdWatch(etcd.settings(), CLUSTER) as watch:
-        assert watch.wait_synced(5)
+        assert watch.wait_synced(60)
         with registered(etcd.settings(), "prefill-0"):
             wait_for(sees(watch, "prefill-0"), 1, "the node is seen")
             assert watch.view().nodes[0] == record("prefill-0")
@@ -76,7 +76,7 @@ def test_a_node_is_seen_within_a_second_and_gone_at_once_when_it_leaves(etcd: Et
 
 def test_clusters_of_other_names_do_not_meet(etcd: Etcd) -> None:
     with EtcdWatch(etcd.settings(), CLUSTER + "-2") as other, registered(etcd.settings(), "a"):
-        assert other.wait_synced(5)
+        assert other.wait_synced(60)
         assert names(other.view()) == []
 
 
@@ -87,7 +87,7 @@ from launch.discovery.etcd import EtcdRegistration
 from pd_cache.config import EtcdDiscovery
 registration = EtcdRegistration(EtcdDiscovery(endpoints=(sys.argv[1],), ttl_s=2), "test")
 registration.announce(NodeRecord(name="dies", role="prefill", address="http://10.0.0.2:8100"))
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -104,10 +104,12 @@ def test_a_node_that_dies_is_dropped_within_its_ttl_and_a_second(etcd: Etcd) -> 
 
 def test_a_lease_is_kept_alive_for_longer_than_it_lasts(etcd: Etcd) -> None:
     seen: list[list[str]] = []
-    with registered(etcd.settings(), "a"), EtcdWatch(etcd.settings(), CLUSTER, on_change=lambda view: seen.append(names(view))) as watch:  # fmt: skip
-        assert watch.wait_synced(5)
-        end = time.monotonic() + 3.5
-        wait_for(lambda: time.monotonic() > end or not sees(watch, "a")(), 5, "time to pass")
+    settings = etcd.settings(ttl_s=5)
+    with registered(settings, "a"), EtcdWatch(settings, CLUSTER, on_change=lambda view: seen.append(names(view))) as watch:  # fmt: skip
+        assert watch.wait_synced(60)
+        with closing(etcd.client()) as client:
+            client.put("/elsewhere/not-kept-alive", "x", client.lease(5))
+            wait_for(lambda: client.get("/elsewhere/not-kept-alive")[0] is None, what="a lease of that length to end")
         assert seen == [["a"]], "it was there all the time"
 
 
@@ -205,7 +207,7 @@ def test_closing_with_etcd_away_takes_no_longer_than_a_call(make_etcd: Callable[
     with EtcdWatch(etcd.settings(), CLUSTER), registered(etcd.settings(), "a"):
         etcd.send(signal.SIGSTOP)
         started = time.monotonic()
-    assert time.monotonic() - started < 10, "a bound, not a measurement"
+    assert time.monotonic() - started < 60, "a bound, not a measurement"
 
 
 # --- what others write -----------------------------------------------------------------------------------------------
@@ -213,7 +215,7 @@ def test_closing_with_etcd_away_takes_no_longer_than_a_call(make_etcd: Callable[
 
 def test_garbage_in_etcd_is_ignored_and_told_once(etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
     with closing(etcd.client()) as client, EtcdWatch(etcd.settings(), CLUSTER) as watch:
-        assert watch.wait_synced(5)
+        assert watch.wait_synced(60)
         for _ in range(2):
             client.put(prefix_of(CLUSTER) + "x", b"\xff\x00")
         client.put(prefix_of(CLUSTER) + "y", record("z").encode())

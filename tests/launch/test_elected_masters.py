@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import subprocess
 import sys
 import urllib.request
@@ -19,12 +18,13 @@ from launch.up import Cluster
 from pd_cache.config import dump_config
 from tests.support.cluster import CHUNK, Answer, complete, kill, started
 from tests.support.etcd import Etcd
+from tests.support.needs import needs_etcd
 from tests.support.pool import ROOT
 from tests.support.waiting import wait_for
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian's etcd-server)"),
+    needs_etcd,
 ]
 
 
@@ -82,7 +82,7 @@ def test_clients_follow_the_leader_and_no_key_is_lost_with_it(
         file.write_text(dump_config(cluster.config))
         # in a process of its own: of elected masters, Mooncake knows one etcd a process, for ever
         command = [sys.executable, "-m", "launch", "doctor", "--json", "-c", str(file)]
-        examined = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60)
+        examined = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=180)
         assert [one for one in json.loads(examined.stdout)["findings"] if one["verdict"] == "broken"] == []
         first = ask()
         wait_for(lambda: ask().cached[0] == 5 * CHUNK, 10, "a hit on the prefill node, too")

@@ -25,6 +25,7 @@ from pd_cache.layout import KVLayout, PageKind
 from pd_cache.paged import ChunkSlots, open_copier
 from pd_cache.paged.base import plane_bytes
 from pd_cache.paged.cpu import CpuPagedCopier
+from tests.support.needs import NO_GPU
 from transfer.staging import StagingPool
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -294,7 +295,7 @@ def test_slots_that_fill_no_whole_blocks_are_refused() -> None:
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------------
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
 WIDE = Case(PageKind.HEADS_FIRST, 16, 8, 256, torch.bfloat16, "together")
 AWHILE = 200_000_000
 """Cycles for `torch.cuda._sleep`: a tenth of a second, so that whoever fails to wait is sure to be early."""

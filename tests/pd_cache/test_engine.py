@@ -180,21 +180,21 @@ def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool: Pool, t
 
         def slow(*arguments: Any) -> Any:
             inside.set()
-            go_on.wait(10)
+            go_on.wait(60)
             return scatter(*arguments)
 
         copier.scatter = slow  # type: ignore[method-assign]
         results: list[list[bool]] = []
         reader = threading.Thread(target=lambda: results.append(node.retrieve(tokens, slots)))
         reader.start()
-        assert inside.wait(10)
+        assert inside.wait(60)
         closer = threading.Thread(target=node.engine.close)
         closer.start()
         wait_for(lambda: node.engine.mover.closed)
         assert closer.is_alive(), "close() returned while a chunk was being scattered"
         go_on.set()
-        closer.join(20)
-        reader.join(20)
+        closer.join(60)
+        reader.join(60)
         assert results == [[True] * 8 + [False] * 21]
         assert not any(node.retrieve(tokens, slots))
 
@@ -376,7 +376,7 @@ def test_nodes_of_different_tensor_parallel_size_share_a_pool(pool: Pool, tokens
             layout,
         )
         stack.callback(made.close)
-        made.wait_available(10)
+        made.wait_available(60)
         return made
 
     with contextlib.ExitStack() as stack:
@@ -440,16 +440,16 @@ def test_a_full_pool_is_counted_and_stores_go_on_when_there_is_room(
     settings = pool.settings(transfer={"staging_size": "16MiB"}).transfer
     with host(pool) as node, MooncakeStore(settings, master=pool.address, placement=Placement(pin="hard")) as filler:
         memory = filler.staging(16 << 20)
-        filler.wait_open(10)
+        filler.wait_open(60)
         slot = memory.lease(time.monotonic() + 5)
         assert slot is not None
-        assert filler.start_put(["filler"], [slot], [slot.size], timeout=5).results() == [Status.OK]
+        assert filler.start_put(["filler"], [slot], [slot.size], timeout=60).results() == [Status.OK]
         slot.release()
         node.compute(tokens, slots)
         assert node.store(tokens, slots) == 0
         assert node.troubles("store") == {"no_space": 3}
         assert not any(node.retrieve(tokens, slots))
         assert node.engine.available, "a full pool is not a pool that is down"
-        assert filler.remove(["filler"], timeout=5, force=True) == [Status.OK]
+        assert filler.remove(["filler"], timeout=60, force=True) == [Status.OK]
         assert node.store(tokens, slots) == 24
         memory.close()

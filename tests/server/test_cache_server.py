@@ -186,7 +186,7 @@ def test_a_hole_makes_the_blocks_behind_it_bad(server: CacheServer, engine: Engi
     engine.store(name, tokens)
     model = next(model for model in server.models if model.group.model == engine.model)
     keys = model.database.keys(model.database.hash_tokens(tokens))
-    model.mover.backend.store.remove([keys[1]], timeout=5, force=True)  # type: ignore[attr-defined]
+    model.mover.backend.store.remove([keys[1]], timeout=60, force=True)  # type: ignore[attr-defined]
     assert engine.retrieve(name, tokens, first_block=20) == set(range(20 + PER_CHUNK, 20 + 3 * PER_CHUNK))
     assert engine.holds(tokens[:CHUNK], first_block=20)
     assert engine.worker.get_block_ids_with_load_errors() == set(), "bad blocks are told once"
@@ -312,33 +312,36 @@ def test_a_lookup_pins_until_the_retrieve_or_the_sessions_end(server: CacheServe
 
 
 def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool: Any, tmp_path: Path) -> None:
-    pool = make_pool(segment="16MiB", lease_ttl_ms=1000).start()
-    with served(pool, tmp_path, lease_s=1.0) as server, Engine(server.url) as engine:
-        tokens = list(range(3 * CHUNK))
-        store_surely(engine, tokens)
-        engine.lookup("held", tokens)
+    pool = make_pool(segment="16MiB", lease_ttl_ms=3000).start()
+    with served(pool, tmp_path, lease_s=0.3) as server, Engine(server.url) as engine:  # renewed long before it ends
+        held, control = list(range(3 * CHUNK)), list(range(1000, 1000 + 3 * CHUNK))
+        for name, tokens in (("held", held), ("control", control)):
+            store_surely(engine, tokens)
+            assert engine.lookup(name, tokens) == 3 * CHUNK
+        engine.scheduler.end_session("control")
         model = next(iter(server.models))
-        keys = model.database.keys(model.database.hash_tokens(tokens))
         store = model.mover.backend.store  # type: ignore[attr-defined]
 
-        def refused() -> int:
-            return sum(status.name == "BUSY" for status in store.remove(keys, timeout=5))
+        def refused(tokens: list[int]) -> int:
+            keys = model.database.keys(model.database.hash_tokens(tokens))
+            return sum(status.name == "BUSY" for status in store.remove(keys, timeout=60))
 
-        end = time.monotonic() + 2.5
-        while time.monotonic() < end:  # longer than two leases: what nobody holds could be removed by now
-            assert refused() == 3
-            time.sleep(0.1)
+        for _ in range(2):
+            wait_for(lambda: refused(control) == 0, what="the lease of what no session holds to end")
+            assert refused(held) == 3
+            store_surely(engine, control)
         engine.scheduler.end_session("held")
-        wait_for(lambda: refused() == 0, 5, "the last lease to end")
+        wait_for(lambda: refused(held) == 0, what="the last lease to end")
 
 
 def test_a_session_ends_at_its_deadline(pool: Pool, tmp_path: Path) -> None:
-    with served(pool, tmp_path, session_s=0.5) as server, Engine(server.url) as engine:
+    with served(pool, tmp_path, session_s=600) as server, Engine(server.url) as engine:
         tokens = list(range(2 * CHUNK))
         store_surely(engine, tokens)
         engine.lookup("forgotten", tokens)
         assert server.sessions.pinned
-        wait_for(lambda: not server.sessions.pinned and not len(server.sessions), 5)
+        server.sessions._clock = lambda: time.monotonic() + 600
+        wait_for(lambda: not server.sessions.pinned and not len(server.sessions))
 
 
 # --- shards ----------------------------------------------------------------------------------------------------------
@@ -460,7 +463,7 @@ def test_a_full_queue_is_busy_and_busy_is_a_miss(pool: Pool, tmp_path: Path) -> 
         model = next(iter(server.models))
         backend = model.mover.backend
         ask = backend.batched_contains
-        backend.batched_contains = lambda *a, **k: (go_on.wait(10), ask(*a, **k))[1]  # type: ignore[method-assign]
+        backend.batched_contains = lambda *a, **k: (go_on.wait(60), ask(*a, **k))[1]  # type: ignore[method-assign]
         try:
             names = [uuid.uuid4().hex for _ in range(4)]
             for one in names:

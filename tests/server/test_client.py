@@ -25,7 +25,7 @@ from pd_cache.tokens import CacheMetadata
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import holds_token, make_cache, write_prompt
 from tests.support.pool import Pool
-from tests.support.server import PER_CHUNK, served
+from tests.support.server import LATE_S, PER_CHUNK, served
 from tests.support.waiting import wait_for
 
 TOKENS = list(range(3 * CHUNK))
@@ -50,7 +50,7 @@ class Worker:
         return self.client.name_chunks(TOKENS, None)
 
     def move(self, kind: Any, blocks: list[int], names: list[bytes] | None = None) -> Answer | None:
-        move = self.client.move(kind, "", self.names() if names is None else names, blocks, None, 10)
+        move = self.client.move(kind, "", self.names() if names is None else names, blocks, None, LATE_S)
         move.wait()
         return move.answer
 
@@ -114,7 +114,7 @@ def test_blocks_at_the_start_that_the_engine_holds_are_left_out_and_stay_as_they
     ids=["a store leaves out none", "only at the start", "beyond the cache"],
 )
 def test_other_blocks_that_are_none_are_refused(worker: Worker, kind: Any, blocks: list[int], message: str) -> None:
-    move = worker.client.move(kind, "", worker.names(), blocks, None, 10)
+    move = worker.client.move(kind, "", worker.names(), blocks, None, LATE_S)
     move.wait()
     assert move.failure == "invalid"
     assert move.future is not None
@@ -158,7 +158,7 @@ def test_a_lookup_of_a_scheduler_pins_what_it_found_until_its_request_ends(
     metadata = CacheMetadata.of(worker.client.hello.model, worker.layout)
     settings = pool.settings(CacheConfig(chunk_size=CHUNK))
     metrics = CacheMetrics()
-    client = ServerLookupClient(settings, metadata, server.url, 5.0, metrics=metrics)
+    client = ServerLookupClient(settings, metadata, server.url, LATE_S, metrics=metrics)
     try:
         assert client.lookup(TOKENS, "r") in (0, 3 * CHUNK), "a server that is not there yet is a miss"
         wait_for(lambda: client.available)

@@ -89,7 +89,7 @@ def test_the_lock_of_a_process_that_was_killed_in_the_middle_is_gone(fence: Fenc
     slot, ticket = fence.admit() or (0, 0)
     program = (
         "import sys, time; from pd_cache.server.fence import FenceView; view = FenceView(int(sys.argv[1]))\n"
-        "with view.passing(int(sys.argv[2]), int(sys.argv[3])): print('inside', flush=True); time.sleep(60)"
+        "with view.passing(int(sys.argv[2]), int(sys.argv[3])): print('inside', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(fence.descriptor), str(slot), str(ticket)],

@@ -176,7 +176,7 @@ def exchange(server: CacheServer) -> Iterator[Callable[..., Any]]:
     """Send raw frames, get the answer."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.RCVTIMEO, 5000)
+    socket.setsockopt(zmq.RCVTIMEO, 60_000)
     name = uuid.uuid4().hex
     socket.setsockopt(zmq.IDENTITY, name.encode())
     socket.connect(server.url)

@@ -182,7 +182,7 @@ def test_an_item_wakes_who_takes_from_its_lane_and_nobody_else() -> None:
     finally:
         queue.close()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
 
 
@@ -206,5 +206,5 @@ def test_many_threads_take_everything_that_is_put_at_once() -> None:
     finally:
         queue.close()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
     assert not any(thread.is_alive() for thread in threads)

@@ -24,7 +24,7 @@ from transfer.errors import Status
 from transfer.settings import Timeouts
 from transfer.staging import StagingPool
 
-TIMEOUTS = Timeouts(exist_ms=2_000, get_ms=10_000, put_ms=10_000, close_ms=5_000)
+TIMEOUTS = Timeouts(exist_ms=20_000, get_ms=30_000, put_ms=30_000, close_ms=20_000)
 
 BASES = ("local", "device", "disk", "mooncake")
 CHAINS = ("local+disk", "local+mooncake", "disk+mooncake", "local+disk+mooncake")
@@ -49,7 +49,7 @@ class SharedPoolBackend(MooncakeBackend):
     def __init__(self, settings: NodeSettings, payload_bytes: int, slots: int) -> None:
         super().__init__(settings, payload_bytes, reserve=slots * StagingPool.stride_of(payload_bytes + TRAILER_BYTES))
         self.memory = _KeptMemory(self.staging, payload_bytes)
-        self.wait_available(20)
+        self.wait_available(60)
 
     def close(self) -> None:
         return
@@ -70,7 +70,7 @@ class Subject:
         """Put all of them at once; their statuses."""
         staged = []
         for value in values.values():
-            memory = self.backend.stage(timeout=5)
+            memory = self.backend.stage(timeout=60)
             assert memory is not None, "no memory came free"
             memory.payload[:] = value
             staged.append(memory)
@@ -193,7 +193,7 @@ def make_subject(
             tiers = [Tier(base, metrics.tier(name), blocking or name == last, promote) for name, base in bases.items()]
             backend = HybridBackend(tiers)
     try:
-        backend.wait_available(20)
+        backend.wait_available(60)
     except BaseException:
         backend.close()
         raise

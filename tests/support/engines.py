@@ -78,7 +78,7 @@ def host(
     engine = CacheEngineBuilder.get_or_create(instance, settings, metadata, layout)
     try:
         if wait:
-            engine.wait_available(10)
+            engine.wait_available(60)
         yield Host(engine, tensors)
     finally:
         CacheEngineBuilder.destroy(instance)

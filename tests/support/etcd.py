@@ -68,7 +68,7 @@ class Etcd:
             command = [*self._host.inside(*command)]
         self.process = spawn_child(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            wait_for(self._answers, 20, "etcd answering")
+            wait_for(self._answers, what="etcd answering")
         except BaseException:
             self.stop()
             raise
@@ -100,7 +100,7 @@ class Etcd:
         """A bare client."""
         tls = self.tls
         files = {"ca_cert": tls.ca_file, "cert_cert": tls.cert_file, "cert_key": tls.key_file} if tls else {}
-        return load_etcd3().client(port=self.port, host=self._address, timeout=5, **files)
+        return load_etcd3().client(port=self.port, host=self._address, timeout=60, **files)
 
     def enable_users(self, cluster: str) -> None:
         """From now on only `USER` may do something, and only with what pd-cache keeps for `cluster`."""
@@ -150,7 +150,7 @@ def make_certificates(folder: Path) -> dict[str, tuple[str, str]]:
     pairs = {name: (str(folder / f"{name}.pem"), str(folder / f"{name}.key")) for name in ("ca", "server", "client")}
 
     def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=30)
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=180)
 
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     ca, ca_key = pairs["ca"]

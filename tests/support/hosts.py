@@ -7,15 +7,17 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from tests.support.needs import NO_IPROUTE, NO_ROOT
+
 RATE = "1gbit"
 
 
 def why_not() -> str | None:
     """Why this machine cannot have such hosts; None if it can."""
     if os.geteuid() != 0:
-        return "network namespaces need root"
+        return NO_ROOT
     if shutil.which("ip") is None or shutil.which("tc") is None:
-        return "needs ip and tc (Debian's iproute2)"
+        return NO_IPROUTE
     try:
         probe = Network(0)
         try:
@@ -28,7 +30,7 @@ def why_not() -> str | None:
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=20)
+    subprocess.run(command, check=True, capture_output=True, timeout=180)
 
 
 class Host:
@@ -86,8 +88,8 @@ class Host:
         return int(Path(f"/sys/class/net/{self._cable}/statistics/tx_bytes").read_text())
 
     def remove(self) -> None:
-        subprocess.run(("ip", "link", "del", self._cable), capture_output=True, timeout=20)
-        subprocess.run(("ip", "netns", "del", self._namespace), capture_output=True, timeout=20)
+        subprocess.run(("ip", "link", "del", self._cable), capture_output=True, timeout=180)
+        subprocess.run(("ip", "netns", "del", self._namespace), capture_output=True, timeout=180)
 
 
 class Network:
@@ -113,7 +115,7 @@ class Network:
         try:
             self._hosts.append(Host(self, name, number))
         except BaseException:
-            subprocess.run(("ip", "netns", "del", f"{self.prefix}-{name}"), capture_output=True, timeout=20)
+            subprocess.run(("ip", "netns", "del", f"{self.prefix}-{name}"), capture_output=True, timeout=180)
             raise
         return self._hosts[-1]
 
@@ -121,4 +123,4 @@ class Network:
         """Remove everything; processes on the hosts must have ended."""
         for host in self._hosts:
             host.remove()
-        subprocess.run(("ip", "link", "del", self.bridge), capture_output=True, timeout=20)
+        subprocess.run(("ip", "link", "del", self.bridge), capture_output=True, timeout=180)

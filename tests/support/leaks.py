@@ -10,18 +10,19 @@ from contextlib import contextmanager
 import psutil
 
 from tests.support.pool import Pool
+from tests.support.waiting import PATIENCE_S
 
 
 @contextmanager
 def no_leaks(shared: Callable[[], list[Pool]] = list) -> Iterator[None]:
-    """AssertionError if a thread or child process of the block is still there ten seconds after it.
+    """AssertionError if a thread or child process of the block is still there a minute after it.
 
     `shared` pools may have nodes that were started anew in the block.
     """
     threads = set(threading.enumerate())
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE_S
     while True:
         nodes = [node for pool in shared() for node in pool.nodes.values()]
         theirs = {node.process.pid for node in nodes}

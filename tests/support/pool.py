@@ -29,6 +29,8 @@ from transfer.store import load_mooncake
 ROOT = Path(__file__).resolve().parents[2]
 
 
+PATIENT = {"exist_ms": 10_000, "get_ms": 20_000, "put_ms": 20_000}
+"""Deadlines of transfers that are to succeed: no machine is so busy that it misses them. Outages in tests have shorter ones."""
 _PORTS = 4000
 """Of each worker of a parallel run, from 20000 on: below those that the kernel gives out, and above Mooncake's own."""
 _next_port = itertools.count()
@@ -71,7 +73,7 @@ class Node:
         if wait:
             self.wait_ready()
 
-    def wait_ready(self, timeout: float = 60.0) -> None:
+    def wait_ready(self, timeout: float = 180.0) -> None:
         """AssertionError, with the last lines that it printed, if it does not get ready."""
         try:
             line = self._lines.get(timeout=timeout)
@@ -97,7 +99,7 @@ class Node:
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def stop(self, number: signal.Signals = signal.SIGTERM, timeout: float = 20.0) -> int:
+    def stop(self, number: signal.Signals = signal.SIGTERM, timeout: float = 90.0) -> int:
         """Send the signal, wait for the end, and return the exit status."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -110,7 +112,7 @@ class Node:
                 self.process.kill()
                 self.process.wait()
             for reader in self.readers:
-                reader.join(5)
+                reader.join(60)
             for pipe in (self.process.stdout, self.process.stderr):
                 if pipe is not None:
                     pipe.close()
@@ -131,12 +133,13 @@ class Pool:
         client_ttl_s: int = 2,
         metadata: str = "P2PHANDSHAKE",
         client: str = "embedded",
-        lease_ttl_ms: int = 10_000,
+        lease_ttl_ms: int = 30_000,
         **master: Any,
     ) -> None:
         """Nothing is started yet. With `client="host"`, store nodes run a `mooncake_client`; clients share that of
         `store-0`. Further options are keys of the master."""
         self.client = client
+        self.lease_ttl_ms = lease_ttl_ms
         self.port = free_port()
         self.metrics_port = free_port()
         self.file = folder / f"pool-{self.port}.yaml"
@@ -171,7 +174,7 @@ class Pool:
 
     def ask(self, path: str) -> str:
         """What the master's HTTP service answers."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=5) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=60) as page:
             return str(page.read().decode())
 
     def keys(self) -> set[str]:
@@ -219,12 +222,12 @@ class Pool:
     def settings(
         self, cache: CacheConfig | None = None, transfer: dict[str, Any] | None = None, segment_size: int = 0
     ) -> NodeSettings:
-        """What a client of this pool needs, with small buffers unless told otherwise."""
+        """What a client of this pool needs, with small buffers, and with `PATIENT` deadlines unless told otherwise."""
         import msgspec
 
         from pd_cache.config import decode_custom
 
-        options = {"staging_size": "16MiB", "prefault": False, **(transfer or {})}
+        options = {"staging_size": "16MiB", "prefault": False, "timeouts": PATIENT, **(transfer or {})}
         if self.client == "host":
             options = {"client": "host", "client_address": self.segment(0), **options}
         return NodeSettings(

@@ -20,6 +20,7 @@ from launch.proxy import Proxy
 from launch.proxy.direct import DirectRule
 from pd_cache.config import ProxyConfig
 from pd_cache.tokens import Namespace
+from tests.support.waiting import PATIENCE_S
 
 NAMESPACE = Namespace(
     model="tiny@1", kv_dtype="bfloat16", layout="heads8.block16.bytes256x2", layers=2, block_size=16, page_bytes=512,
@@ -41,16 +42,23 @@ def scenario(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
             await test(*args, **kwargs)
             await until(lambda: len(asyncio.all_tasks()) <= before, "all tasks ended")
 
-        asyncio.run(asyncio.wait_for(whole(), 30))
+        asyncio.run(asyncio.wait_for(whole(), 2 * PATIENCE_S))
 
     return run
 
 
-async def until(condition: Callable[[], bool], what: str, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
+async def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
         await asyncio.sleep(0.005)
+
+
+def jump(seconds: float) -> None:
+    """Put the clock of the running event loop forward: a deadline within `seconds` is over, however slow or fast the machine."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    loop.time = lambda: now() + seconds  # type: ignore[method-assign]
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------

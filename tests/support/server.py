@@ -21,10 +21,12 @@ from pd_cache.server.scheduler_adapter import SchedulerAdapter
 from pd_cache.server.worker_adapter import LoadStoreOp, WorkerAdapter
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import holds_token, make_cache, write_prompt
-from tests.support.pool import Node, Pool
+from tests.support.pool import PATIENT, Node, Pool
 from tests.support.waiting import wait_for
 
-FAST = {"staging_size": "1MiB", "timeouts": {"exist_ms": 500, "get_ms": 2000, "put_ms": 2000, "close_ms": 2000}}
+SMALL = {"staging_size": "1MiB", "timeouts": {**PATIENT, "close_ms": 10_000}}
+LATE_S = 300.0
+"""When a request is given up here: so late that no test waits for it."""
 PER_CHUNK = CHUNK // BLOCK
 
 
@@ -33,7 +35,7 @@ def served(
     pool: Pool, folder: Path, *, cache: CacheConfig | None = None, lease_s: float = 10.0, **options: Any
 ) -> Iterator[CacheServer]:
     """A cache server in this process, on the pool."""
-    settings = pool.settings(cache or CacheConfig(chunk_size=CHUNK), FAST)
+    settings = pool.settings(cache or CacheConfig(chunk_size=CHUNK), SMALL)
     node = msgspec.convert({"role": "cache-server", "name": "cache", **options}, CacheServerNode)
     server = CacheServer(settings, node, f"ipc://{folder}/cache-{uuid.uuid4().hex[:8]}.sock", lease_s=lease_s)
     try:
@@ -51,10 +53,16 @@ class ServerProcess(Node):
         """`options` of the node in the file."""
         tree = {
             "name": "test",
-            "transfer": {**FAST, "prefault": False},
+            "transfer": {**SMALL, "prefault": False},
             "cache": {"chunk_size": CHUNK},
             "nodes": [
-                {"name": "master", "role": "master", "port": pool.port, "metrics_port": pool.metrics_port},
+                {
+                    "name": "master",
+                    "role": "master",
+                    "port": pool.port,
+                    "metrics_port": pool.metrics_port,
+                    "lease_ttl_ms": pool.lease_ttl_ms,
+                },
                 {"name": "cache", "role": "cache-server", "url": f"ipc://{folder}/cache.sock", **options},
             ],
         }
@@ -84,10 +92,16 @@ class Engine:
         self.layout = KVLayout.from_tensors(self.cache)
         arguments = (url, None, self.model, world_size, rank, BLOCK)
         self.scheduler = SchedulerAdapter(
-            *arguments, held=held, chunk_size=options.get("chunk_size"), hash_mode=options.get("hash_mode", "")
+            *arguments,
+            held=held,
+            chunk_size=options.get("chunk_size"),
+            hash_mode=options.get("hash_mode", ""),
+            connect_timeout_s=LATE_S,
+            lookup_timeout_s=LATE_S,
         )
         try:
-            self.worker = WorkerAdapter(*arguments, held=held, **options)
+            late = {"connect_timeout_s": LATE_S, "move_timeout_s": LATE_S}
+            self.worker = WorkerAdapter(*arguments, held=held, **{**late, **options})
         except BaseException:
             self.scheduler.shutdown()
             raise
@@ -134,7 +148,7 @@ class Engine:
             found.extend([] if result is None else [result])
             return result is not None
 
-        wait_for(answered, 10, "the lookup's answer")
+        wait_for(answered, what="the lookup's answer")
         self.scheduler.cleanup_lookup_result(request)
         return found[0]
 
@@ -150,8 +164,8 @@ class Engine:
         self.worker.submit_store_request(request, self.op(tokens, first_block, **options))
         self.finish_store(request)
 
-    def finish_store(self, request: str, seconds: float = 10.0) -> None:
-        wait_for(lambda: request in (self.worker.get_finished({request})[0] or ()), seconds, "the store's end")
+    def finish_store(self, request: str) -> None:
+        wait_for(lambda: request in (self.worker.get_finished({request})[0] or ()), what="the store's end")
 
     def retrieve(self, request: str, tokens: list[int], first_block: int = 0, **options: Any) -> set[int]:
         """Load and wait for it; the bad blocks."""
@@ -159,8 +173,8 @@ class Engine:
         self.finish_retrieve(request)
         return self.worker.get_block_ids_with_load_errors()
 
-    def finish_retrieve(self, request: str, seconds: float = 10.0) -> None:
-        wait_for(lambda: request in (self.worker.get_finished(set())[1] or ()), seconds, "the retrieve's end")
+    def finish_retrieve(self, request: str) -> None:
+        wait_for(lambda: request in (self.worker.get_finished(set())[1] or ()), what="the retrieve's end")
 
 
 def store_surely(engine: Engine, tokens: list[int]) -> None:
@@ -173,14 +187,14 @@ def store_surely(engine: Engine, tokens: list[int]) -> None:
         engine.scheduler.end_session(request)
         return found == len(tokens) // CHUNK * CHUNK
 
-    wait_for(there, 30, "the prompt being stored")
+    wait_for(there, what="the prompt being stored")
 
 
 def status_of(url: str) -> StatusReport:
     """What the server at `url` says about itself."""
     client = CacheClient(url, None, kind="observer")
     try:
-        report = client.ask(StatusQuery(), 5)
+        report = client.ask(StatusQuery(), 60)
     finally:
         client.close()
     assert isinstance(report, StatusReport)

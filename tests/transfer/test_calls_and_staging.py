@@ -289,13 +289,13 @@ def test_a_waiting_lease_gets_the_slot_that_is_given_back_and_none_after_close()
     waiter = threading.Thread(target=lambda: got.append(staging.lease(soon())))
     waiter.start()
     slot.release()
-    waiter.join(5)
+    waiter.join(60)
     assert isinstance(got[0], Slot)
     assert got[0].address == slot.address
     closed = threading.Thread(target=lambda: got.append(staging.lease(soon())))
     closed.start()
     staging.close()
-    closed.join(5)
+    closed.join(60)
     assert got[1] is None
 
 

@@ -86,7 +86,7 @@ def test_a_store_opens_by_itself_when_its_mooncake_client_comes(make_pool: Calla
         assert store.batch_exist(["k"], timeout=1) == [Status.POOL_DOWN]
         assert staging.lease(time.monotonic() + 5) is None, "no memory yet, and no waiting for it"
         pool.start("store-0")
-        store.wait_open(20)
+        store.wait_open(60)
         assert put(store, staging, fresh(1)) == [Status.OK]
     staging.close()
 
@@ -140,7 +140,7 @@ def test_a_stopped_mooncake_client_costs_the_deadline_and_quarantines_the_slots(
             start = time.monotonic()
             assert get(store, staging, key[0], timeout=0.5)[0].status is Status.TIMEOUT
             assert store.batch_exist(key, timeout=0.3)[0] is Status.TIMEOUT
-            assert time.monotonic() - start < 3
+            assert time.monotonic() - start < 30, "a bound, not a measurement"
             assert staging.in_use == 1, "the stuck call may still write to its slot"
         wait_for(lambda: staging.in_use == 0, 20, "the stuck call to end")
         wait_for(lambda: store.available, 20, "the pool being found back")
@@ -193,7 +193,7 @@ def test_a_store_role_whose_mooncake_client_dies_ends_with_a_message(own_pool: P
     (client,) = clients_of(own_pool)
     client.kill()
     node = own_pool.nodes.pop("store-0")
-    assert node.process.wait(10) == 1
+    assert node.process.wait(60) == 1
     node.stop()
     assert "mooncake_client ended with -9" in "".join(node.errors)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.needs import NO_ETCD
 from tests.support.pool import Pool, free_port
 from tests.support.waiting import wait_for
 from transfer.errors import Status
@@ -23,7 +24,7 @@ def etcd(tmp_path: Path) -> Iterator[str]:
     """`host:port` of an etcd of its own."""
     binary = shutil.which("etcd")
     if binary is None:
-        pytest.skip("etcd is not installed (Debian: apt-get install etcd-server)")
+        pytest.skip(NO_ETCD)
     port, peers = free_port(), free_port()
     client, peer = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
     command = [binary, "--data-dir", str(tmp_path / "etcd"), "--listen-client-urls", client,
@@ -43,14 +44,14 @@ def etcd(tmp_path: Path) -> Iterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def round_trip(pool: Pool, metadata: str) -> None:
     """Put on one node, get on another, through the given metadata service."""
     settings = pool.settings(transfer={"metadata": metadata}).transfer
     with MooncakeStore(settings, master=pool.address) as store:
-        store.wait_open(20)
+        store.wait_open(60)
         staging = StagingPool(8192, 4096, prefaulted=False)
         store.attach(staging)
         slot = staging.lease(time.monotonic() + 1)

@@ -13,7 +13,7 @@ import pytest
 from bench.model import VOCABULARY, write_model
 from tests.support.leaks import no_leaks
 from tests.support.pool import Pool, free_port
-from tests.vllm.servers import PdCacheServer, Reference, by_hand, cluster_file, running
+from tests.vllm.servers import PdCacheServer, Reference, begun, by_hand, cluster_file, running
 
 
 class Pair(NamedTuple):
@@ -34,8 +34,10 @@ def vllm_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(vllm_pool: Pool) -> Iterator[None]:
+def nothing_left_behind(request: pytest.FixtureRequest, vllm_pool: Pool) -> Iterator[None]:
     """As everywhere, but tests may start the shared pool's nodes anew."""
+    if "plain" in request.fixturenames:
+        request.getfixturevalue("plain").wait_ready()
     with no_leaks(lambda: [vllm_pool]):
         yield
 
@@ -47,8 +49,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def plain(model: Path) -> Iterator[Reference]:
-    """What a vLLM without a cache answers."""
-    with by_hand(model) as server:
+    """What a vLLM without a cache answers. It gets ready beside the first pair."""
+    with begun(by_hand(model)) as server:
         yield Reference(server)
 
 
@@ -73,7 +75,7 @@ def pair(
     mode: str,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
-    """A with vLLM's prefix cache and asynchronous scheduling, B without either. `plain` first: it is always needed."""
+    """A with vLLM's prefix cache and asynchronous scheduling, B without either. `plain` starts at the same time."""
     events = (
         f'{{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:{events_port}", "topic": "kv"}}'
     )

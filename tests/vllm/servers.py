@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ from pd_cache.config import CacheServerNode, load_config
 from tests.support.pool import ROOT, Node, Pool, free_port
 
 CHUNK, BLOCK = 64, 32
+SHARDS = 2
+"""Into how many objects a chunk is cut: as many as a tensor parallel node here has ranks, so that all nodes share."""
 MODEL_NAME = "demo"
 CACHE = "cache-0"
 
@@ -29,6 +31,9 @@ ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+    # the worker of an engine of one rank lives in the engine's process, as on a GPU: a process less to start, and that
+    # costs a third of the processor time that a server takes to get ready
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "MC_LOG_LEVEL": "ERROR",
@@ -37,12 +42,14 @@ ARGS: dict[str, Any] = {
     "max-model-len": 4096,
     "block-size": BLOCK,
     "max-num-batched-tokens": 256,
+    "num-gpu-blocks-override": 1024,
     "dtype": "float32",
     "enforce-eager": True,
     "enable-prompt-tokens-details": True,
 }
-"""Of every server, plain or not: small steps, so that each longer prompt is computed in several."""
+"""Of every server, plain or not: small steps, so that each longer prompt is computed in several, and 128 MiB of KV cache."""
 
+HANDOFF_MS = 8000
 _READY_S = 300.0
 
 
@@ -187,16 +194,20 @@ def by_hand(model: Path, *more: str) -> Iterator[Server]:
 class Reference:
     """A plain vLLM's outputs, each computed once."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Callable[[], Server]) -> None:
+        """`server` waits until the plain vLLM is ready."""
         self._server = server
         self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
         self._lock = threading.Lock()
+
+    def wait_ready(self) -> None:
+        self._server()
 
     def tokens(self, prompt: Sequence[int], max_tokens: int = 6) -> list[int]:
         key = (tuple(prompt), max_tokens)
         with self._lock:
             if key not in self._known:
-                self._known[key] = self._server.complete(prompt, max_tokens).tokens
+                self._known[key] = self._server().complete(prompt, max_tokens).tokens
             return self._known[key]
 
 
@@ -213,8 +224,9 @@ def cluster_file(
 ) -> Path:
     """A file that describes prefill and decode nodes (`prefill-0`, …) over a pool that runs already.
 
-    In the mode `server` the cache of all of them is in one cache server. Lookups have a second, not 50 ms: the machine has few
-    cores, and every one of these servers computes on all of them.
+    In the mode `server` the cache of all of them is in one cache server. No deadline is met too late because the machine is
+    busy: it has few cores, every one of these servers computes on all of them, and threads that had work to do, the pool's
+    too, were seen to wait for a core for seconds.
     """
     described: list[dict[str, Any]] = [
         {"name": name, "role": role_of(name), "port": 0, "segment_size": 0, **options}
@@ -228,8 +240,12 @@ def cluster_file(
         )
     master = yaml.safe_load(pool.file.read_text())["nodes"][0]
     tree = {
-        "transfer": {"staging_size": "32MiB", "prefault": False, "timeouts": {"get_ms": 4000, "put_ms": 4000}},
-        "cache": {"chunk_size": CHUNK},
+        "transfer": {
+            "staging_size": "32MiB",
+            "prefault": False,
+            "timeouts": {"exist_ms": 10_000, "get_ms": 10_000, "put_ms": 20_000},
+        },
+        "cache": {"chunk_size": CHUNK, "shards": SHARDS},
         "engine": {
             "kind": "vllm",
             "model": str(model),
@@ -237,8 +253,8 @@ def cluster_file(
             "args": {**ARGS, **(args or {})},
             "env": ENV,
         },
-        "connector": {"lookup_timeout_ms": 1000, **(connector or {})},
-        "handoff": {"wait_ms": 3000},
+        "connector": {"lookup_timeout_ms": 10_000, "load_timeout_ms": 60_000, **(connector or {})},
+        "handoff": {"wait_ms": HANDOFF_MS},
         "supervisor": {"ready_timeout_s": _READY_S, "stop_grace_s": 30},
         "nodes": [master, *described],
         **sections,
@@ -252,19 +268,41 @@ def cluster_file(
 @contextlib.contextmanager
 def running(file: Path, *names: str) -> Iterator[list[PdCacheServer]]:
     """The named nodes of the file, started at the same time, and their cache server."""
-    cache = load_config(file).node(CACHE)
-    cache_url = f"http://127.0.0.1:{cache.metrics_port}" if isinstance(cache, CacheServerNode) else None
+    with running_all((file, names)) as servers:
+        yield servers
+
+
+@contextlib.contextmanager
+def running_all(*clusters: tuple[Path, Sequence[str]]) -> Iterator[list[PdCacheServer]]:
+    """The named nodes of several files, started at the same time, and their cache servers: most of a start keeps one core busy."""
     with contextlib.ExitStack() as stack:
-        if cache_url is not None:
-            stack.enter_context(cache_server(file))
-        servers = [PdCacheServer(name, file, cache_url) for name in names]
+        servers: list[PdCacheServer] = []
         try:
+            for file, names in clusters:
+                cache = load_config(file).node(CACHE)
+                cache_url = f"http://127.0.0.1:{cache.metrics_port}" if isinstance(cache, CacheServerNode) else None
+                if cache_url is not None:
+                    stack.enter_context(cache_server(file))
+                servers += [PdCacheServer(name, file, cache_url) for name in names]
             for server in servers:
                 server.wait_ready()
             yield servers
         finally:
             statuses = [server.node.stop(timeout=60) for server in servers]
     assert not any(statuses), "".join(line for server in servers for line in server.node.errors[-40:])
+
+
+@contextlib.contextmanager
+def begun(server: contextlib.AbstractContextManager[Server]) -> Iterator[Callable[[], Server]]:
+    """Starts `server` meanwhile; what is yielded waits until it is ready, and raises what its start raised."""
+    # the thread stays until the end: the kernel ends a child together with the thread that started it
+    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as stack:
+        starting = thread.submit(stack.enter_context, server)
+        try:
+            yield starting.result
+        finally:
+            with contextlib.suppress(Exception):
+                starting.result()
 
 
 @contextlib.contextmanager
@@ -299,13 +337,17 @@ def metric_at(url: str, name: str, **labels: str) -> float:
 __all__ = [
     "BLOCK",
     "CHUNK",
+    "HANDOFF_MS",
     "ROOT",
+    "SHARDS",
     "Answer",
     "PdCacheServer",
     "Reference",
     "Server",
+    "begun",
     "by_hand",
     "cache_server",
     "cluster_file",
     "running",
+    "running_all",
 ]

@@ -6,13 +6,14 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
-from tests.vllm.servers import CHUNK, Reference, Server, cluster_file, running
+from tests.vllm.servers import CHUNK, SHARDS, PdCacheServer, Reference, Server, cluster_file, running_all
 
 NewPrompt = Callable[[int], list[int]]
 
@@ -33,7 +34,7 @@ def store(pool: Pool, server: Server, prompt: list[int], held: int = 0) -> None:
     def stored() -> bool:
         server.complete(prompt, 1)
         all_free(server)
-        if len(pool.keys() - before) >= (len(prompt) - held) // CHUNK:
+        if len(pool.keys() - before) >= (len(prompt) - held) // CHUNK * SHARDS:
             return True
         server.forget_prefixes()
         return False
@@ -68,7 +69,7 @@ def test_a_corrupt_object_is_computed_again_and_never_used(
     before = vllm_pool.keys()
     store(vllm_pool, pair.a, prompt, len(first_half))
     corrupted = sorted(vllm_pool.keys() - before)
-    assert len(corrupted) == (WHOLE - len(first_half)) // CHUNK
+    assert len(corrupted) == (WHOLE - len(first_half)) // CHUNK * SHARDS
     for key in corrupted:
         corrupt(vllm_pool, key)
     counted = pair.b.troubles("retrieve", "corrupt")
@@ -95,15 +96,14 @@ def test_a_client_that_goes_away_while_its_prompt_is_loaded(
 def test_a_load_that_outlives_its_deadline_is_computed(
     pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
-    """The memory node neither answers nor dies: transfers are given up after 4 s here, a load after 10."""
+    """The memory node neither answers nor dies: a transfer is given up at its deadline, and the load with it."""
     prompt = new_prompt(LENGTH)
     store(vllm_pool, pair.a, prompt)
     failed = pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve")
     with stopped(vllm_pool, "store-0"):
         answer = pair.b.complete(prompt)
         assert answer.tokens == plain.tokens(prompt)
-        assert answer.seconds < 20
-        wait_for(lambda: pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve") > failed, 20)
+        wait_for(lambda: pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve") > failed)
     all_free(pair.b)
 
 
@@ -132,8 +132,7 @@ def test_the_memory_node_is_killed_between_lookup_and_load(
         # for some seconds the master does not know, and still promises the chunks
         answer = pair.b.complete(prompt)
         assert answer.tokens == plain.tokens(prompt)
-        assert answer.seconds < 20
-        wait_for(lambda: pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve") > failed, 20)
+        wait_for(lambda: pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve") > failed)
         assert pair.b.metric("vllm:pd_cache_tokens_total", op="lookup", outcome="hit") == hits + WHOLE
         all_free(pair.b)
     finally:
@@ -144,7 +143,6 @@ def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_b
     pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
     prompt = new_prompt(LENGTH)
-    usual = pair.b.complete(new_prompt(LENGTH)).seconds
     vllm_pool.kill("master")
     try:
         for server in (pair.a, pair.b):
@@ -152,8 +150,6 @@ def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_b
                 other = new_prompt(LENGTH)
                 answer = server.complete(other)
                 assert answer.tokens == plain.tokens(other)
-                # a lookup holds a request up for 50 ms at most, and nothing else does
-                assert answer.seconds < 3 * usual + 2
             all_free(server)
         assert pair.b.troubles("lookup", "pool_down") + pair.b.troubles("lookup", "timeout") > 0
     finally:
@@ -168,27 +164,49 @@ def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_b
     assert pair.b.complete(prompt).tokens == plain.tokens(prompt)
 
 
+class Special(NamedTuple):
+    """Nodes with settings of their own, of the pair's namespace."""
+
+    sync: PdCacheServer
+    """Loads before the forward pass."""
+    cramped: PdCacheServer
+    """Stores what it generates, and has 28 blocks of 32 tokens."""
+
+
+@pytest.fixture(scope="module")
+def special(
+    model: Path, vllm_pool: Pool, plain: Reference, mode: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Special]:
+    folder = tmp_path_factory.mktemp("special")
+    names, args = ("prefill-0",), {"num-gpu-blocks-override": 28, "max-model-len": 800}
+    settings: tuple[dict[str, Any], ...] = (
+        {"connector": {"load": "sync"}},
+        {"connector": {"store_generated": True}, "args": args},
+    )
+    files = [cluster_file(folder, vllm_pool, model, {names[0]: {}}, mode=mode, **one) for one in settings]
+    with running_all(*((file, names) for file in files)) as servers:
+        yield Special(*servers)
+
+
 def test_loading_before_the_forward_pass(
-    model: Path, vllm_pool: Pool, plain: Reference, pair: Pair, mode: str, new_prompt: NewPrompt, tmp_path: Path
+    special: Special, plain: Reference, pair: Pair, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
     """`load: sync`, also where a load fails: what was computed from garbage is neither answered nor stored."""
-    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, mode=mode, connector={"load": "sync"})
-    with running(file, "prefill-0") as (server,):
-        prompt = new_prompt(LENGTH)
-        store(vllm_pool, pair.a, prompt)
-        answer = server.complete(prompt)
-        assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
+    server, prompt = special.sync, new_prompt(LENGTH)
+    store(vllm_pool, pair.a, prompt)
+    answer = server.complete(prompt)
+    assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
 
-        before = vllm_pool.keys()
-        store(vllm_pool, pair.a, prompt := new_prompt(8 * CHUNK))
-        bad = vllm_pool.keys() - before
-        for key in bad:
-            corrupt(vllm_pool, key)
-        longer = [prompt + new_prompt(300) for _ in range(3)]
-        answers = server.complete_all(longer)
-        assert [answer.tokens for answer in answers] == [plain.tokens(one) for one in longer]
-        assert server.troubles("retrieve", "corrupt") >= 1
-        all_free(server)
+    before = vllm_pool.keys()
+    store(vllm_pool, pair.a, prompt := new_prompt(8 * CHUNK))
+    bad = vllm_pool.keys() - before
+    for key in bad:
+        corrupt(vllm_pool, key)
+    longer = [prompt + new_prompt(300) for _ in range(3)]
+    answers = server.complete_all(longer)
+    assert [answer.tokens for answer in answers] == [plain.tokens(one) for one in longer]
+    assert server.troubles("retrieve", "corrupt") >= 1
+    all_free(server)
 
     # what was stored behind the bad chunks is good: with those replaced, another node takes all of it
     with vllm_pool.bare_client() as client:
@@ -199,18 +217,12 @@ def test_loading_before_the_forward_pass(
         assert (answer.cached, answer.tokens) == (len(one) // CHUNK * CHUNK, plain.tokens(one))
 
 
-def test_preemption_under_a_tiny_kv_cache(
-    model: Path, vllm_pool: Pool, plain: Reference, mode: str, new_prompt: NewPrompt, tmp_path: Path
-) -> None:
+def test_preemption_under_a_tiny_kv_cache(special: Special, plain: Reference, new_prompt: NewPrompt) -> None:
     """28 blocks of 32 tokens for eight requests of 200 and 120 more: most are preempted, some while they are stored."""
-    args = {"num-gpu-blocks-override": 28, "max-model-len": 800}
-    connector = {"store_generated": True}
-    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, args=args, mode=mode, connector=connector)
-    with running(file, "prefill-0") as (server,):
-        prompts = [new_prompt(200) for _ in range(8)]
-        for _ in range(2):
-            answers = server.complete_all(prompts, 120)
-            assert [answer.tokens for answer in answers] == [plain.tokens(prompt, 120) for prompt in prompts]
-            all_free(server)
-        assert server.metric("vllm:num_preemptions_total") > 0
-        assert server.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded") > 0
+    server, prompts = special.cramped, [new_prompt(200) for _ in range(8)]
+    for _ in range(2):
+        answers = server.complete_all(prompts, 120)
+        assert [answer.tokens for answer in answers] == [plain.tokens(prompt, 120) for prompt in prompts]
+        all_free(server)
+    assert server.metric("vllm:num_preemptions_total") > 0
+    assert server.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded") > 0

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from pd_cache.config import CacheServerNode, load_config
-from tests.support.pool import Pool
+from tests.support.pool import Node, Pool
 from tests.support.waiting import wait_for
-from tests.vllm.servers import CACHE, CHUNK, Reference, by_hand, cache_server, cluster_file, metric_at, running
+from tests.vllm.servers import (
+    CACHE,
+    CHUNK,
+    PdCacheServer,
+    Reference,
+    Server,
+    begun,
+    by_hand,
+    cache_server,
+    cluster_file,
+    metric_at,
+)
 
 NewPrompt = Callable[[int], list[int]]
 
@@ -42,53 +54,79 @@ def server_of(file: Path) -> tuple[str, str]:
     return config.server_url(node), f"http://127.0.0.1:{node.metrics_port}"
 
 
-def test_the_server_is_killed_and_comes_back_and_no_engine_is_restarted(
-    model: Path, vllm_pool: Pool, plain: Reference, new_prompt: NewPrompt, tmp_path: Path
-) -> None:
-    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, mode="server")
-    url, _ = server_of(file)
-    flag = connector("kv_both", mode="server", server_url=url)
-    with cache_server(file) as cache, by_hand(model, flag) as server:
-        prompt = new_prompt(LENGTH)
-        assert server.complete(prompt).tokens == plain.tokens(prompt)
-        wait_for(lambda: not server.blocks_in_use)
-        server.forget_prefixes()
-        usual = server.complete(prompt)
-        assert (usual.cached, usual.tokens) == (WHOLE, plain.tokens(prompt))
+class Sharing(NamedTuple):
+    """Two engines of a host, and the cache server between them, which has memory of its own."""
 
-        with server.abandoned(new_prompt(LENGTH)):
-            wait_for(lambda: server.blocks_in_use)
-            cache.kill()
-        wait_for(lambda: not server.blocks_in_use)
-        other = new_prompt(LENGTH)
-        answer = server.complete(other)
-        assert (answer.cached, answer.tokens) == (0, plain.tokens(other))
+    file: Path
+    cache: Node
+    by_hand: Server
+    """Knows nothing but the server's address."""
+    launched: PdCacheServer
 
-        with cache_server(file):
 
-            def hit() -> bool:
-                server.forget_prefixes()
-                return server.complete(prompt).cached == WHOLE
-
-            wait_for(hit, 5, "a hit after the restart")
-            assert server.complete(prompt).tokens == plain.tokens(prompt)
+@pytest.fixture(scope="module")
+def sharing(
+    model: Path, vllm_pool: Pool, plain: Reference, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Sharing]:
+    folder = tmp_path_factory.mktemp("sharing")
+    file = cluster_file(folder, vllm_pool, model, {"decode-0": {}}, mode="server", cache=TIERS)
+    flag = connector("kv_both", mode="server", server_url=server_of(file)[0])
+    with cache_server(file) as cache, begun(by_hand(model, flag)) as server:
+        launched = PdCacheServer("decode-0", file)
+        try:
+            launched.wait_ready()
+            yield Sharing(file, cache, server(), launched)
+        finally:
+            launched.node.stop(timeout=60)
 
 
 def test_an_engines_hit_on_what_another_has_computed_comes_from_the_servers_memory(
-    model: Path, vllm_pool: Pool, plain: Reference, new_prompt: NewPrompt, tmp_path: Path
+    sharing: Sharing, plain: Reference, new_prompt: NewPrompt
 ) -> None:
-    nodes = {"prefill-0": {}, "decode-0": {}}
-    file = cluster_file(tmp_path, vllm_pool, model, nodes, mode="server", cache=TIERS)
-    _, metrics = server_of(file)
-    with running(file, *nodes) as (a, b):
-        prompt = new_prompt(LENGTH)
-        a.complete(prompt, 1)
-        wait_for(lambda: not a.blocks_in_use)
-        before = {tier: metric_at(metrics, "pd_cache_tier_hits_total", tier=tier) for tier in ("local", "mooncake")}
-        answer = b.complete(prompt)
-        assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
-        assert metric_at(metrics, "pd_cache_tier_hits_total", tier="local") == before["local"] + WHOLE // CHUNK
-        assert metric_at(metrics, "pd_cache_tier_hits_total", tier="mooncake") == before["mooncake"]
+    _, metrics = server_of(sharing.file)
+    prompt = new_prompt(LENGTH)
+
+    def stored() -> bool:
+        """The server's own client of the pool may have to open first."""
+        sharing.by_hand.forget_prefixes()
+        sharing.by_hand.complete(prompt, 1)
+        wait_for(lambda: not sharing.by_hand.blocks_in_use)
+        return metric_at(metrics, "pd_cache_tokens_total", op="store", outcome="stored") >= WHOLE
+
+    wait_for(stored, what="the prompt in the pool")
+    before = {tier: metric_at(metrics, "pd_cache_tier_hits_total", tier=tier) for tier in ("local", "mooncake")}
+    answer = sharing.launched.complete(prompt)
+    assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
+    assert metric_at(metrics, "pd_cache_tier_hits_total", tier="local") == before["local"] + WHOLE // CHUNK
+    assert metric_at(metrics, "pd_cache_tier_hits_total", tier="mooncake") == before["mooncake"]
+
+
+def test_the_server_is_killed_and_comes_back_and_no_engine_is_restarted(
+    sharing: Sharing, plain: Reference, new_prompt: NewPrompt
+) -> None:
+    server, prompt = sharing.by_hand, new_prompt(LENGTH)
+    assert server.complete(prompt).tokens == plain.tokens(prompt)
+    wait_for(lambda: not server.blocks_in_use)
+    server.forget_prefixes()
+    usual = server.complete(prompt)
+    assert (usual.cached, usual.tokens) == (WHOLE, plain.tokens(prompt))
+
+    with server.abandoned(new_prompt(LENGTH)):
+        wait_for(lambda: server.blocks_in_use)
+        sharing.cache.kill()
+    wait_for(lambda: not server.blocks_in_use)
+    other = new_prompt(LENGTH)
+    answer = server.complete(other)
+    assert (answer.cached, answer.tokens) == (0, plain.tokens(other))
+
+    with cache_server(sharing.file):
+
+        def hit() -> bool:
+            server.forget_prefixes()
+            return server.complete(prompt).cached == WHOLE
+
+        wait_for(hit, what="a hit after the restart")
+        assert server.complete(prompt).tokens == plain.tokens(prompt)
 
 
 def test_a_producer_started_by_hand_with_tiers_of_its_own_finds_what_the_pool_has_lost(

@@ -39,7 +39,7 @@ class Lookups(LookupClient):
 
     def _lookup(self, token_ids: Any, block_hashes: Any, held: int, extra_keys: Any, lookup_id: Any) -> int:
         self.asked.append((block_hashes if token_ids is None else len(token_ids), extra_keys))
-        self.gate.wait(5)
+        self.gate.wait(60)
         return self.found
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ def rule(client: LookupClient | None, tokens: int = 256, pool: Pool = POOL, **op
             raise OSError("no Mooncake here")
         return client
 
-    direct = DirectRule(tokens, opens, **options)
+    direct = DirectRule(tokens, opens, **{"timeout_s": 60.0, **options})
     direct.use(pool)
     direct.use = lambda pool: None  # type: ignore[method-assign]  # the nodes of these tests keep no cache
     return direct
@@ -173,7 +173,7 @@ async def test_a_node_that_does_not_tell_a_texts_tokens_is_not_asked_for_ever(fa
         asked.append(1)
         return await failure(request)
 
-    async with cluster(direct=rule(Lookups(1024), timeout_s=0.1)) as c:
+    async with cluster(direct=rule(Lookups(1024), timeout_s=0.1 if failure is hangs else 60.0)) as c:
         c.decode[0].tokenize = fails
         for _ in range(times + 1):
             async with c.post({"prompt": "x" * 5000}) as response:

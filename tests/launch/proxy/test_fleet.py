@@ -227,7 +227,7 @@ async def test_nodes_that_never_share_a_hit_are_told_apart_in_health() -> None:
         c.prefill[0].health = answers(200, NAMESPACE.described())
         c.decode[0].health = answers(200, other.described())
         told: dict[str, str] = {}
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not told and time.monotonic() < deadline:
             async with c.get("/health") as response:
                 told = (await response.json())["differences"]
@@ -332,14 +332,14 @@ async def test_run_proxy_serves_until_it_is_told_to_stop_and_ends_what_it_began(
     )
     assert process.stdout is not None
     try:
-        url = (await asyncio.wait_for(process.stdout.readline(), 20)).decode().split()[1]
+        url = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().split()[1]
         async with (
             aiohttp.ClientSession() as session,
             session.post(url + "/v1/completions", json={"prompt": "x", "stream": True}) as response,
         ):
             await response.content.readexactly(len(EVENTS[0]))
             process.send_signal(signum)
-            assert await asyncio.wait_for(process.stdout.readline(), 5) == b"leaves\n", "while it still serves"
+            assert await asyncio.wait_for(process.stdout.readline(), 60) == b"leaves\n", "while it still serves"
 
             async def closed() -> None:
                 while True:
@@ -350,10 +350,10 @@ async def test_run_proxy_serves_until_it_is_told_to_stop_and_ends_what_it_began(
                     writer.close()
                     await asyncio.sleep(0.01)
 
-            await asyncio.wait_for(closed(), 5)
+            await asyncio.wait_for(closed(), 60)
             go.set()
             assert await response.read() == EVENTS[1]
-        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
         assert await process.stdout.read() == b"drained\n"
     finally:
         if process.returncode is None:
@@ -367,7 +367,7 @@ def test_run_proxy_on_a_port_that_is_taken_is_an_error() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         argv = [sys.executable, "-c", RUN, "http://127.0.0.1:1", str(taken.getsockname()[1])]
-        done = subprocess.run(argv, cwd=ROOT, capture_output=True, timeout=20)
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, timeout=180)
     assert done.returncode == 1
     assert b"OSError" in done.stderr
     assert b"Task was destroyed" not in done.stderr

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import socket
-import time
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -29,6 +28,7 @@ from tests.support.proxy import (
     disconnects,
     error_of,
     hangs,
+    jump,
     says,
     scenario,
     speaks_no_http,
@@ -226,10 +226,8 @@ async def test_a_prefill_node_that_takes_no_connections_costs_the_connect_timeou
             filler.connect_ex(full.getsockname())
         url = f"http://127.0.0.1:{full.getsockname()[1]}"
         async with cluster([url], 1, connect_timeout_s=0.2) as c:
-            started = time.monotonic()
             async with c.post() as response:
                 assert response.status == 200
-            assert time.monotonic() - started < 2
             assert c.metric("hop_failures_total", hop="prefill", reason="unreachable") == 1
 
 
@@ -305,9 +303,8 @@ async def test_a_decode_node_that_comes_back_is_used_again() -> None:
         again.server = TestServer(app, port=port)
         await again.server.start_server()
         try:
-            status, deadline = 0, time.monotonic() + 5
+            status = 0
             while status != 200:
-                assert time.monotonic() < deadline
                 async with c.post() as response:
                     status = response.status
                 await asyncio.sleep(0.05)
@@ -380,25 +377,27 @@ async def test_an_answer_that_is_no_stream_breaks_off_with_the_node() -> None:
 @pytest.mark.parametrize("slow_hop", ["prefill", "decode"])
 @scenario
 async def test_a_request_is_answered_when_its_time_is_over(slow_hop: str) -> None:
-    async with cluster(1, 1, request_timeout_s=0.3) as c:
+    async with cluster(1, 1, request_timeout_s=60) as c:
         node = (c.prefill if slow_hop == "prefill" else c.decode)[0]
         node.default = hangs
-        started = time.monotonic()
-        async with c.post() as response:
+        asking = asyncio.ensure_future(c.post().__aenter__())
+        await until(lambda: len(node.bodies) == 1, "the node has it")
+        jump(60)
+        async with await asking as response:
             assert response.status == 504
             assert (await error_of(response))["code"] == "timeout"
-        assert 0.25 < time.monotonic() - started < 2
         await until(lambda: node.hung_up == 1, "the node was let go")
 
 
 @scenario
 async def test_a_stream_that_stalls_ends_with_an_error_event_when_its_time_is_over() -> None:
-    async with cluster(0, 1, request_timeout_s=0.4) as c:
+    async with cluster(0, 1, request_timeout_s=60) as c:
         c.decode[0].default = streams_then(EVENTS[:1], hangs)
         async with c.post({"prompt": "x", "stream": True}) as response:
+            assert await response.content.readexactly(len(EVENTS[0])) == EVENTS[0]
+            jump(60)
             body = await response.read()
-        assert body.startswith(EVENTS[0] + b'data: {"error":')
-        assert json.loads(body[len(EVENTS[0]) + 6 :])["error"]["code"] == "timeout"
+        assert json.loads(body.removeprefix(b"data: "))["error"]["code"] == "timeout"
         await until(lambda: c.decode[0].hung_up == 1, "the node was let go")
 
 
@@ -423,11 +422,14 @@ async def test_a_client_that_does_not_read_is_cut_off_when_its_time_is_over() ->
         while True:
             await response.write(b"data: " + b"x" * 65536 + b"\n\n")
 
-    async with cluster(0, 1, request_timeout_s=0.5) as c:
+    async with cluster(0, 1, request_timeout_s=60) as c:
         c.decode[0].default = floods
         host, _, port = c.url.removeprefix("http://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
         writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{"prompt": "x"}')
+        received = reader._buffer  # type: ignore[attr-defined]
+        await until(lambda: bool(received), "the answer has begun")
+        jump(60)
         await until(lambda: c.metric("answers_cut_total", code="timeout") == 1, "cut off")
         await until(lambda: c.decode[0].hung_up == 1 or not c.proxy.deliveries.running, "the node was let go")
         writer.transport.abort()

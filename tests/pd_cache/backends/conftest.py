@@ -13,6 +13,7 @@ import pytest
 from pd_cache.metrics import CacheMetrics
 from tests.support.backends import Subject, make_disk, make_memory
 from tests.support.disks import PAYLOAD, Open
+from tests.support.needs import NO_ROOT
 from tests.support.waiting import wait_for
 
 
@@ -43,7 +44,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]).returncode:
-        pytest.skip("mounting a file system takes root")
+        pytest.skip(NO_ROOT)
     try:
         yield folder
     finally:
@@ -59,7 +60,7 @@ def freezable_disk(tmp_path: Path) -> Iterator[Path]:
     os.truncate(image, 32 << 20)
     made = not os.geteuid() and not subprocess.run(["mkfs.ext4", "-q", image], capture_output=True).returncode
     if not made or subprocess.run(["mount", "-o", "loop", image, folder], capture_output=True).returncode:
-        pytest.skip("mounting a file system takes root and loop devices")
+        pytest.skip(NO_ROOT)
     try:
         yield folder
     finally:

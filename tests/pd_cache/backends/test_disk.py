@@ -49,13 +49,13 @@ from pathlib import Path
 from tests.support.backends import Subject, make_disk, make_memory
 from pd_cache.metrics import CacheMetrics
 disk = make_disk(make_memory({PAYLOAD}, 8), Path({str(tmp_path / "cache")!r}), 8)
-disk.wait_available(10)
+disk.wait_available(60)
 one = Subject(disk, {{}}, CacheMetrics())
 one.put({{"k": b"x" * {PAYLOAD}}})
 (disk.folder.root / "tmp" / "7f").write_bytes(b"half")
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=180)
     assert done.returncode == -signal.SIGKILL
     subject = open_disk()
     assert subject.get(["k"]) == [b"x" * PAYLOAD]
@@ -167,7 +167,7 @@ def test_the_folder_never_holds_more_than_its_budget(open_disk: Open) -> None:
     for n in range(0, 60, 6):
         subject.put({f"k{i}": value(i) for i in range(n, n + 6)})
     stop.set()
-    watcher.join(10)
+    watcher.join(60)
     assert most <= 8
     assert subject.count("pd_cache_tier_evictions_total") == 52
 
@@ -259,7 +259,7 @@ def test_a_write_that_does_not_get_its_turn_leaves_no_file_of_what_made_room_for
     write = ObjectFolder.write
 
     def hang(self: ObjectFolder, digest: str, pages: memoryview) -> str:
-        go_on.wait(30)
+        go_on.wait(60)
         return write(self, digest, pages)
 
     monkeypatch.setattr(ObjectFolder, "write", hang)
@@ -322,7 +322,7 @@ def test_a_disk_that_hangs_costs_one_deadline_and_its_memory_stays_quarantined(
     read = ObjectFolder.read
 
     def hang(self: ObjectFolder, name: str, pages: memoryview) -> int:
-        go_on.wait(30)
+        go_on.wait(60)
         return read(self, name, pages)
 
     monkeypatch.setattr(ObjectFolder, "read", hang)
@@ -346,15 +346,15 @@ def test_a_write_that_is_removed_under_way_is_not_published(open_disk: Open, mon
 
     def slow(self: ObjectFolder, digest: str, pages: memoryview) -> str:
         inside.set()
-        go_on.wait(10)
+        go_on.wait(60)
         return write(self, digest, pages)
 
     monkeypatch.setattr(ObjectFolder, "write", slow)
-    staged = subject.backend.stage(timeout=1)
+    staged = subject.backend.stage(timeout=60)
     assert staged is not None
     staged.payload[:] = value("k")
     outcome = subject.backend.batched_put(["k"], [staged])
-    assert inside.wait(10)
+    assert inside.wait(60)
     assert not subject.has("k"), "not there before it is whole"
     assert subject.backend.batched_remove(["k"]) == [Status.OK]
     go_on.set()
@@ -369,7 +369,7 @@ def test_close_flushes_the_writes_that_were_accepted(open_disk: Open) -> None:
     first = open_disk(threads=1)
     outcomes = []
     for n in range(8):
-        staged = first.backend.stage(timeout=1)
+        staged = first.backend.stage(timeout=60)
         assert staged is not None
         staged.payload[:] = value(n)
         outcomes.append(first.backend.batched_put([f"k{n}"], [staged]))

@@ -218,7 +218,7 @@ def test_alternating_tiers_and_little_memory_never_wait_for_one_another(make: Ca
     for reader in readers:
         reader.start()
     for reader in readers:
-        reader.join(30)
+        reader.join(60)
     assert outcomes == [expected] * 4
 
 
@@ -260,7 +260,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     write = ObjectFolder.write
 
     def slow(self: ObjectFolder, digest: str, pages: memoryview) -> str:
-        go_on.wait(20)
+        go_on.wait(60)
         return write(self, digest, pages)
 
     monkeypatch.setattr(ObjectFolder, "write", slow)
@@ -274,7 +274,7 @@ def make_behind(tmp_path: Path, backlog: int) -> Subject:
     """Memory that is waited for, and a disk that is not."""
     metrics, memory = CacheMetrics(), make_memory(PAYLOAD, 40)
     local, disk = make_local(memory, 16, metrics=metrics), make_disk(memory, tmp_path, 16, metrics=metrics)
-    disk.wait_available(10)
+    disk.wait_available(60)
     hybrid = HybridBackend(
         [Tier(local, metrics.tier("local")), Tier(disk, metrics.tier("disk"), blocking=False)], backlog=backlog
     )
@@ -289,7 +289,7 @@ def test_a_put_does_not_wait_for_a_tier_that_writes_behind(tmp_path: Path, slow_
         assert subject.get(["k0"]) == [value(0)]
         assert not hybrid_of(subject).flush(0.05)
         slow_disk.set()
-        assert hybrid_of(subject).flush(10)
+        assert hybrid_of(subject).flush(60)
         assert all(holds(subject, "disk", f"k{n}") for n in range(4))
     finally:
         slow_disk.set()
@@ -343,7 +343,7 @@ def test_what_does_not_fit_into_the_backlog_is_dropped_and_counted(tmp_path: Pat
         assert subject.put({f"k{n}": value(n) for n in range(2, 5)}) == [Status.OK] * 3
         assert subject.count("pd_cache_tier_dropped_writes_total", tier="disk", reason="overloaded") == 2
         slow_disk.set()
-        assert hybrid_of(subject).flush(10)
+        assert hybrid_of(subject).flush(60)
         assert [holds(subject, "disk", f"k{n}") for n in range(5)] == [True] * 3 + [False] * 2
     finally:
         slow_disk.set()
@@ -355,7 +355,7 @@ def test_close_flushes_what_is_written_behind(tmp_path: Path) -> None:
     subject.put({f"k{n}": value(n) for n in range(12)})
     subject.backend.close()
     disk = make_disk(make_memory(PAYLOAD, 8), tmp_path, 16)
-    disk.wait_available(10)
+    disk.wait_available(60)
     try:
         assert disk.batched_contains([f"k{n}" for n in range(12)]) == [Status.OK] * 12
     finally:
@@ -414,12 +414,12 @@ def test_local_tiers_alone_need_no_pool(tmp_path: Path) -> None:
     metrics = CacheMetrics()
     backend = open_backend(settings, PAYLOAD, metrics=metrics)
     try:
-        backend.wait_available(10)
+        backend.wait_available(60)
         subject = Subject(backend, {}, metrics)
         assert subject.put({"k": value("k")}) == [Status.OK]
         assert subject.get(["k"]) == [value("k")]
         assert isinstance(backend, HybridBackend)
-        assert backend.flush(10)
+        assert backend.flush(60)
         assert count(metrics, "pd_cache_tier_bytes", tier="disk-1") == 8192
     finally:
         backend.close()
@@ -503,7 +503,7 @@ def test_without_its_pool_a_node_serves_what_its_own_tiers_hold_and_counts_the_o
     tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
     tokens, new = list(range(3 * CHUNK)), list(range(9000, 9000 + CHUNK))
     slots = list(range(len(tokens)))
-    options: dict[str, Any] = {"timeouts": {"exist_ms": 300, "get_ms": 1000, "put_ms": 1000}}
+    options: dict[str, Any] = {"timeouts": {"exist_ms": 2000, "get_ms": 5000, "put_ms": 5000}}
     with tiered(pool, tiers, **options) as node:
         node.compute(tokens, slots)
         assert node.store(tokens, slots) == len(tokens)
@@ -538,7 +538,7 @@ def test_what_the_pool_lost_is_stored_again_although_this_node_has_it(pool: Pool
         node.compute(tokens, slots)
         assert node.store(tokens, slots) == len(tokens)
         assert node.store(tokens, slots) == 0
-        assert pool_of(node).store.remove(node.keys(tokens)[1:], timeout=5, force=True) == [Status.OK]
+        assert pool_of(node).store.remove(node.keys(tokens)[1:], timeout=60, force=True) == [Status.OK]
         assert node.engine.lookup(tokens) == len(tokens), "the memory still has both"
         assert node.store(tokens, slots) == CHUNK
         assert pool_of(node).batched_contains(node.keys(tokens)) == [Status.OK] * 2

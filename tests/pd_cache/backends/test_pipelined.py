@@ -32,7 +32,7 @@ class Watched:
         def watched(keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
             try:
                 for key, fetched in zip(keys, real(keys, timeout=timeout), strict=True):
-                    if not self.gate.acquire(timeout=10):
+                    if not self.gate.acquire(timeout=60):
                         raise AssertionError("held back for too long")
                     if key == self.fail_at:
                         fetched.release()
@@ -106,7 +106,7 @@ def test_a_reader_that_stops_does_not_wait_for_what_is_under_way(subject: Subjec
     fetches.close()
     assert not inner.closed.is_set()
     inner.gate.release(100)
-    assert inner.closed.wait(10), "the thread ends with the fetch that it waited for"
+    assert inner.closed.wait(60), "the thread ends with the fetch that it waited for"
     local = subject.bases["local"]
     assert isinstance(local, LocalBackend)
     wait_for(lambda: local.batched_remove(KEYS) == [Status.OK] * len(KEYS), what="nothing pinned any more")

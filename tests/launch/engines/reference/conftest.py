@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,6 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from launch.engines.reference import GenerationRequest, ReferenceEngine, load_model
 from pd_cache.config import HandoffConfig, ModelConfig, RandomModel, ReferenceEngineConfig
+from tests.support.waiting import PATIENCE_S, wait_for
 
 disable_progress_bar()  # each bar of a model that is saved or loaded would start a thread that stays
 
@@ -36,13 +36,6 @@ def tokens_of(generation) -> list[int]:
     return [event.token for event in generation]
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        time.sleep(0.002)
-
-
 class SlowModel:
     """Computes as the model it wraps, but each step waits for `gate`, and a token in `poison` fails its step."""
 
@@ -56,7 +49,7 @@ class SlowModel:
         return getattr(self._model, name)
 
     def step(self, parts):
-        assert self.gate.wait(30)
+        assert self.gate.wait(PATIENCE_S)
         self.steps.append([(part.position, len(part.tokens)) for part in parts])
         if any(self._poison.intersection(part.tokens) for part in parts):
             raise RuntimeError("a poisoned token")
@@ -68,7 +61,7 @@ def make_engine() -> Iterator[Callable[..., ReferenceEngine]]:
     """Builds engines; afterwards every block is free and every thread gone."""
     engines: list[ReferenceEngine] = []
 
-    def make(cache=None, *, handoff=None, wrap=None, request_timeout_s=60.0, load_timeout_s=10.0, **changes):
+    def make(cache=None, *, handoff=None, wrap=None, request_timeout_s=300.0, load_timeout_s=120.0, **changes):
         config = tiny_config(**changes)
         model = load_model(config)
         engine = ReferenceEngine(
@@ -88,7 +81,7 @@ def make_engine() -> Iterator[Callable[..., ReferenceEngine]]:
         engine.close()
         engine.check_integrity()
         assert engine.free_blocks == engine.config.num_blocks
-    wait_until(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("pd-cache")])
+    wait_for(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("pd-cache")])
 
 
 @pytest.fixture(scope="session")

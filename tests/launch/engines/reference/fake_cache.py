@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from tests.support.waiting import PATIENCE_S
+
 Key = tuple[tuple[object, ...], tuple[int, ...]]
 
 
@@ -56,10 +58,10 @@ class FakeCache:
             self.stored.notify_all()
         return new
 
-    def wait_for_stores(self, count: int, timeout_s: float = 10.0) -> None:
+    def wait_for_stores(self, count: int) -> None:
         """Until `count` stores have ended."""
         with self.stored:
-            assert self.stored.wait_for(lambda: len(self.store_masks) >= count, timeout_s), "nothing was stored"
+            assert self.stored.wait_for(lambda: len(self.store_masks) >= count, PATIENCE_S), "nothing was stored"
 
     def _keys(self, tokens: Sequence[int], extra_keys: Iterable[object]) -> list[Key]:
         size = self.chunk_size
@@ -120,7 +122,7 @@ class HangingCache(FakeCache):
     def _hang(self, call: str) -> None:
         if call in self.at:
             self.entered.set()
-            assert self.let_go.wait(30)
+            assert self.let_go.wait(2 * PATIENCE_S)
 
 
 class ScribblingCache(FakeCache):

@@ -45,10 +45,10 @@ def test_a_process_serves_from_its_ready_line_to_its_signal():
         assert process.stdout.readline() == "cache random-llama-1 2\n"
         address = process.stdout.readline().strip()
         body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 3}).encode()
-        with urllib.request.urlopen(f"http://{address}/v1/completions", body, timeout=20) as response:
+        with urllib.request.urlopen(f"http://{address}/v1/completions", body, timeout=60) as response:
             assert len(json.load(response)["choices"][0]["token_ids"]) == 3
         process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=20)
+        output, errors = process.communicate(timeout=60)
         assert (process.returncode, output) == (0, "closed\n"), errors
         assert "not for production" in errors
         assert "Traceback" not in errors

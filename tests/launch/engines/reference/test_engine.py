@@ -21,8 +21,9 @@ from launch.engines.reference import (
 from pd_cache.config import HandoffConfig
 from pd_cache.layout import KVLayout
 from pd_cache.tokens import CacheMetadata
+from tests.support.waiting import wait_for
 
-from .conftest import SlowModel, prompt_of, request_of, tiny_config, tokens_of, wait_until
+from .conftest import SlowModel, prompt_of, request_of, tiny_config, tokens_of
 from .fake_cache import FakeCache, HangingCache, RaisingCache, ScribblingCache
 
 
@@ -144,7 +145,7 @@ def test_a_cache_that_raises_costs_time_only(make_engine, expected, at):
         assert tokens == expected(request_of(length))
         assert stats.cached_tokens + stats.computed_tokens == length
     assert metric(engine, "loads_total", outcome="failed") == (0 if at == ["store"] else 2)
-    wait_until(lambda: metric(engine, "stores_total", outcome="failed") > 0 or "store" not in at)
+    wait_for(lambda: metric(engine, "stores_total", outcome="failed") > 0 or "store" not in at)
 
 
 @pytest.mark.parametrize(
@@ -200,16 +201,16 @@ def test_a_load_that_hangs_is_left_behind_and_cannot_harm_the_blocks_of_others(m
         for count in (1, 2):
             assert answered(engine, request_of(40))[0] == expected(request_of(40))
             assert metric(engine, "loads_total", outcome="timeout") == count
-        wait_until(lambda: engine.free_blocks == 64 - 2 * held)
+        wait_for(lambda: engine.free_blocks == 64 - 2 * held)
         # Both loading threads are stuck now: later requests do not even try.
         assert answered(engine, request_of(40))[0] == expected(request_of(40))
         assert metric(engine, "loads_total", outcome="busy") == 1
         generation = engine.submit(request_of(50, max_tokens=40))
-        wait_until(lambda: metric(engine, "loads_total", outcome="busy") == 2)
+        wait_for(lambda: metric(engine, "loads_total", outcome="busy") == 2)
     finally:
         cache.let_go.set()
     assert tokens_of(generation) == expected(request_of(50, max_tokens=40))
-    wait_until(lambda: engine.free_blocks == 64)
+    wait_for(lambda: engine.free_blocks == 64)
     assert engine._scheduler._lent_blocks == 0
 
 
@@ -226,7 +227,7 @@ def test_stores_that_hang_keep_their_blocks_but_at_most_half_of_all(make_engine,
     finally:
         cache.let_go.set()
     cache.wait_for_stores(4)
-    wait_until(lambda: engine.free_blocks == 64)
+    wait_for(lambda: engine.free_blocks == 64)
 
 
 def test_an_answer_does_not_wait_for_its_store(make_engine):
@@ -236,11 +237,11 @@ def test_an_answer_does_not_wait_for_its_store(make_engine):
     try:
         _, stats = answered(engine, request_of(40, max_tokens=1))
         assert stats.prefix_tokens == 32
-        assert cache.entered.wait(10)
+        assert cache.entered.wait(60)
         assert engine.free_blocks == 64 - 6
     finally:
         cache.let_go.set()
-    wait_until(lambda: engine.free_blocks == 64)
+    wait_for(lambda: engine.free_blocks == 64)
 
 
 # --- the handoff -----------------------------------------------------------------------------------------------------
@@ -248,9 +249,9 @@ def test_an_answer_does_not_wait_for_its_store(make_engine):
 
 def test_a_decode_node_waits_for_the_announced_prefix(make_engine, expected):
     cache = FakeCache()
-    prefill, decode = make_engine(cache), make_engine(cache, handoff=HandoffConfig(wait_ms=10_000))
+    prefill, decode = make_engine(cache), make_engine(cache, handoff=HandoffConfig(wait_ms=600_000))
     waiting = decode.submit(request_of(40, announced_prefix=32))
-    wait_until(lambda: decode.metrics.registry.get_sample_value("pd_cache_reference_running") == 1)
+    wait_for(lambda: decode.metrics.registry.get_sample_value("pd_cache_reference_running") == 1)
     answered(prefill, request_of(40, max_tokens=1))
     assert tokens_of(waiting) == expected(request_of(40))
     assert waiting.stats.cached_tokens == 32
@@ -280,7 +281,7 @@ def test_nobody_waits_for_an_announced_prefix_while_the_pool_is_down(make_engine
     cache = FakeCache()
     engine = make_engine(cache, handoff=HandoffConfig(wait_ms=600_000))
     waiting = engine.submit(request_of(40, announced_prefix=32))
-    wait_until(lambda: metric(engine, "running") == 1)
+    wait_for(lambda: metric(engine, "running") == 1)
     cache.available = False
     assert tokens_of(waiting) == expected(request_of(40))
 
@@ -296,11 +297,11 @@ def test_an_announcement_beyond_the_prompt_is_cut_to_its_whole_chunks(make_engin
 def test_cancelling_ends_a_wait_for_a_prefix(make_engine):
     engine = make_engine(FakeCache(), handoff=HandoffConfig(wait_ms=600_000))
     waiting = engine.submit(request_of(40, announced_prefix=32))
-    wait_until(lambda: metric(engine, "running") == 1)
+    wait_for(lambda: metric(engine, "running") == 1)
     waiting.cancel()
     with pytest.raises(GenerationError, match="cancelled"):
         tokens_of(waiting)
-    wait_until(lambda: engine.free_blocks == 64)
+    wait_for(lambda: engine.free_blocks == 64)
 
 
 # --- queue, cancelling, deadlines, closing ---------------------------------------------------------------------------
@@ -351,7 +352,7 @@ def test_cancelling_frees_blocks_in_every_phase(make_engine):
         with pytest.raises(GenerationError) as caught:
             tokens_of(generation)
         assert caught.value.kind == "aborted"
-    wait_until(lambda: engine.free_blocks == 64)
+    wait_for(lambda: engine.free_blocks == 64)
     assert engine.outstanding == 0
     assert metric(engine, "requests_total", outcome="aborted") == 4
 
@@ -365,11 +366,15 @@ def test_cancelling_after_the_end_does_nothing(make_engine):
 
 
 def test_a_request_that_takes_too_long_is_ended(make_engine):
-    engine = make_engine(FakeCache(), handoff=HandoffConfig(wait_ms=600_000), request_timeout_s=0.1)
+    engine = make_engine(FakeCache(), handoff=HandoffConfig(wait_ms=600_000), request_timeout_s=600.0)
+    generation = engine.submit(request_of(40, announced_prefix=32))
+    wait_for(lambda: metric(engine, "running") == 1)
+    generation.deadline = time.monotonic()
+    engine.submit(request_of(1)).cancel()  # wakes the engine, which sleeps until the next deadline that it knows of
     with pytest.raises(GenerationError, match="loading") as caught:
-        tokens_of(engine.submit(request_of(40, announced_prefix=32)))
+        tokens_of(generation)
     assert caught.value.kind == "timeout"
-    wait_until(lambda: engine.free_blocks == 64)
+    wait_for(lambda: engine.free_blocks == 64)
 
 
 def test_a_step_that_fails_ends_its_request_only(make_engine, expected, caplog):
@@ -459,14 +464,14 @@ def test_the_models_end_of_text_ends_the_answer_unless_ignored(make_engine, expe
 def test_closing_lets_requests_finish_within_the_grace(make_engine):
     engine, model = slow_engine(make_engine)
     generation = engine.submit(request_of(20))
-    closing = threading.Thread(target=engine.close, args=(30.0,))
+    closing = threading.Thread(target=engine.close, args=(60.0,))
     closing.start()
-    wait_until(lambda: not engine.healthy)
+    wait_for(lambda: not engine.healthy)
     with pytest.raises(EngineClosedError):
         engine.submit(request_of(20))
     model.gate.set()
     assert len(tokens_of(generation)) == 6
-    closing.join(10)
+    closing.join(60)
     assert not closing.is_alive()
 
 
@@ -491,7 +496,7 @@ def test_a_bug_in_the_scheduler_ends_every_request_and_is_seen(make_engine, capl
         with pytest.raises(GenerationError) as caught:
             tokens_of(generation)
         assert caught.value.kind == "failed"
-    wait_until(lambda: not engine.healthy)
+    wait_for(lambda: not engine.healthy)
     assert "ZeroDivisionError" in caplog.text
     with pytest.raises(EngineClosedError, match="failed"):
         engine.submit(request_of(20))
@@ -530,7 +535,7 @@ def test_a_task_that_is_cancelled_while_it_awaits_a_token_can_cancel_the_request
 
     asyncio.run(run())
     model.gate.set()
-    wait_until(lambda: engine.outstanding == 0 and engine.free_blocks == 64)
+    wait_for(lambda: engine.outstanding == 0 and engine.free_blocks == 64)
 
 
 # --- everything at once ----------------------------------------------------------------------------------------------
@@ -599,6 +604,6 @@ def test_under_an_erratic_cache_and_cancels_every_answer_is_right_and_no_block_i
         else:
             assert tokens == expected(request)
             assert generation.stats.cached_tokens + generation.stats.computed_tokens == len(request.prompt)
-    wait_until(lambda: engine.free_blocks == 48)
-    wait_until(lambda: engine._scheduler._lent_blocks == 0)
+    wait_for(lambda: engine.free_blocks == 48)
+    wait_for(lambda: engine._scheduler._lent_blocks == 0)
     assert engine.healthy

@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry, Counter
 
 from launch.engines.reference import run_engine
 from pd_cache.config import HandoffConfig
+from tests.support.waiting import wait_for
 
-from .conftest import SlowModel, prompt_of, request_of, wait_until
+from .conftest import SlowModel, prompt_of, request_of
 from .fake_cache import FakeCache, HangingCache
 
 
@@ -24,14 +25,14 @@ async def served(engine, **settings):
     stop, address = asyncio.Event(), asyncio.get_running_loop().create_future()
     server = asyncio.create_task(run_engine(engine, "127.0.0.1", 0, address.set_result, stop, **settings))
     try:
-        await asyncio.wait([server, address], timeout=10, return_when=asyncio.FIRST_COMPLETED)
-        timeout = aiohttp.ClientTimeout(total=20)
+        await asyncio.wait([server, address], timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(f"http://{address.result()}", timeout=timeout) as client:
             client.server, client.stop = server, stop
             yield client
     finally:
         stop.set()
-        await asyncio.wait_for(server, 20)
+        await asyncio.wait_for(server, 60)
 
 
 async def post(client, expect: int = 200, **fields) -> dict:
@@ -54,7 +55,7 @@ async def post_stream(client, **fields) -> list:
 
 
 async def until(condition) -> None:
-    await asyncio.to_thread(wait_until, condition)
+    await asyncio.to_thread(wait_for, condition)
 
 
 def test_a_completion_has_the_shape_of_openais(make_engine, expected):
@@ -133,7 +134,7 @@ def test_a_seed_repeats_a_sampled_answer(make_engine):
 
 def test_a_prompt_goes_from_a_prefill_to_a_decode_node(make_engine, expected):
     cache = FakeCache()
-    prefill, decode = make_engine(cache), make_engine(cache, handoff=HandoffConfig(wait_ms=10_000))
+    prefill, decode = make_engine(cache), make_engine(cache, handoff=HandoffConfig(wait_ms=600_000))
     prompt = list(prompt_of(40))
 
     async def run():
@@ -397,7 +398,7 @@ def test_stopping_lets_requests_finish_and_refuses_new_ones(make_engine):
     engine = make_engine(wrap=lambda model: models.append(SlowModel(model)) or models[0])
 
     async def run():
-        async with served(engine, grace_s=15) as client:
+        async with served(engine, grace_s=60) as client:
             asked = asyncio.create_task(post_stream(client))
             await until(lambda: engine.outstanding == 1)
             client.stop.set()

@@ -1,0 +1,15 @@
+"""What some tests need of the machine. Each reason says how to have it; the end of a run tells them (`tests/conftest.py`)."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+NO_ETCD = "no etcd; `make test` installs Debian's etcd-server as root"
+NO_OPENSSL = "no openssl; `make test` installs it as root"
+NO_IPROUTE = "no ip and tc; `make test` installs Debian's iproute2 as root"
+NO_ROOT = "not root, which network namespaces and mounts take; run `make test` as root"
+NO_GPU = "no CUDA device; run `make test` on a machine with one, with a torch built for it"
+
+needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason=NO_ETCD)
