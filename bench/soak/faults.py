@@ -195,9 +195,12 @@ def _disk_damage(stage: Stage, fault: Fault) -> Undo:
     for file in rng.sample(found, min(_FILES, len(found))):
         how = rng.choice(("flipped", "resized", "swapped"))
         with contextlib.suppress(OSError):  # evicted meanwhile
-            if how == "swapped":
-                os.replace(file, (other := rng.choice(found)))
-                shutil.copyfile(other, file)
+            if how == "swapped":  # in place: a file that was deleted meanwhile must not come back
+                one, other = file.read_bytes(), rng.choice(found)
+                with file.open("r+b") as opened, other.open("r+b") as second:
+                    opened.write(second.read())
+                    second.seek(0)
+                    second.write(one)
             elif how == "flipped":
                 with file.open("r+b") as opened:
                     place = rng.randrange(file.stat().st_size)
