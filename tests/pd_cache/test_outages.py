@@ -16,7 +16,13 @@ from tests.support.waiting import wait_for
 TOKENS = list(range(40))
 SLOTS = list(range(40))
 BREAKER = {"failures": 2, "probe_interval_ms": 200}
-FAST = {"breaker": BREAKER, "timeouts": {"exist_ms": 2000, "get_ms": 5000, "put_ms": 5000}}
+FAST = {"breaker": BREAKER, "timeouts": {"exist_ms": 300, "get_ms": 1000, "put_ms": 1000}}
+
+
+@pytest.fixture(autouse=True)
+def mooncake_gives_up_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own patience with a master is set once a process, by whichever store opens first, and is part of every recovery."""
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "1000")
 
 
 @pytest.mark.parametrize("client", ["embedded", "host"])
