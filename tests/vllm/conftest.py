@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+
+from tests.conftest import MOONCAKES_PATIENCE
+
+for variable in MOONCAKES_PATIENCE:
+    os.environ.pop(variable, None)  # servers are processes of their own, with deadlines of their own
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 

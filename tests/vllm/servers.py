@@ -50,7 +50,7 @@ ARGS: dict[str, Any] = {
 """Of every server, plain or not: small steps, so that each longer prompt is computed in several, and 128 MiB of KV cache."""
 
 HANDOFF_MS = 8000
-_READY_S = 300.0
+_READY_S = 900.0
 
 
 class Answer(NamedTuple):
@@ -107,7 +107,7 @@ class Server:
     def abandoned(self, prompt: Sequence[int], max_tokens: int = 400) -> Iterator[None]:
         """A request whose client goes away at the end of the block."""
         host, port = self.url.removeprefix("http://").split(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=60)
+        connection = http.client.HTTPConnection(host, int(port), timeout=600)
         try:
             body = json.dumps({**self._body(prompt, max_tokens), "stream": True})
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
@@ -118,12 +118,12 @@ class Server:
     def forget_prefixes(self) -> None:
         """Empty vLLM's own prefix cache."""
         request = urllib.request.Request(f"{self.url}/reset_prefix_cache", b"", method="POST")
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             assert answer.status == 200
 
     def health(self) -> dict[str, Any]:
         """What it tells of itself."""
-        with urllib.request.urlopen(f"{self.url}/health", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.url}/health", timeout=120) as answer:
             return dict(json.load(answer))
 
     def metric(self, name: str, **labels: str) -> float:
@@ -147,7 +147,7 @@ class Server:
 
     def _lines(self, path: str, body: dict[str, Any]) -> Iterator[bytes]:
         """The data of each event of a stream."""
-        with urllib.request.urlopen(self._request(path, body), timeout=120) as answer:
+        with urllib.request.urlopen(self._request(path, body), timeout=600) as answer:
             for line in answer:
                 if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
                     yield line[6:]
@@ -157,7 +157,7 @@ class Server:
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
-            with urllib.request.urlopen(self._request(path, body), timeout=120) as answer:
+            with urllib.request.urlopen(self._request(path, body), timeout=600) as answer:
                 return dict(json.load(answer))
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{error.code}: {error.read().decode()[:2000]}") from None
@@ -288,7 +288,7 @@ def running_all(*clusters: tuple[Path, Sequence[str]]) -> Iterator[list[PdCacheS
                 server.wait_ready()
             yield servers
         finally:
-            statuses = [server.node.stop(timeout=60) for server in servers]
+            statuses = [server.node.stop(timeout=180) for server in servers]
     assert not any(statuses), "".join(line for server in servers for line in server.node.errors[-40:])
 
 
@@ -322,7 +322,7 @@ def role_of(name: str) -> str:
 
 def metric_at(url: str, name: str, **labels: str) -> float:
     """The sum of a metric of a server over all label sets that have `labels`."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=120) as answer:
         lines = answer.read().decode().splitlines()
     total = 0.0
     for line in lines:

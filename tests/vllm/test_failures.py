@@ -17,7 +17,7 @@ from tests.vllm.servers import CHUNK, SHARDS, PdCacheServer, Reference, Server, 
 
 NewPrompt = Callable[[int], list[int]]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 LENGTH = 1000
 WHOLE = LENGTH // CHUNK * CHUNK

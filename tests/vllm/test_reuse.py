@@ -16,7 +16,7 @@ from tests.vllm.servers import CHUNK, HANDOFF_MS, SHARDS, Reference
 
 NewPrompt = Callable[[int], list[int]]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def whole_chunks(tokens: int) -> int:

@@ -27,7 +27,7 @@ from tests.vllm.servers import (
 
 NewPrompt = Callable[[int], list[int]]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 LENGTH = 1000
 WHOLE = LENGTH // CHUNK * CHUNK
@@ -77,7 +77,7 @@ def sharing(
             launched.wait_ready()
             yield Sharing(file, cache, server(), launched)
         finally:
-            launched.node.stop(timeout=60)
+            launched.node.stop(timeout=180)
 
 
 def test_an_engines_hit_on_what_another_has_computed_comes_from_the_servers_memory(

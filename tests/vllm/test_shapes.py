@@ -23,7 +23,7 @@ from tests.vllm.servers import ARGS, CHUNK, ENV, PdCacheServer, Reference, Serve
 
 NewPrompt = Callable[[int], list[int]]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 LENGTH = 1000
 WHOLE = LENGTH // CHUNK * CHUNK
