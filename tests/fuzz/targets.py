@@ -121,16 +121,16 @@ def _server_answer(data: bytes) -> None:
 def _lifeline() -> Iterator[Parse]:
     """Each input is what a client sends: a byte for how many descriptors come with a message, a byte for its length, the message."""
     gone: list[str] = []
+    arrived: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lifeline"
-        with closing(LifelineServer(path, gone.append)) as server, open(os.devnull) as null:
+        with closing(LifelineServer(path, gone.append, arrived.append)) as server, open(os.devnull) as null:
             honest = LifelineClient(str(path), "h" * 32)
 
             def serve(token: str) -> None:
                 honest.send(token, [null.fileno()])
-                found = server.take("h" * 32, token, 10)
-                assert found is not None, "the honest client is served"
-                os.close(found[0])
+                wait_for(lambda: server.holds("h" * 32, token), 10, "the honest client is served")
+                server.let_go(server.take("h" * 32, token) or [])
 
             def parse(data: bytes) -> None:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
