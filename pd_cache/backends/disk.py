@@ -156,6 +156,8 @@ class LocalDiskBackend(StorageBackend):
         self._ahead = threads + 1
         self._lock = threading.RLock()
         self._writing: dict[str, _Write] = {}
+        self._stuck: list[str] = []
+        """Files that could not be deleted, each of which takes a place."""
         self._litter: deque[str] = deque()
         """Files that are to be deleted."""
         self._sweep_queued = False
@@ -320,9 +322,11 @@ class LocalDiskBackend(StorageBackend):
         try:
             self._sweep()
             while write.evicted:
-                if (deleted := self._delete(write.evicted[-1])) is not Status.OK:
+                deleted = self._delete(write.evicted[-1])
+                if deleted in (Status.OK, Status.NO_SPACE):
+                    write.evicted.pop()
+                if deleted is not Status.OK:
                     return deleted
-                write.evicted.pop()
             name = self._with_room(lambda: self.folder.write(write.digest, staged.slot.pages))
         except OSError as error:
             return self.health.judge("a write", error, writing=True)
@@ -421,18 +425,25 @@ class LocalDiskBackend(StorageBackend):
         with contextlib.suppress(IndexError):
             while True:
                 name = self._litter.popleft()
-                if self._delete(name) is not Status.OK:
+                if self._delete(name) not in (Status.OK, Status.NO_SPACE):
                     self._litter.append(name)
                     return
 
     def _delete(self, name: str) -> Status:
-        """Delete a file, unless the disk is in trouble. One that cannot be deleted, or is not ours, stays and counts as gone."""
+        """Delete a file, unless the disk is in trouble. NO_SPACE for one that cannot be deleted: it keeps its place,
+        and the keeper tries it again."""
         try:
             self.folder.unlink(name)
         except OSError as error:
             if fault_of(error) is Fault.OBJECT:
                 self._metrics.spoiled("a deletion", name_of(error), str(error))
-                return Status.OK
+                if not self.folder.takes_room(name):
+                    return Status.OK
+                self._stuck.append(name)
+                self.index.shrink()
+                with self.health.changed:
+                    self.health.changed.notify_all()
+                return Status.NO_SPACE
             status = self.health.judge("a deletion", error, writing=True)
             return Status.OK if status is Status.INTERNAL else status
         return Status.OK
@@ -548,6 +559,7 @@ class LocalDiskBackend(StorageBackend):
             try:
                 if not self.folder.is_held:
                     self.index.clear()
+                    self._stuck.clear()
                     self._take_in(self.folder.open())
                     self._sweep()
                 held = True
@@ -558,12 +570,20 @@ class LocalDiskBackend(StorageBackend):
                 return
             self.health.settle(DiskState.ON)
         if self._is_small:
+            self._unstick()
             try:
-                self.index.grow(self.folder.room(), self._places)
+                self.index.grow(self.folder.room(), self._places - len(self._stuck))
             except OSError as error:
                 self.health.judge("looking for room", error, writing=True)
             self._metrics.budget(self.index.capacity * self._file_bytes)
         self._sweep()
+
+    def _unstick(self) -> None:
+        """Try again to delete what could not be deleted; a file that is gone gives its place back."""
+        for name in list(self._stuck):
+            with contextlib.suppress(OSError):
+                self.folder.unlink(name)
+                self._stuck.remove(name)
 
     def _take_in(self, found: Found) -> None:
         """Fill the index with what was there, oldest first."""

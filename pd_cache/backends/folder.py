@@ -155,6 +155,13 @@ class ObjectFolder:
             self._writable = True
             self._clear()
 
+    def takes_room(self, name: str) -> bool:
+        """Whether there is a file in an object's place, and not something else that has its name."""
+        try:
+            return stat.S_ISREG(os.lstat(self.path_of(name)).st_mode)
+        except OSError:
+            return False
+
     def room(self) -> int:
         """How many objects the file system has room for, besides those that are there; a quota may allow fewer."""
         status = os.statvfs(self._root)

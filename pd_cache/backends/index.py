@@ -57,6 +57,8 @@ class EvictingIndex(Generic[R]):
 
     def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
         self.capacity = capacity
+        self._over = 0
+        """Entries that have no place any more, and are still there: see `shrink`."""
         self._policy = policy
         self._entries: dict[str, Entry[R]] = {}
         self._lock = threading.Lock()
@@ -111,6 +113,7 @@ class EvictingIndex(Generic[R]):
             if self._closed:
                 return Reservation(Room.NONE, evicted)
             self._reserved += 1
+            self._over = 0
             return Reservation(Room.RESERVED, evicted)
 
     def fill(self, key: str, resource: R) -> bool:
@@ -157,6 +160,12 @@ class EvictingIndex(Generic[R]):
             self._resize(len(self._entries) + self._reserved)
             return resource
 
+    def shrink(self) -> None:
+        """One place less. The entry that has it goes with the next reservation, and none before: it can be read meanwhile."""
+        with self._lock:
+            self._resize(max(0, self.capacity - 1))
+            self._over = max(0, len(self._entries) + self._reserved - self.capacity)
+
     def grow(self, places: int, most: int) -> None:
         """Let there be as many `places` besides what is held, but not fewer than before and not above `most` in all."""
         with self._lock:
@@ -179,7 +188,7 @@ class EvictingIndex(Generic[R]):
         """Assert what always holds (for tests)."""
         with self._lock:
             assert len(self._policy) == len(self._entries)
-            assert len(self._entries) + self._reserved <= max(self.capacity, 0)
+            assert len(self._entries) + self._reserved <= max(self.capacity, 0) + self._over
             assert self._pinned == sum(entry.pins > 0 for entry in self._entries.values())
             assert self._reserved >= 0
 

@@ -104,7 +104,7 @@ def test_something_else_in_an_objects_place_costs_that_object_and_the_next_put_h
 
 
 def test_an_object_that_cannot_be_deleted_is_left_behind_and_hurts_nobody(open_disk: Open) -> None:
-    subject = open_disk()
+    subject = open_disk(objects=9)
     subject.put(all_values())
     path = file_of(subject, "k3")
     os.truncate(path, 4096)
@@ -121,6 +121,29 @@ def test_an_object_that_cannot_be_deleted_is_left_behind_and_hurts_nobody(open_d
         assert again.count("pd_cache_tier_ignored_files_total", kind="torn") == 1
     finally:
         subprocess.run(["chattr", "-i", path], check=True)
+
+
+def test_files_that_cannot_be_deleted_keep_their_places_until_they_can(
+    open_disk: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = open_disk(objects=8)
+    subject.put(all_values())
+    places = 8
+    unlink = ObjectFolder.unlink
+
+    def refuse(self: ObjectFolder, name: str) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted", name)
+
+    monkeypatch.setattr(ObjectFolder, "unlink", refuse)
+    for n in range(20):
+        subject.put({f"new{n}": value(f"new{n}")})
+        assert len(files(subject)) <= places, "more bytes than the tier may hold"
+    monkeypatch.setattr(ObjectFolder, "unlink", unlink)
+    wait_for(lambda: disk_of(subject).index.capacity == places, what="all places back")
+    subject.put({f"late{n}": value(f"late{n}") for n in range(places)})
+    assert subject.get([f"late{n}" for n in range(places)]) == [value(f"late{n}") for n in range(places)]
+    assert len(files(subject)) <= places
+    subject.check_integrity()
 
 
 def test_one_bad_block_among_many_reads_costs_one_object(open_disk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
