@@ -111,7 +111,9 @@ class BandwidthSite(Site):
         )
         self._staging = staging = store.staging(job.object_bytes)
         store.wait_open(_OPEN_S)
-        slots = [slot for _ in range(2 * job.objects) if (slot := staging.try_lease()) is not None]
+        slots = [
+            slot for _ in range(2 * job.objects) if (slot := staging.lease(time.monotonic() + _OPEN_S)) is not None
+        ]
         self._source, self._target = slots[: job.objects], slots[job.objects :]
         for slot in self._source:
             slot.view[:] = os.urandom(slot.size)

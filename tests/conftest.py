@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
@@ -128,7 +129,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         "launch.reachability._ANSWER_S",
         "launch.reachability._SYNC_S",
     ):
-        monkeypatch.setattr(name, PATIENCE_S)
+        module, _, constant = name.rpartition(".")
+        monkeypatch.setattr(
+            importlib.import_module(module), constant, PATIENCE_S
+        )  # a package may export what it is called
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ class _Probe:
         slots: list[Slot] = []
         try:
             for _ in self._keys:
-                slot = self._pool.try_lease()
+                slot = self._pool.lease(time.monotonic() + _CONTROL_S)
                 assert slot is not None, "the pool holds as many slots as a probe takes"
                 slots.append(slot)
             return self._transfer(slots)

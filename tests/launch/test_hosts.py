@@ -282,6 +282,7 @@ def examine(hosts: Hosts, folder: Path) -> dict[str, Any]:
         timeout=180,
     )
     assert done.returncode in (0, 1), done.stderr.decode()[-2000:]
+    assert done.stdout, done.stderr.decode()[-2000:]
     return dict(json.loads(done.stdout))
 
 
