@@ -105,6 +105,7 @@ def test_without_a_file_only_this_machine_is_looked_at() -> None:
         "clock",
         "memory",
         "cluster",
+        "limits",
     }
     assert of(report, "cluster")[""].verdict is Verdict.SKIPPED
     assert report.file is None
