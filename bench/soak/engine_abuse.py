@@ -346,7 +346,7 @@ def wide_lookups(url: str, until: Until) -> int:
     """Look up the longest prompt there can be for as many ranks as there can be."""
     count = 0
     with Stranger(url) as one, closing(sealed(LENT)) as descriptor:
-        for world_size in (4096, 1024):
+        for world_size in (1024, 512):
             one.hello(world_size=world_size, lifeline=True)
             one.register(descriptor, LENT)
         question = names(1 << 16)

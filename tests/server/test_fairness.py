@@ -169,7 +169,7 @@ def test_what_one_lookup_asks_for_is_bounded(server: CacheServer, monkeypatch: A
 
 def test_more_ranks_than_there_are_heads_anywhere_are_refused(server: CacheServer) -> None:
     with Stranger(server.url) as one:
-        answer = one.hello(world_size=4096)
+        answer = one.hello(world_size=1024)
         assert isinstance(answer, Refused)
         assert answer.reason == "invalid"
         assert "objects of every chunk" in answer.message

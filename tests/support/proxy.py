@@ -47,8 +47,9 @@ def scenario(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
     return run
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+async def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_S) -> None:
+    """Waits for a condition; AssertionError after `seconds`, or a minute if that is longer."""
+    deadline = time.monotonic() + max(seconds, PATIENCE_S)
     while not condition():
         assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
         await asyncio.sleep(0.005)
