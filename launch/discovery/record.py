@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from pd_cache.config import Name
-from pd_cache.decoding import UndecodableError, decode_json
+from pd_cache.decoding import UndecodableError, decode_json, one_line
 from pd_cache.errors import PdCacheError
 from pd_cache.tokens import Namespace
 
@@ -154,7 +154,7 @@ def differences(records: Iterable[NodeRecord]) -> dict[str, str]:
     nodes = list(records)
     masters = sorted(record.address for record in nodes if record.role == "master")
     stranded = {
-        record.name: f"takes the master to be at {record.master}, and it registered at {', '.join(masters)}: "
+        record.name: f"takes the master to be at {one_line(record.master)}, and it registered at {', '.join(masters)}: "
         "start the node again, or it shares no hit"
         for record in nodes
         if masters and record.master and not record.master.startswith("etcd://") and record.master not in masters
@@ -175,12 +175,12 @@ def _difference(here: NodeRecord, there: NodeRecord) -> str:
     mine, theirs = here.namespace or {}, there.namespace or {}
     fields = [name for name in (*mine, *(set(theirs) - set(mine))) if mine.get(name) != theirs.get(name)]
     if not fields:
-        return f"fingerprint {here.fingerprint} here, {there.fingerprint} on {there.name}"
+        return one_line(f"fingerprint {here.fingerprint} here, {there.fingerprint} on {there.name}")
     return ", ".join(
-        f"{name} {_shown(mine, name)} here, {_shown(theirs, name)} on {there.name}" for name in sorted(fields)
+        f"{one_line(name)} {_shown(mine, name)} here, {_shown(theirs, name)} on {there.name}" for name in sorted(fields)
     )
 
 
 def _shown(fields: dict[str, str | int], name: str) -> str:
     value = fields.get(name, "not known")
-    return str(value) if value != "" else "empty"
+    return one_line(str(value)) if value != "" else "empty"

@@ -244,7 +244,7 @@ class ObjectFolder:
             try:
                 files = list(os.scandir(folder)) if folder.is_dir(follow_symlinks=False) else None
             except OSError as error:
-                log.warning("%s: what is in it is not used: %s", folder.path, error)
+                log.warning("what is in a folder is not used: %s", error)
                 files = None
             if files is None:
                 foreign += 1
@@ -284,7 +284,8 @@ class ObjectFolder:
             try:
                 os.unlink(path)
             except OSError as error:
-                log.warning("%s stays: %s", path, error)
+                # The error shows the path as text that can be written; a name that is no UTF-8 is not such a text.
+                log.warning("what was found stays: %s", error)
 
     def _ensure(self, folder: Path) -> None:
         """See to it that a folder of ours is there. What stands in its place is not ours: it is moved aside."""

@@ -95,7 +95,8 @@ def test_a_small_input_never_takes_much_memory(target: Target, bomb: bytes) -> N
 def test_whatever_others_write_ends_well_or_as_documented(target: Target) -> None:
     with target.open() as parse:
 
-        @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+        # the same inputs each time: what is new is for `make fuzz`, whose finds are nobody else's failed build
+        @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
         @given(VALUES, st.integers(0, 2**64 - 1))
         def try_some(value: Any, seed: int) -> None:
             accepts(target, parse, encode(target, value))
