@@ -94,7 +94,6 @@ def test_a_small_input_never_takes_much_memory(target: Target, bomb: bytes) -> N
 @each_target
 def test_whatever_others_write_ends_well_or_as_documented(target: Target) -> None:
     with target.open() as parse:
-
         # the same inputs each time: what is new is for `make fuzz`, whose finds are nobody else's failed build
         @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
         @given(VALUES, st.integers(0, 2**64 - 1))
