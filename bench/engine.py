@@ -1,17 +1,22 @@
 """CacheEngine.store and .retrieve against Mooncake's own batch calls on the same bytes and objects, in the same run.
 
 Llama-3.1-8B's KV shape by default (32 layers, 8 KV heads, 128, bf16: 128 KiB a token), over TCP from a store node in
-another process. Rounds are interleaved, raw and ours in turn, and medians are compared.
+another process. Rounds are interleaved, raw and ours in turn, and medians are compared. A thread that wants to run each
+millisecond tells for how long all of Python stood still meanwhile: an engine's own threads stand still with it.
 
     pd-cache bench engine --json         or  python -m bench.engine --json
+    pd-cache bench engine --busy 12      beside twelve programs that compute
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import click
@@ -19,6 +24,7 @@ import torch
 
 from bench.pool import local_pool, raw_client
 from bench.report import Check, finish, progress
+from launch.process import spawn_child
 from pd_cache.backends.objects import TRAILER_BYTES
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.engine import CacheEngine, CacheEngineBuilder
@@ -79,6 +85,49 @@ class Prompt:
         return torch.equal(self._bits[:, source], self._bits[:, target])
 
 
+class Heartbeat(threading.Thread):
+    """A Python thread that wants to run each millisecond."""
+
+    _BEAT_S = 0.001
+
+    def __init__(self) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._over = threading.Event()
+        self._last = time.perf_counter()
+        self._longest = 0.0
+
+    def __enter__(self) -> Heartbeat:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            time.sleep(self._BEAT_S)
+            now = time.perf_counter()
+            self._longest, self._last = max(self._longest, now - self._last - self._BEAT_S), now
+
+    def longest(self) -> float:
+        """Seconds of the longest standstill since this was asked before."""
+        longest, self._longest = self._longest, 0.0
+        return longest
+
+
+@contextlib.contextmanager
+def busy_programs(count: int) -> Iterator[None]:
+    """So many programs that compute beside us."""
+    programs = [spawn_child((sys.executable, "-c", "while True: pass")) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
 def timed(function: Callable[[], object]) -> float:
     """Seconds that the call takes."""
     start = time.perf_counter()
@@ -87,7 +136,10 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def measure(engine: CacheEngine, prompt: Prompt, raw: RawPool, rounds: Iterable[int]) -> dict[str, Any]:
-    """GB/s of each, medians over the rounds; the very first store, into memory nobody has written to, apart."""
+    """GB/s of each, medians over the rounds; the very first store, into memory nobody has written to, apart.
+
+    And the longest standstill in any round of each.
+    """
     keys = engine.database.keys(engine.database.hash_tokens(prompt.tokens))
     nbytes = len(keys) * prompt.layout.chunk_bytes(engine.chunk_size)
 
@@ -106,20 +158,29 @@ def measure(engine: CacheEngine, prompt: Prompt, raw: RawPool, rounds: Iterable[
     raw.get()
     raw.remove(raw.keys)
     seconds: dict[str, list[float]] = {"store": [], "retrieve": [], "raw_put": [], "raw_get": []}
-    for _ in rounds:
-        seconds["raw_put"].append(timed(raw.put))
-        seconds["store"].append(timed(store))
-        seconds["raw_get"].append(timed(raw.get))
-        prompt.scramble()
-        seconds["retrieve"].append(timed(retrieve))
-        raw.remove(raw.keys)
-        raw.remove(keys)
+    still = dict.fromkeys(seconds, 0.0)
+
+    def measured(name: str, function: Callable[[], object]) -> None:
+        heart.longest()
+        seconds[name].append(timed(function))
+        still[name] = max(still[name], heart.longest())
+
+    with Heartbeat() as heart:
+        for _ in rounds:
+            measured("raw_put", raw.put)
+            measured("store", store)
+            measured("raw_get", raw.get)
+            prompt.scramble()
+            measured("retrieve", retrieve)
+            raw.remove(raw.keys)
+            raw.remove(keys)
     gbps = {f"{name}_gbps": nbytes / statistics.median(values) / 1e9 for name, values in seconds.items()}
     return {
         **gbps,
         "store_ratio": gbps["store_gbps"] / gbps["raw_put_gbps"],
         "retrieve_ratio": gbps["retrieve_gbps"] / gbps["raw_get_gbps"],
         "first_store_gbps": nbytes / first / 1e9,
+        **{f"{name}_standstill_ms": longest * 1e3 for name, longest in still.items()},
         "bytes_equal": prompt.arrived(),
     }
 
@@ -143,6 +204,7 @@ def size(context: click.Context, parameter: click.Parameter, value: str) -> Byte
 @click.option("--head-dim", default=128, show_default=True, type=click.IntRange(1))
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(5))
 @click.option("--staging", default="512MiB", show_default=True, callback=size, help="Size of the staging memory.")
+@click.option("--busy", default=0, show_default=True, type=click.IntRange(0), help="Programs that compute beside it.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 @click.option("--check", "strict", is_flag=True, help="Exit with 1 if a target is missed.")
 def main(
@@ -154,6 +216,7 @@ def main(
     head_dim: int,
     rounds: int,
     staging: ByteSize,
+    busy: int,
     as_json: bool,
     strict: bool,
 ) -> None:
@@ -175,7 +238,7 @@ def main(
         engine = CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)
         try:
             engine.wait_available(30)
-            with progress() as bar:
+            with progress() as bar, busy_programs(busy):
                 tracked = bar.track(range(rounds), description="rounds")
                 memory = StagingPool(objects * (object_bytes + 4096), object_bytes)  # prefaulted, one slot an object
                 raw = RawPool(client, memory, [f"raw/{uuid.uuid4().hex}" for _ in range(objects)], object_bytes)
@@ -183,10 +246,15 @@ def main(
         finally:
             CacheEngineBuilder.destroy("bench")
     first = results["first_store_gbps"] / results["store_gbps"]
+    more = max(
+        results[f"{ours}_standstill_ms"] - results[f"{raws}_standstill_ms"]
+        for ours, raws in (("store", "raw_put"), ("retrieve", "raw_get"))
+    )
     checks = [
         Check("store_ratio", results["store_ratio"], 0.9, at_least=True),
         Check("retrieve_ratio", results["retrieve_ratio"], 0.9, at_least=True),
         Check("first_store_gbps / store_gbps", first, 0.7, at_least=True),
+        Check("standstill_ms beyond raw's", more, 60.0, at_least=False),
         Check("bytes_equal", float(results["bytes_equal"]), 1.0, at_least=True),
     ]
     finish(results, checks, as_json=as_json, strict=strict)

@@ -20,7 +20,7 @@ from bench.about import about
 from bench.report import finish
 from bench.soak import isolate
 from bench.soak.conduct import Soak
-from bench.soak.kinds import EVERYTHING, NEEDS_CLOCKS
+from bench.soak.kinds import EVERYTHING, NEEDS_CLOCKS, NEEDS_ETCD, NEEDS_LINKS, NEEDS_MOUNTS
 from bench.soak.plan import Fault
 from bench.soak.verdict import Outcome, checks, report
 from launch.signals import StoppedError, signals_as_exceptions
@@ -48,19 +48,22 @@ def main(minutes: float, seed: int | None, evidence: Path | None, listed: str | 
         except KeyboardInterrupt:
             sys.exit(130)
     only = None if listed is None else [Fault(*one) for one in json.loads(listed)]
-    there: frozenset[str] = frozenset()
-    left_out = f"what needs namespaces, since {reason}"
+    lacks: dict[str, str] = {}
     if inside:
         isolate.enter()
-        there, left_out = EVERYTHING, ""
         if not isolate.has_clocks():
-            there, left_out = EVERYTHING - {NEEDS_CLOCKS}, "clocks of single processes, which this kernel does not have"
+            lacks[NEEDS_CLOCKS] = "clocks of single processes, which this kernel does not have"
+    else:
+        lacks = dict.fromkeys((NEEDS_LINKS, NEEDS_MOUNTS, NEEDS_CLOCKS), f"what needs namespaces, since {reason}")
+    if shutil.which("etcd") is None:
+        lacks[NEEDS_ETCD] = "etcd, which is not installed (Debian's etcd-server)"
+    there = EVERYTHING - set(lacks)
     try:
         with signals_as_exceptions():
             outcome = _run(seed, minutes, there, evidence, only)
     except StoppedError as stopped:
         raise SystemExit(128 + stopped.args[0]) from None
-    outcome.left_out = left_out
+    outcome.left_out = "; ".join(dict.fromkeys(lacks.values()))
     finish(outcome.figures(), checks(outcome), as_json=as_json, strict=strict, report=report(outcome, about()))
     if outcome.evidence and not as_json:
         click.echo(f"seed {seed}; logs and plan are in {outcome.evidence}")
@@ -71,7 +74,7 @@ def _run(seed: int, minutes: float, there: frozenset[str], evidence: Path | None
     keep = evidence is not None
     kept = Path(tempfile.mkdtemp(prefix=f"pd-cache-soak-{seed}-")) if evidence is None else evidence
     kept.mkdir(parents=True, exist_ok=True)
-    base = isolate.SHARED_MEMORY if there else None
+    base = isolate.SHARED_MEMORY if NEEDS_MOUNTS in there else None
     click.echo(f"soak: seed {seed}, {minutes:g} minutes", err=True)
     try:
         with tempfile.TemporaryDirectory(prefix="pd-cache-soak-", dir=base, ignore_cleanup_errors=True) as folder:

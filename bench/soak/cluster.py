@@ -20,10 +20,11 @@ from typing import Any, BinaryIO
 import yaml
 
 from bench.soak.hosts import Host, Hosts
-from bench.soak.kinds import ENGINES, HOSTS, NODES
+from bench.soak.kinds import ENGINES, ETCD, HOSTS, NODES
 from bench.soak.plan import CHUNK, VOCABULARY
 from launch.process import spawn_child
 
+CLUSTER = "soak"
 SEGMENT, SMALL_SEGMENT = "192MiB", "24MiB"
 DISK_CAPACITY = 24 << 20
 DISK_BYTES = 32 << 20
@@ -54,13 +55,14 @@ OnLine = Callable[[str, dict[str, Any]], None]
 class Site:
     """What a run has on disk, and where its nodes are reached."""
 
-    def __init__(self, folder: Path, logs: Path, hosts: Hosts, seed: int) -> None:
+    def __init__(self, folder: Path, logs: Path, hosts: Hosts, seed: int, has_etcd: bool) -> None:
         """`folder` holds files, the socket and the disk tier; `logs` what the nodes print. Both exist."""
-        self.folder, self.logs, self.hosts, self.seed = folder, logs, hosts, seed
+        self.folder, self.logs, self.hosts, self.seed, self.has_etcd = folder, logs, hosts, seed, has_etcd
+        self.etcd_data = folder / "etcd"
         self.disk = folder / "disk"
         self.disk.mkdir(exist_ok=True)
         self.host_of = {node: hosts[host] for host, nodes in HOSTS.items() for node in nodes}
-        self._ports = {node: hosts.port() for node in ("master", "metrics", "store-0", "store-1", "prefill", "decode", "proxy", "scraped")}  # fmt: skip
+        self._ports = {node: hosts.port() for node in ("master", "metrics", "store-0", "store-1", "prefill", "decode", "proxy", "scraped", ETCD, "members")}  # fmt: skip
         self.url = f"ipc://{folder}/cache.sock"
         for node in NODES:
             self.write(node)
@@ -72,6 +74,23 @@ class Site:
     @property
     def metrics(self) -> str:
         return f"http://{self.host_of['master'].address}:{self._ports['metrics']}"
+
+    @property
+    def etcd(self) -> tuple[str, int]:
+        return self.host_of[ETCD].address, self._ports[ETCD]
+
+    @property
+    def etcd_command(self) -> tuple[str, ...]:
+        host, port = self.etcd
+        return (
+            sys.executable,
+            "-m",
+            "bench.soak.etcd",
+            str(self.etcd_data),
+            host,
+            str(port),
+            str(self._ports["members"]),
+        )
 
     @property
     def proxy(self) -> tuple[str, int]:
@@ -89,7 +108,8 @@ class Site:
         ports, address = self._ports, {name: host.address for name, host in self.host_of.items()}
         tiers = [{**tier, "path": str(self.disk)} if tier["kind"] == "disk" else tier for tier in _TIERS.get(node, [_POOL])]  # fmt: skip
         return {
-            "name": "soak",
+            "name": CLUSTER,
+            "discovery": {"kind": "etcd", "endpoints": ["{}:{}".format(*self.etcd)]} if self.has_etcd else {"kind": "static"},
             "transfer": {
                 "staging_size": "64MiB" if node in (*ENGINES, "cache") else "8MiB",
                 # generous: what calls get is their own deadline, and what the pool gets is time to do harm
@@ -289,6 +309,8 @@ class Cluster:
         self.site = site
 
         def command(name: str) -> tuple[str, ...]:
+            if name == ETCD:
+                return site.etcd_command
             if name in ENGINES:
                 first = json.dumps(dict(first_of(name)))
                 where = (str(site.file(name)), site.host_of[name].address)
@@ -299,7 +321,7 @@ class Cluster:
         def node(name: str) -> Node:
             return Node(name, site.host_of[name], lambda: command(name), site.logs / f"{name}.log", on_line)
 
-        self.nodes = {name: node(name) for name in NODES}
+        self.nodes = {name: node(name) for name in ((ETCD,) if site.has_etcd else ()) + NODES}
 
     def __getitem__(self, name: str) -> Node:
         return self.nodes[name]
@@ -319,7 +341,7 @@ class Cluster:
 
     def stop(self, grace_s: float = 30.0) -> list[str]:
         """End all in order, the last first; what went wrong."""
-        return [trouble for name in reversed(NODES) if (trouble := self[name].stop(grace_s))]
+        return [trouble for name in reversed(self.nodes) if (trouble := self[name].stop(grace_s))]
 
     def kill(self) -> None:
         """End all at once."""

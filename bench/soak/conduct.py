@@ -25,7 +25,7 @@ from bench.soak.faults import ACTIONS, Stage, Undo
 from bench.soak.hosts import Hosts
 from bench.soak.isolate import SHARED_MEMORY
 from bench.soak.judge import TICK_S, Ticker
-from bench.soak.kinds import ENGINES, NEEDS_LINKS, NEEDS_MOUNTS, NODES
+from bench.soak.kinds import ENGINES, NEEDS_ETCD, NEEDS_LINKS, NEEDS_MOUNTS, NODES
 from bench.soak.leaks import Held, disk_troubles, files_left, grown, held_by, strangers_left
 from bench.soak.ledger import Ledger
 from bench.soak.plan import SHORT_RUN_S, Fault, check_prompts, coverage, faults, served_prompts
@@ -78,7 +78,7 @@ class Soak:
             (self.folder / "disk").mkdir()
             _run("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "pd-cache-soak-disk", str(self.folder / "disk"))
         self.hosts = Hosts(NEEDS_LINKS in self.there)
-        self.site = Site(self.folder, self.evidence, self.hosts, self.seed)
+        self.site = Site(self.folder, self.evidence, self.hosts, self.seed, NEEDS_ETCD in self.there)
         self.cluster = Cluster(self.site, self.ledger.event, self.ledger.next_of)
         self.stage = Stage(self.cluster, lambda seconds, action: self._at(time.monotonic() + seconds, action))
         self.clients: list[Client] = []
@@ -253,13 +253,13 @@ class Soak:
         for client in self.clients:
             client.join(40.0)
         left = self.cluster.stop()
-        if self.there:  # namespaces of its own: whatever is there is this run's
+        if NEEDS_LINKS in self.there:  # namespaces of its own: whatever is there is this run's
             end = time.monotonic() + _GONE_S
             while (alive := strangers_left()) and time.monotonic() < end:
                 time.sleep(0.1)
             left += alive
             left += files_left(SHARED_MEMORY, {self.folder.name})
-        known = {f"{name}.yaml" for name in NODES} | {"disk"}
+        known = {f"{name}.yaml" for name in NODES} | {"disk", "etcd"}
         left += files_left(self.folder, known)
         if NEEDS_MOUNTS in self.there:
             _run("umount", str(self.site.disk))

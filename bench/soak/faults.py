@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from bench.soak.cluster import DISK_BYTES, SMALL_SEGMENT, Cluster
+from bench.soak.cluster import CLUSTER, DISK_BYTES, SMALL_SEGMENT, Cluster
+from bench.soak.engine_abuse import TRICKS
 from bench.soak.judge import Span
 from bench.soak.kinds import ENGINES, STORES
 from bench.soak.plan import Fault
-from bench.soak.strangers import StrangeClient, StrangeEngine, Stranger
+from bench.soak.strangers import StrangeClient, StrangeEngine, Stranger, StrangeWriter
 from launch.process import spawn_child
 
 Undo = Callable[[], None]
@@ -245,6 +246,38 @@ def _strange_engine(stage: Stage, fault: Fault) -> Undo:
     return _stranger(stage, StrangeEngine(stage.site.url, fault.seed))
 
 
+def _tricky_engine(stage: Stage, fault: Fault) -> Undo:
+    """One of the tricks that an engine can play with memory that it lends, messages, lifelines and connections."""
+    site, trick = stage.site, random.Random(fault.seed).choice(sorted(TRICKS))
+    command = (sys.executable, "-m", "bench.soak.engine_abuse", site.url, trick, "--seconds", str(fault.seconds))
+    with (site.logs / "tricks.log").open("ab") as log:
+        engine = spawn_child(
+            command, death_signal=signal.SIGKILL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    stage.acts += 1
+
+    def undo() -> None:
+        engine.kill()
+        engine.wait()
+
+    return undo
+
+
+def _strange_record(stage: Stage, fault: Fault) -> Undo:
+    return _stranger(stage, StrangeWriter(stage.site.etcd, CLUSTER, fault.seed))
+
+
+def _etcd_down(stage: Stage, fault: Fault) -> Undo:
+    """It is stopped, or killed, or comes back on an empty disk."""
+    how = random.Random(fault.seed).choice(("stopped", "killed", "wiped"))
+    if how == "stopped":
+        return _stop(stage, fault)
+    stage.cluster[fault.target].kill(fault.seconds)
+    if how == "wiped":
+        shutil.rmtree(stage.site.etcd_data)
+    return _nothing
+
+
 def _stranger(stage: Stage, stranger: Stranger) -> Undo:
     stranger.start()
 
@@ -282,5 +315,8 @@ ACTIONS: Mapping[str, Callable[[Stage, Fault], Undo]] = {
     "pool_damage": _pool_damage,
     "strange_client": _strange_client,
     "strange_engine": _strange_engine,
+    "tricky_engine": _tricky_engine,
+    "strange_record": _strange_record,
+    "etcd_down": _etcd_down,
 }
 """By the names of `kinds`; a kind and an action are all that a new fault needs."""

@@ -8,9 +8,12 @@ STORES = ("store-0", "store-1")
 ENGINES = ("engine-a", "engine-b")
 """`engine-a` has a cache of its own with a local tier, a disk and the pool; `engine-b` goes through the cache server."""
 NODES = ("master", *STORES, "cache", *ENGINES, "prefill", "decode", "proxy")
+ETCD = "etcd"
+"""A node besides these, on a machine that has etcd: all others register there."""
 
 HOSTS = {
     "control": ("master", "proxy"),
+    ETCD: (ETCD,),
     "store-0": ("store-0",),
     "store-1": ("store-1",),
     "cache": ("cache", "engine-b"),
@@ -20,9 +23,9 @@ HOSTS = {
 }
 """Which nodes run on which host."""
 
-NEEDS_LINKS, NEEDS_MOUNTS, NEEDS_CLOCKS = "links", "mounts", "clocks"
-EVERYTHING = frozenset({NEEDS_LINKS, NEEDS_MOUNTS, NEEDS_CLOCKS})
-"""What a machine may lack: hosts with links of their own, file systems to mount, time namespaces."""
+NEEDS_LINKS, NEEDS_MOUNTS, NEEDS_CLOCKS, NEEDS_ETCD = "links", "mounts", "clocks", "etcd"
+EVERYTHING = frozenset({NEEDS_LINKS, NEEDS_MOUNTS, NEEDS_CLOCKS, NEEDS_ETCD})
+"""What a machine may lack: hosts with links of their own, file systems to mount, time namespaces, etcd."""
 
 
 class Kind(NamedTuple):
@@ -58,6 +61,9 @@ KINDS = (
     Kind("clock", NODES, 0.2, 1.0, 1.0, needs=frozenset({NEEDS_CLOCKS})),
     Kind("strange_client", ("proxy",), 3.0, 10.0, 1.0),
     Kind("strange_engine", ("cache",), 3.0, 10.0, 1.0),
+    Kind("tricky_engine", ("cache",), 5.0, 20.0, 3.0),
+    Kind("strange_record", (ETCD,), 3.0, 10.0, 1.0, needs=frozenset({NEEDS_ETCD})),
+    Kind("etcd_down", (ETCD,), 1.0, 30.0, 1.0, needs=frozenset({NEEDS_ETCD})),
 )
 """Faults that follow one another. A kind that is not `quick` is left out of short runs."""
 

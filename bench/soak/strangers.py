@@ -1,4 +1,7 @@
-"""Programs that misbehave: clients towards the proxy, engines towards the cache server. They may hurt themselves only."""
+"""Programs that misbehave: clients towards the proxy, engines towards the cache server, nodes towards etcd.
+
+They may hurt themselves only.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,15 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
+import grpc
 import zmq
 
 import pd_cache
+from bench.soak.kinds import NODES
+from launch.discovery.etcd import prefix_of
+from launch.discovery.stubs import load_etcd3
 from pd_cache.server.messages import Hello, Lookup, Message, StatusQuery, encode, join_names
 
 _HELD = 24
@@ -143,6 +151,62 @@ class StrangeEngine(Stranger):
                 one.connect(where)
                 one.sendall(self.rng.randbytes(self.rng.choice((1, 32, 64, 4000))))
                 self.acts += 1
+
+
+class StrangeWriter(Stranger):
+    """Records that are none, or that name nobody, and garbage in place of the records of real nodes. All go in the end."""
+
+    def __init__(self, address: tuple[str, int], cluster: str, seed: int) -> None:
+        super().__init__(seed)
+        self._address, self._prefix = address, prefix_of(cluster)
+        self._written: set[str] = set()
+
+    def run(self) -> None:
+        while not self.gone.wait(0.1):
+            with self._client() as client:
+                while not self.gone.wait(0.05):
+                    key = self._prefix + self.rng.choice((*NODES, "a", "b", "c\x00", "\u202e", "d/e", "f" * 500))
+                    client.put(key, self._record())
+                    self._written.add(key)
+                    self.acts += 1
+        end = time.monotonic() + 5.0
+        while self._written and time.monotonic() < end:
+            with self._client() as client:
+                while self._written:  # a real node writes its own again
+                    client.delete(min(self._written))
+                    self._written.discard(min(self._written))
+
+    @contextlib.contextmanager
+    def _client(self) -> Iterator[Any]:
+        """A connection; the block ends where etcd does not answer."""
+        host, port = self._address
+        etcd3 = load_etcd3()
+        client = etcd3.client(host=host, port=port, timeout=2)
+        try:
+            with contextlib.suppress(etcd3.Etcd3Exception, grpc.RpcError):
+                yield client
+        finally:
+            client.close()
+
+    def _record(self) -> bytes:
+        rng = self.rng
+        return rng.choice((
+            b"",
+            b"\xff\xfe",
+            b'{"name": "a", "role": "decode", "address": "http://10.77.0.2:1", "model": "\xff"}',
+            b"[" * 50_000,
+            b'{"name": "a"}',
+            b'{"name": "a", "role": "master", "address": "ipc:///etc"}',
+            b'{"name": "b", "role": "master", "address": "10.77.0.200:0"}',
+            b'{"name": "a", "role": "decode", "address": "http://10.77.0.200:1"}',  # well, but nobody is there
+            b'{"name": "b", "role": "prefill", "address": "http://10.77.0.200:1", "capacity": {"kv_tokens": 1e300}}',
+            b'{"name": "a", "role": "store", "address": "10.77.0.200:1", "capacity": {"segment_bytes": -1}}',
+            b'{"name": "b", "role": "cache-server", "address": "tcp://0.0.0.0:1", "lease_ttl_ms": 86400001}',
+            b'{"name": "a", "role": "nobody\\u0000", "address": "http://[::1]:99999"}',
+            b'{"name": "b", "role": "proxy", "address": "http://10.77.0.2:1", "namespace": {"model": {"a": []}}}',
+            b'{"name": "' + b"a" * 100_000 + b'"}',
+            rng.randbytes(rng.randint(1, 3000)),
+        ))  # fmt: skip
 
 
 @contextlib.contextmanager
