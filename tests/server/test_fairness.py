@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from bench.soak import engine_abuse
@@ -23,7 +24,7 @@ from pd_cache.server import app, channel, moves, questions
 from pd_cache.server.app import CacheServer
 from pd_cache.server.channel import RefusedError
 from pd_cache.server.client import CacheClient
-from pd_cache.server.messages import MAX_FRAME, Done, Hello, Lookup, RefusalError, Refused, StatusQuery, Welcome
+from pd_cache.server.messages import MAX_FRAME, Done, Hello, Lookup, RefusalError, Refused, StatusQuery, Welcome, encode
 from pd_cache.server.models import Models
 from tests.support.engines import BLOCK, CHUNK
 from tests.support.kv import make_cache
@@ -168,8 +169,17 @@ def test_what_one_lookup_asks_for_is_bounded(server: CacheServer, monkeypatch: A
 
 
 def test_more_ranks_than_there_are_heads_anywhere_are_refused(server: CacheServer) -> None:
-    with Stranger(server.url) as one, pytest.raises(ValueError, match="more than 1024 shards"):
-        one.hello(world_size=4096)  # the server decodes by the same rule
+    with Stranger(server.url) as one:
+        with pytest.raises(ValueError, match="more than 1024 shards"):
+            Hello(one.name, "worker", "abuse", "abuse", 1024, 0, CHUNK, held=2)
+        frame = encode(1, Hello(one.name, "worker", "abuse", "abuse", 1024, 0, CHUNK))
+        most, more = msgspec.msgpack.encode(1024), msgspec.msgpack.encode(4096)
+        assert frame.count(most) == 1
+        one.send([frame.replace(most, more)])  # as no client of ours can say it
+        answer = one.hear()
+    assert isinstance(answer, Refused)
+    assert answer.reason == "malformed"
+    assert "1024" in answer.message
 
 
 def test_a_store_and_a_retrieve_in_many_turns_move_what_one_turn_moves(server: CacheServer, monkeypatch: Any) -> None:
