@@ -10,7 +10,6 @@ import contextlib
 import enum
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import ChunkSlots, Completion, PagedCopier
 from pd_cache.tokens import ChunkedTokenDatabase
 from transfer.errors import Status
+from transfer.locks import Condition
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class ChunkMover:
         self._annotated = False
         self._closed = False
         self._active = 0
-        self._idle = threading.Condition()
+        self._idle = Condition()
         self._process = os.getpid()
 
     @property

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from transfer.errors import TransferError
+from transfer.locks import Condition
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ class StagingPool:
         """Those that are not leased; the one that was used last is the last."""
         self._leased: dict[int, weakref.ref[Slot]] = {}
         """The slot that each of the others was last leased as."""
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._closed = False
 
     def _map(self, count: int) -> tuple[int, memoryview]:

@@ -32,6 +32,7 @@ from transfer.calls import Call, CallThreads
 from transfer.environment import MAX_TRANSFERS, prepare, split_master
 from transfer.errors import OUTAGE, MissingLibraryError, PoolUnavailableError, Status, TransferError, status_of
 from transfer.host import HostClient
+from transfer.locks import Condition
 from transfer.segment import prefault_segment
 from transfer.settings import Placement, TransferSettings
 from transfer.staging import Pin, SharedStagingPool, Slot, StagingPool
@@ -226,7 +227,7 @@ class MooncakeStore:
         )
         self._regions: list[StagingPool] = []
         self._state = "opening"
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._setup_error = ""
         self._mounted = False
         """Whether `setup()` has succeeded: then the client must be closed, whatever happened afterwards."""

@@ -34,6 +34,7 @@ from pd_cache.backends.objects import Damage, inspect
 from pd_cache.metrics import TierMetrics
 from transfer.calls import Call, CallThreads
 from transfer.errors import PoolUnavailableError, Status
+from transfer.locks import Condition
 from transfer.settings import Timeouts
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ _EVICTED_FOR_ONE = 8
 class Share:
     """How many slots the calls of one kind may hold. Waiting for a place ends early where the tier is of no use any more."""
 
-    def __init__(self, most: int, changed: threading.Condition, useful: Callable[[], bool]) -> None:
+    def __init__(self, most: int, changed: Condition, useful: Callable[[], bool]) -> None:
         self._most = max(1, most)
         self._taken = 0
         self._changed = changed

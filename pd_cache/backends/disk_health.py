@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import enum
 import logging
-import threading
 
 from pd_cache.backends.faults import MAY_NOT, Fault, fault_of, name_of
 from pd_cache.backends.folder import ObjectFolder
 from pd_cache.metrics import TierMetrics
 from transfer.errors import Status
+from transfer.locks import Condition
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class DiskHealth:
     def __init__(self, folder: ObjectFolder, metrics: TierMetrics, retry_s: float) -> None:
         self.state = DiskState.OPENING
         self.trouble = "not opened yet"
-        self.changed = threading.Condition()
+        self.changed = Condition()
         """Notified when the state changes."""
         self._folder = folder
         self._metrics = metrics

@@ -78,6 +78,8 @@ class ObjectFolder:
         self._writable = False
         self._serials = itertools.count(1)
         self._moving_aside = threading.Lock()
+        self._left: set[Path] = set()
+        """Temporary files that could not be deleted yet: as many as writes were under way when the disk began to refuse."""
 
     @property
     def root(self) -> Path:
@@ -99,6 +101,7 @@ class ObjectFolder:
         if self.is_held:
             return Found([], 0, 0)
         self.close()
+        self._left.clear()  # what is in the folder to come is looked at anyway
         self._lock = self._take()
         try:
             return self._scan()
@@ -115,8 +118,7 @@ class ObjectFolder:
             self._ensure(final.parent)
             temporary.rename(final)
         except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+            self._discard(temporary)
             raise
         if self._sync:
             self._sync_folder(final.parent)
@@ -142,15 +144,15 @@ class ObjectFolder:
                 if self._read_whole(temporary, back) != PAGE or page != back:
                     raise OSError(errno.EIO, "what was written does not come back", str(temporary))
             finally:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
+                self._discard(temporary)
 
     def probe(self) -> None:
         """Try whether an object could be written now. OSError if not."""
         with mmap.mmap(-1, self._file_bytes) as zeros, memoryview(zeros) as pages:
             temporary = self._write_temporary(pages)
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        self._discard(temporary)
+        for left in list(self._left):  # by a time when nothing could be deleted
+            self._discard(left)
         if not self._writable:  # it is now
             self._writable = True
             self._clear()
@@ -175,8 +177,7 @@ class ObjectFolder:
             temporary.write_bytes(value)
             temporary.rename(self._root / f"note-{digest_of(key)}")
         except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+            self._discard(temporary)
             raise
 
     def close(self) -> None:
@@ -326,10 +327,18 @@ class ObjectFolder:
             finally:
                 os.close(descriptor)
         except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+            self._discard(temporary)
             raise
         return temporary
+
+    def _discard(self, temporary: Path) -> None:
+        """Delete a temporary file; one that cannot be deleted is tried again by `probe`."""
+        try:
+            temporary.unlink(missing_ok=True)
+        except OSError:
+            self._left.add(temporary)
+        else:
+            self._left.discard(temporary)
 
     def _new_file(self) -> tuple[Path, int]:
         while True:

@@ -25,6 +25,7 @@ from pd_cache.backends.base import Fetched, PutOutcome, Settled, Staged, Storage
 from pd_cache.backends.memory import FetchedObject, StagedObject
 from pd_cache.metrics import TierMetrics
 from transfer.errors import PoolUnavailableError, Status
+from transfer.locks import Condition
 
 log = logging.getLogger(__name__)
 
@@ -305,7 +306,7 @@ class _WriteBehind:
         self._limit = limit
         self._close_s = close_s
         self._chunks = 0
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._closed = False
         self._jobs: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="write-behind", daemon=True)

@@ -17,6 +17,7 @@ from collections.abc import Generator, Iterator, Sequence
 from pd_cache.backends.base import Fetched, PutOutcome, Staged, StorageBackend
 from pd_cache.backends.memory import FetchedObject
 from transfer.errors import Status
+from transfer.locks import Condition
 
 _CLOSE_S = 5.0
 
@@ -28,7 +29,7 @@ class _Pump:
         self._fetches = fetches
         self._depth = depth
         self._ready: deque[Fetched] = deque()
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._ended = False
         self._stopped = False
         self._error: BaseException | None = None

@@ -47,6 +47,7 @@ from pd_cache.server.messages import (
 )
 from pd_cache.server.sharing import Shared, SharingError, close_all, event_handle, share_tensors
 from pd_cache.tokens import CacheMetadata, ExtraKey, Tokens, hash_tokens, stride_hashes
+from transfer.locks import Condition
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ class CacheClient:
         self._lifeline: LifelineClient | None = None
         self._problem: CacheServerError | SharingError | None = None
         self._ready = False
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._closing = False
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Wakes the keeper."""

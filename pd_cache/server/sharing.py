@@ -10,7 +10,6 @@ import contextlib
 import math
 import mmap
 import os
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from pd_cache.paged.base import DONE
 from pd_cache.server.fence import AbandonedError, FenceView
 from pd_cache.server.messages import CpuStorage, CudaStorage, Register, Storage, TensorView
 from pd_cache.server.sealed import check_sealed, is_sealed, reseat
+from transfer.locks import Condition
 from transfer.staging import prefault
 
 _SHARED_MEMORY = "/dev/shm"
@@ -146,7 +146,7 @@ class MappedTensors:
         """
         self.fence = fence
         self._maps: list[mmap.mmap] = []
-        self._lock = threading.Condition()
+        self._lock = Condition()
         self._users = 0
         self._closed = False
         self._copiers: list[PagedCopier] = []

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from pd_cache.mover import Stored
 from pd_cache.vllm.chunks import Chunks
 from pd_cache.vllm.messages import LoadOp, StepMetadata, StoreOp, WorkerReport
+from transfer.locks import Condition
 
 _LOADERS = 2
 _IDLE_WAIT_S = 0.002
@@ -58,7 +59,7 @@ class WorkerSide:
         self._asynchronous = asynchronous
         self._load_queue: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
         self._store_queue: queue.SimpleQueue[_Store | None] = queue.SimpleQueue()  # the scheduler bounds what is in it
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._under_way = 0
         self._wanted: set[str] = set()
         """Requests whose load is queued or running."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from pd_cache.lookup import MooncakeLookupClient
-from tests.support.engines import host
+from tests.support.engines import Host, host
 from tests.support.kv import holds_token
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
@@ -19,6 +19,18 @@ FAST = {
     "breaker": {"failures": 2, "probe_interval_ms": 200},
     "timeouts": {"exist_ms": 300, "get_ms": 1000, "put_ms": 1000},
 }
+
+
+def storing(node: Host) -> Callable[[], bool]:
+    """Each call stores what is missing; True once all of it was newly stored: a pool that comes back takes a part first."""
+    stored = 0
+
+    def whole() -> bool:
+        nonlocal stored
+        stored += node.store(TOKENS, SLOTS)
+        return stored >= 40
+
+    return whole
 
 
 @pytest.mark.parametrize("client", ["embedded", "host"])
@@ -37,7 +49,7 @@ def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
         )
         pool.start()
         wait_for(lambda: node.engine.available, 30, "the engine finding the master")
-        wait_for(lambda: node.store(TOKENS, SLOTS) == 40, 30, "a store going through")
+        wait_for(storing(node), 30, "a store going through")
         assert node.engine.lookup(TOKENS) == 40
 
 
@@ -45,7 +57,7 @@ def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
 def test_a_master_that_dies_and_comes_back_costs_misses_only(make_pool: Callable[..., Pool], client: str) -> None:
     pool = make_pool(client=client).start()
     with host(pool, **FAST) as node:
-        wait_for(lambda: node.store(TOKENS, SLOTS) == 40, what="a store going through")
+        wait_for(storing(node), what="a store going through")
         client = MooncakeLookupClient(node.engine.settings, node.engine.metadata, pool.address)
         client.store.wait_open(60)
         assert client.lookup(TOKENS) == 40
@@ -57,7 +69,7 @@ def test_a_master_that_dies_and_comes_back_costs_misses_only(make_pool: Callable
             assert node.store(TOKENS, SLOTS) == 0
         assert not node.engine.available
         pool.start("master")
-        wait_for(lambda: node.store(TOKENS, SLOTS) == 40, 30, "hits after the master is back")
+        wait_for(storing(node), 30, "hits after the master is back")
         wait_for(lambda: client.lookup(TOKENS) == 40, 30)
         client.close()
 
@@ -65,28 +77,28 @@ def test_a_master_that_dies_and_comes_back_costs_misses_only(make_pool: Callable
 def test_a_store_node_killed_between_lookup_and_load_is_a_miss_with_a_reason(make_pool: Callable[..., Pool]) -> None:
     pool = make_pool().start()
     with host(pool, **FAST) as node:
-        wait_for(lambda: node.store(TOKENS, SLOTS) == 40, what="a store going through")
+        wait_for(storing(node), what="a store going through")
         assert node.engine.lookup(TOKENS) == 40
         pool.kill("store-0")
         assert not any(node.retrieve(TOKENS, SLOTS))
         assert set(node.troubles("retrieve")) <= {"transfer_failed", "timeout", "pool_down"}
         assert node.troubles("retrieve")
         pool.start("store-1")
-        wait_for(lambda: node.store(TOKENS, SLOTS) == 40, 30, "another node taking the chunks")
+        wait_for(storing(node), 30, "another node taking the chunks")
 
 
 def test_a_mooncake_client_that_dies_and_comes_back_costs_misses_only(make_pool: Callable[..., Pool]) -> None:
     pool = make_pool(client="host").start()
     with host(pool, **FAST) as node:
         node.compute(TOKENS, SLOTS)
-        wait_for(lambda: node.store(TOKENS, SLOTS) == 40, what="a store going through")
+        wait_for(storing(node), what="a store going through")
         pool.kill("store-0")
         for _ in range(10):
             assert node.engine.lookup(TOKENS) == 0
             assert not any(node.retrieve(TOKENS, SLOTS))
             assert node.store(TOKENS, SLOTS) == 0
         pool.start("store-0")
-        wait_for(lambda: node.store(TOKENS, SLOTS) == 40, 30, "a store going through")
+        wait_for(storing(node), 30, "a store going through")
         other = list(range(128, 168))
         mask = node.retrieve(TOKENS, other)
         assert all(mask)
@@ -96,7 +108,7 @@ def test_a_mooncake_client_that_dies_and_comes_back_costs_misses_only(make_pool:
 def test_a_store_node_that_stops_answering_is_given_up_at_the_deadline(make_pool: Callable[..., Pool]) -> None:
     pool = make_pool().start()
     with host(pool, **FAST) as node:
-        wait_for(lambda: node.store(TOKENS, SLOTS) == 40, what="a store going through")
+        wait_for(storing(node), what="a store going through")
         staging = node.engine.backend.staging  # type: ignore[attr-defined]
         pool.nodes["store-0"].send(signal.SIGSTOP)
         assert not any(node.retrieve(TOKENS, SLOTS))

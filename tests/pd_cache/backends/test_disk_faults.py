@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import msgspec
 import pytest
 
 from pd_cache.backends.faults import Fault, fault_of
-from pd_cache.backends.folder import ObjectFolder, digest_of
+from pd_cache.backends.folder import PAGE, ObjectFolder, digest_of
 from tests.support.backends import TIMEOUTS
 from tests.support.disks import OBJECT, Open, disk_of, file_of, files, value
 from tests.support.waiting import wait_for
@@ -144,6 +145,28 @@ def test_files_that_cannot_be_deleted_keep_their_places_until_they_can(
     assert subject.get([f"late{n}" for n in range(places)]) == [value(f"late{n}") for n in range(places)]
     assert len(files(subject)) <= places
     subject.check_integrity()
+
+
+def test_a_write_that_could_neither_be_published_nor_deleted_is_deleted_once_the_folder_takes_writes_again(
+    tmp_path: Path,
+) -> None:
+    folder = ObjectFolder(tmp_path, PAGE, direct=False, sync=False)
+    with closing(folder):
+        folder.open()
+        folder.probe()
+
+        def refuse(path: Path, *_: object, **__: object) -> None:
+            raise OSError(errno.EPERM, "Operation not permitted", str(path))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "rename", refuse)
+            patch.setattr(Path, "unlink", refuse)
+            with pytest.raises(PermissionError):
+                folder.write(digest_of("k"), memoryview(bytearray(PAGE)))
+        temporary = folder.root / "tmp"
+        assert len(list(temporary.iterdir())) == 1
+        folder.probe()
+        assert not list(temporary.iterdir())
 
 
 def test_one_bad_block_among_many_reads_costs_one_object(open_disk: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,67 @@
+"""Two masters of which etcd elects one, and etcd dies or forgets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch.status import cluster_status
+from tests.support.cluster import CHUNK, complete, started
+from tests.support.etcd import Etcd
+from tests.support.masters import role, sections
+from tests.support.needs import needs_etcd
+from tests.support.waiting import wait_for
+
+pytestmark = [
+    pytest.mark.slow,
+    needs_etcd,
+]
+
+
+def lose_disk(etcd: Etcd) -> None:
+    etcd.stop()
+    etcd.wipe()
+    etcd.start()
+
+
+def lose_keys(etcd: Etcd) -> None:
+    client = etcd.client()
+    for prefix in ("mooncake-store/", "/"):
+        client.delete_prefix(prefix)
+    client.close()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lose", [Etcd.stop, lose_disk, lose_keys], ids=["dies", "loses its disk", "loses its keys"])
+def test_hits_come_back_by_themselves_after_etcd_fails_and_while_it_is_dead_status_says_why_there_are_none(
+    lose: Callable[[Etcd], None], make_etcd: Callable[..., Etcd], tmp_path: Path
+) -> None:
+    etcd = make_etcd().start()
+    rng = random.Random(2)
+    prompt = [rng.randrange(512) for _ in range(5 * CHUNK + 3)]
+    with started(tmp_path, name="elected", **sections(etcd, "embedded")) as cluster:
+
+        def hit() -> bool:
+            answer = complete(cluster.urls["proxy"], prompt)
+            return answer.status == 200 and answer.cached == (5 * CHUNK, 5 * CHUNK)
+
+        wait_for(hit, 20, "hits")
+        if lose is lose_disk:  # once both masters have followed the other's log, neither wants to lead without it
+            etcd.stop()
+            wait_for(lambda: not hit(), 20, "no hit")
+            etcd.start()
+            wait_for(hit, 30, "hits in between")
+        lose(etcd)
+        wait_for(lambda: not hit(), 20, "no hit")
+        if etcd.process is None:
+            wait_for(lambda: "leader" not in {role(cluster, f"master-{n}") for n in range(2)}, 20, "no leader")
+            status = cluster_status(cluster.config)
+            assert not status.well
+            assert "none of 2 masters leads" in status.problems[0]
+            assert "etcdctl endpoint health" in status.problems[0]
+            etcd.start()
+        wait_for(hit, 120, "hits again")
+        wait_for(lambda: cluster_status(cluster.config).well, 30, "the cluster being well again")

@@ -1,0 +1,27 @@
+"""A condition that an interrupt cannot leave locked. Knows nothing of Mooncake."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class Condition(threading.Condition):
+    """As `threading.Condition`, for those that a user's thread waits at.
+
+    Its `with` is the lock's own, in C, which Python never interrupts half-way. `threading.Condition` has one in Python: a
+    KeyboardInterrupt that arrives in it leaves the lock taken, and every other thread waits for it for ever.
+    """
+
+    def __init__(self) -> None:
+        self._own = threading.RLock()
+        super().__init__(self._own)
+
+    @property
+    def __enter__(self) -> Callable[[], bool]:
+        return self._own.__enter__
+
+    @property
+    def __exit__(self) -> Callable[..., Any]:
+        return self._own.__exit__
