@@ -509,10 +509,10 @@ def _trace(data: bytes) -> None:
 # --- files of people -------------------------------------------------------------------------------------------------
 
 _YAML = (
-    b"nodes:\n- {name: m, role: master, port: 50051}\n- {name: p, role: proxy, port: 8000}\n",
+    b"nodes:\n- {name: m, role: master, port: 50051}\n- {name: s, role: store, port: 8000, segment_size: 1GiB}\n",
     b"name: c\ncache: {chunk_size: 256, tiers: [{kind: mooncake}]}\nnodes:\n- name: s\n  role: store\n  segment_size: 1GiB\n"
     b"- {name: m, role: master, host: 10.0.0.1}\n",
-    b"x: &a [1, 2]\nnodes: [*a, {<<: *a}]\n",
+    b"nodes: [{name: m, role: master}, &a {name: s, role: store, segment_size: 1GiB}, {<<: *a, name: t}]\n",
 )
 
 

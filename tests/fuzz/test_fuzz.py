@@ -50,11 +50,7 @@ BOMBS = {
     "a number with a huge exponent": b"1e999999999",
 }
 
-_ELSEWHERE = ("config-file",)
-"""Tried by `make fuzz`, and in tests of their own: to read one YAML file takes as long as a thousand records."""
-SUITE = {name: target for name, target in TARGETS.items() if name not in _ELSEWHERE}
-
-each_target = pytest.mark.parametrize("target", SUITE.values(), ids=SUITE)
+each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 
 
 @each_target
@@ -91,6 +87,7 @@ def test_a_small_input_never_takes_much_memory(target: Target, bomb: bytes) -> N
     assert peak < (4 << 20) + 64 * len(data)
 
 
+@pytest.mark.slow
 @each_target
 def test_whatever_others_write_ends_well_or_as_documented(target: Target) -> None:
     with target.open() as parse:
