@@ -131,7 +131,7 @@ class Site:
             "nodes": [
                 {"name": "master", "role": "master", "host": address["master"], "port": ports["master"], "metrics_port": ports["metrics"], "lease_ttl_ms": LONGEST_MS},
                 *({"name": name, "role": "store", "host": address[name], "port": ports[name], "segment_size": segment} for name in ("store-0", "store-1")),
-                {"name": "cache", "role": "cache-server", "host": address["cache"], "url": self.url, "metrics_port": ports["scraped"]},
+                {"name": "cache", "role": "cache-server", "host": address["cache"], "url": self.url, "metrics_port": ports["scraped"], "idle_s": 10},
                 *({"name": name, "role": name, "host": address[name], "port": ports[name]} for name in ("prefill", "decode")),
                 {"name": "proxy", "role": "proxy", "host": address["proxy"], "port": ports["proxy"]},
             ],

@@ -328,6 +328,9 @@ class CacheServerNode(_Node, frozen=True, kw_only=True, tag="cache-server"):
     """Operations queued or running; what is more is answered busy, which engines take for a miss."""
     session_s: Seconds = 60.0
     """For how long a lookup keeps what it found from eviction, if nobody loads it."""
+    idle_s: Seconds = 600.0
+    """For how long it keeps the memory of a size of chunk after the last engine with such chunks has gone. The size that was
+    used last keeps its memory, and so does the one with the segment."""
 
 
 class ProxyNode(_Node, frozen=True, kw_only=True, tag="proxy"):

@@ -61,6 +61,7 @@ log = logging.getLogger(__name__)
 
 _MAX_CLIENTS = 256
 _TICK_S = 0.5
+_IDLE_TICK_S = 10.0
 _LEASE_BATCH = 1000
 _MOST_QUESTIONS = 32
 """Lookups that are asked together."""
@@ -119,6 +120,7 @@ class CacheServer:
             threading.Thread(target=self._receive, name="pd-cache-receive", daemon=True),
             threading.Thread(target=self._keep_house, name="pd-cache-house", daemon=True),
             threading.Thread(target=self._lend, name="pd-cache-lend", daemon=True),
+            threading.Thread(target=self._let_go, name="pd-cache-idle", daemon=True),
         ]
         for index in range(node.threads):
             work, name = (self._move, f"pd-cache-move-{index}") if index else (self._find, "pd-cache-find")
@@ -451,6 +453,14 @@ class CacheServer:
                             backend.batched_contains(keys[start : start + _LEASE_BATCH])
             except Exception:  # the house is kept as long as the server lives
                 log.exception("house keeping failed")
+
+    def _let_go(self) -> None:
+        """On a thread of its own: to close a backend takes a while, and leases are renewed meanwhile."""
+        while not self._stop.wait(min(_IDLE_TICK_S, self.node.idle_s / 2)):
+            try:
+                self.models.release_idle(self.node.idle_s, time.monotonic())
+            except Exception:  # what is kept for too long must not end this
+                log.exception("memory that no engine uses could not be let go of")
 
     def _forget_silent(self, now: float) -> None:
         """Clients without a lifeline, those of other hosts, are gone when they have said nothing for a session's length."""

@@ -88,6 +88,8 @@ class Models:
         self._models: dict[Group, Model] = {}
         self._backends: dict[int, StorageBackend] = {}
         """By size of payload; the one that a worker has registered with last is the last."""
+        self._idle_since: dict[int, float] = {}
+        """When sizes were first seen without a worker, by `time.monotonic()`."""
         self._segment_of: int | None = None
         """The size whose backend has given the segment to the pool: it is given once, whatever the number of sizes."""
 
@@ -152,6 +154,20 @@ class Models:
         """One for each size of chunk."""
         return list(self._backends.values())
 
+    def release_idle(self, idle_s: float, now: float) -> None:
+        """Close backends that have been without a worker for `idle_s` seconds. Call it now and then.
+
+        Others have chunks in the one with the segment, and the one that was used last serves an engine that comes back: these
+        two stay.
+        """
+        with self._opening:
+            idle = self._without_workers()
+            self._idle_since = {size: self._idle_since.get(size, now) for size in idle}
+            last = next(reversed(self._backends), None)
+            for size in idle:
+                if now - self._idle_since[size] >= idle_s and size not in (self._segment_of, last):
+                    self._release(size, f"their last engine went {idle_s:g} s ago")
+
     def close(self) -> None:
         """Close the backends; nothing moves any more."""
         for backend in self.backends:
@@ -180,16 +196,24 @@ class Models:
         return opened
 
     def _release_one(self) -> bool:
-        """Close the backend that has been without a worker for longest; False if each has one.
+        """Close a backend without a worker, because another needs its place; False if each has one.
 
-        Only when another needs its place: what it holds serves an engine that comes back. The one with the segment goes
-        last, because others have chunks there.
+        The one that was used longest ago; the one with the segment goes last, because others have chunks there.
         """
-        used = {id(model.mover.backend) for model in self if model.workers}
-        idle = [size for size, backend in self._backends.items() if id(backend) not in used]
+        idle = self._without_workers()
         if not idle:
             return False
-        size = min(idle, key=lambda one: one == self._segment_of)
+        self._release(
+            min(idle, key=lambda one: one == self._segment_of), "their last engine has gone, another size came"
+        )
+        return True
+
+    def _without_workers(self) -> list[int]:
+        """Sizes that no worker uses, the one that was used last at the end."""
+        used = {id(model.mover.backend) for model in self if model.workers}
+        return [size for size, backend in self._backends.items() if id(backend) not in used]
+
+    def _release(self, size: int, why: str) -> None:
         backend = self._backends.pop(size)
         if size == self._segment_of:
             self._segment_of = None
@@ -199,8 +223,7 @@ class Models:
                 model.mover.close(self._settings.transfer.timeouts.close_ms / 1000)
         self._released(backend)
         backend.close()
-        log.info("chunks of %d bytes are not served any more: their last engine has gone, another size came", size)
-        return True
+        log.info("chunks of %d bytes are not served any more: %s", size, why)
 
     def _open_tiers(self, settings: NodeSettings, payload_bytes: int) -> StorageBackend:
         return open_backend(settings, payload_bytes, pin=host_pin(), metrics=self._metrics)

@@ -278,6 +278,33 @@ def test_the_backend_with_the_segment_goes_last_and_the_next_one_has_it(models: 
     assert last.mover.backend.segment_size
 
 
+def test_the_memory_of_a_size_that_no_engine_has_any_more_is_let_go_of_after_a_while(models: Models) -> None:
+    with_segment, idle, used, last = (come(models, heads, "a") for heads in (1, 2, 3, 4))
+    for one in (with_segment, idle, last):
+        one.workers.clear()
+    models.release_idle(600, now=1000.0)
+    models.release_idle(600, now=1599.9)
+    assert not idle.mover.backend.closed, "an engine that comes back finds its chunks"
+    models.release_idle(600, now=1600.0)
+    assert [one.mover.backend.closed for one in (with_segment, idle, used, last)] == [False, True, False, False]
+    assert models.get(idle.group) is None
+    assert come(models, 2, "b").mover.backend is not idle.mover.backend
+
+
+def test_the_time_without_engines_begins_anew_when_one_comes_back(models: Models) -> None:
+    _, idle, _ = (come(models, heads, "a") for heads in (1, 2, 3))
+    idle.workers.clear()
+    models.release_idle(600, now=1000.0)
+    come(models, 2, "b")
+    models.release_idle(600, now=1700.0)
+    idle.workers.clear()
+    come(models, 3, "b")
+    models.release_idle(600, now=1800.0)
+    assert not idle.mover.backend.closed
+    models.release_idle(600, now=2400.0)
+    assert idle.mover.backend.closed
+
+
 # --- connections -----------------------------------------------------------------------------------------------------
 
 FEW_FILES = """
@@ -313,10 +340,10 @@ def test_a_server_without_descriptors_for_more_connections_refuses_them_and_live
                 connections[-1].connect(str(path))
             except OSError:
                 return False
-            return known.ask(StatusQuery()) == Refused("here", "")
+            return known.ask(StatusQuery(), 60) == Refused("here", "")
 
         assert not all(connect() for _ in range(400)), "it took more connections than it has descriptors"
-        assert known.ask(StatusQuery()) == Refused("here", "")
+        assert known.ask(StatusQuery(), 60) == Refused("here", "")
         for connection in connections:
             connection.close()
 
