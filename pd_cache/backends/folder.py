@@ -67,7 +67,7 @@ class ObjectFolder:
     """One process's files. The I/O methods raise OSError; they may run on several threads at once."""
 
     def __init__(self, path: Path, file_bytes: int, *, direct: bool, sync: bool) -> None:
-        """Nothing is touched yet. `file_bytes`: the size of every file, in whole pages. `sync`: flush a file's data before it gets its name."""
+        """Nothing is touched yet. `file_bytes`: the size of every file, in whole pages. `sync`: flush a file's data before it is named."""
         assert file_bytes % PAGE == 0
         self._base = path / str(file_bytes)
         self._root = self._base
