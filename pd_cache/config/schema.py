@@ -106,7 +106,7 @@ class DiskTier(_Section, frozen=True, kw_only=True, tag_field="kind", tag="disk"
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     """Files read at the same time, and as many written."""
     retry_s: Seconds = 30.0
-    """How long a disk that failed, or cannot be written, is left alone; also how often a budget that had shrunk is tried to grow."""
+    """How long a disk that failed, or cannot be written, is left alone; also how often a budget that had shrunk may grow again."""
 
 
 class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
@@ -532,8 +532,8 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
         return int(self.transfer.segment_size if own is None else own)
 
     def server_url(self, node: CacheServerNode) -> str:
-        """Returns the address at which a cache server listens. The path differs between clusters of one name by etcd, or by the
-        master's port, which must be chosen."""
+        """Returns the address at which a cache server listens. Two clusters of one name differ by their etcd, or else by their
+        master's port, which must be chosen by then."""
         if node.url:
             return node.url
         if isinstance(self.discovery, EtcdDiscovery):  # a master may come back on another port
