@@ -243,7 +243,7 @@ class CacheEngine:
 
 
 def unwanted_prefix(mask: Mask | None, length: int, chunk_size: int) -> int:
-    """Returns how many tokens, from the first, the mask of a prompt of `length` leaves out. Raises ValueError for any other shape of mask."""
+    """Returns how many tokens, from the first, a mask of `length` leaves out. Raises ValueError for any other shape of mask."""
     if mask is None:
         return 0
     wanted = mask if isinstance(mask, torch.Tensor) else torch.tensor(list(mask), dtype=torch.bool)

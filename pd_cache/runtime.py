@@ -118,7 +118,7 @@ def note(name: str, text: str) -> Iterator[bool]:
 
 
 def read_note(name: str) -> str | None:
-    """Returns the note that a living process of this user has left; None if there is none. Raises RuntimeFolderError as `own_folder` does."""
+    """Returns the note of a living process of this user; None if there is none. Raises RuntimeFolderError as `own_folder` does."""
     for path in _folders():
         try:
             folder = _opened(path)
