@@ -1,4 +1,4 @@
-"""How our own commands talk to a proxy that asks for keys or speaks TLS: with the files of the cluster's file that this machine has.
+"""How our own commands talk to a proxy that asks for keys or speaks TLS: with the files of the cluster's file that this machine has."""
 
 from __future__ import annotations
 
