@@ -32,7 +32,7 @@ _LONGEST_TICK_S = 1.0
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # etcd is in our own network
     ("grpc.use_local_subchannel_pool", 1),  # a new client connects at once, whatever the last one met
-    ("grpc.max_receive_message_length", 64 << 20),  # grpc's 4 MiB would hold only three of the largest values, and no list
+    ("grpc.max_receive_message_length", 64 << 20),  # grpc's 4 MiB would hold three large values, no list
 )
 
 

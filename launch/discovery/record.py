@@ -121,7 +121,7 @@ def decode_record(raw: bytes) -> NodeRecord:
     expected, words = _EXPECTED.get(record.role, (None, ""))
     if expected is not None and not expected.fullmatch(record.address):
         raise RecordError(f"{words}, not {record.address}")
-    if not _port_of(record.address) and record.role != "store":  # a segment's address is only a name, nobody connects to it
+    if not _port_of(record.address) and record.role != "store":  # a segment's address is only a name
         raise RecordError(f"{record.address} is no address: port 0")
     if record.metrics is not None:
         _port_of(record.metrics)

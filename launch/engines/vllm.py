@@ -70,7 +70,7 @@ def serve_vllm(
 
 
 def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path, namespace_file: Path) -> list[str]:
-    """Returns the command `vllm serve` for a node of `file`, without secrets: `environment` has them. Raises RoleError if there is no vLLM."""
+    """Returns the command `vllm serve` for a node of `file`. `environment` has its secrets. Raises RoleError if there is no vLLM."""
     arguments = {
         name: value
         for name, value in _arguments(engine, node).items()
