@@ -66,7 +66,7 @@ def run_proxy(
 
 
 def hash_seeds(config: ClusterConfig) -> set[str]:
-    """Returns the seed of vLLM's block hashes, by the file."""
+    """Returns the seeds of vLLM's block hashes that the file sets."""
     if not isinstance(config.engine, VllmEngineConfig):
         return set()
     own = (node.env for node in config.nodes if isinstance(node, PrefillNode | DecodeNode))
