@@ -337,7 +337,7 @@ class Driver:
         self.say(e="checked", mode=mode, seconds=time.monotonic() - begin, prompts=len(prompts), missing=missing if left else [])  # fmt: skip
 
     def _held(self, seconds: float) -> dict[str, Any]:
-        """Returns how many slots of staging memory are held that should not be, a failed assertion of the memory, and the server's report."""
+        """Returns how many slots are held that should not be, a failed assertion of the memory, and the server's report."""
         end = time.monotonic() + seconds
         if self.engine is None:
             return {"held": 0, "integrity": "", "server": _server_report(self._url)}

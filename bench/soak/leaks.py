@@ -1,6 +1,6 @@
 """What processes hold, and what a run has left behind. Reads /proc; compares without I/O.
 
-Each node is compared with itself at a calm moment before the first fault; a node that was started again meanwhile, with its earlier process.
+Each node is compared with itself at a calm moment before the first fault, even if it was started again meanwhile.
 """
 
 from __future__ import annotations
