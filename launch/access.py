@@ -1,4 +1,4 @@
-"""How our own commands talk to a proxy that asks for keys or speaks TLS: with what the cluster's file names on this machine."""
+"""How our own commands talk to a proxy that asks for keys or speaks TLS: with the files of the cluster's file that this machine has."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ class Access(NamedTuple):
 
     key: str = ""
     context: ssl.SSLContext | None = None
-    """Whom to trust, where the node speaks TLS."""
+    """Which certificates to trust, if the node speaks TLS."""
     guarded: bool = False
-    """Whether the node asks for a key, be there one here or not."""
+    """Whether the node asks for a key, even if this machine has none."""
 
     @property
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
 
+_END = "-----END CERTIFICATE-----"
 NOBODY = Access()
-"""For nodes that ask for nothing. Keys are sent to proxies only."""
+"""For nodes that need nothing. Keys are sent to proxies only."""
 
 
 def proxy_access(config: ClusterConfig) -> Access:
-    """The first key of `monitor_keys_file`, or else of `api_keys_file`, and trust in the certificate of `tls`.
+    """Returns the first key of `monitor_keys_file`, or else of `api_keys_file`, and trust in the certificate of `tls`.
 
-    A file that is not there, or that this user may not read, is left out: the proxy then says what it says to strangers, and its
-    certificate must be signed by an authority that this machine trusts.
+    A file that is not there, or that this user may not read, is left out. The proxy then answers as it answers clients without a key,
+    and its certificate must be signed by an authority that this machine trusts.
     """
     file = config.proxy.monitor_keys_file or config.proxy.api_keys_file
     context = None if config.proxy.tls is None else trusting(proxy_certificate(config))
@@ -39,13 +40,13 @@ def proxy_access(config: ClusterConfig) -> Access:
 
 
 def client_key(config: ClusterConfig) -> str:
-    """The first key of `api_keys_file`; empty where there is none to be read."""
+    """Returns the first key of `api_keys_file`; empty if no key can be read."""
     file = config.proxy.api_keys_file
     return "" if file is None else _first_key(file)
 
 
 def proxy_certificate(config: ClusterConfig) -> str:
-    """The proxy's certificate in PEM format; empty where there is none to be read."""
+    """Returns the proxy's certificate in PEM format; empty if it cannot be read."""
     tls = config.proxy.tls
     try:
         return "" if tls is None else Path(tls.cert_file).read_text(encoding="ascii")
@@ -54,13 +55,16 @@ def proxy_certificate(config: ClusterConfig) -> str:
 
 
 def trusting(certificate: str) -> ssl.SSLContext:
-    """Trust in this very certificate, whatever names stand in it, for nodes are asked by address. Empty or none: in those that this
-    machine's authorities signed, for the name that is asked."""
-    context = ssl.create_default_context()
+    """Trusts the first certificate of this text in PEM format and no other, and checks no names, because nodes are asked by address.
+
+    If the text is empty or cannot be read: what this machine's authorities signed, with names checked.
+    """
+    first = "".join(certificate.partition(_END)[:2])  # those that follow are authorities, which sign for others, too
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
-        context.load_verify_locations(cadata=certificate)
+        context.load_verify_locations(cadata=first)
     except (OSError, ValueError):  # ssl.SSLError is an OSError
-        return context
+        return ssl.create_default_context()
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.check_hostname = False
     return context

@@ -51,7 +51,7 @@ def main(verbose: bool) -> None:
 
 
 def _log_what_happens() -> None:
-    """For the commands that run for long: our own log says what happens, not only what goes wrong."""
+    """For commands that run for long: our own log reports what happens, not only what goes wrong."""
     for package in ("transfer", "pd_cache", "launch"):
         logging.getLogger(package).setLevel(min(logging.INFO, logging.getLogger().level))
 
@@ -117,7 +117,7 @@ def status(file: Path, as_json: bool, watch: bool) -> None:
     from launch import status as shown
     from launch.up import running_config
 
-    config = running_config(file) or load_config(file)  # where `up` runs the file, its ports are known
+    config = running_config(file) or load_config(file)  # if `up` runs the file, its ports are known
     if watch:
         shown.watch(config)
         return
@@ -179,7 +179,7 @@ def config_check(file: Path, file_only: bool) -> None:
     click.echo(f"{file}: ok: {_summary(config)}")
 
 
-@main.command(context_settings={"allow_interspersed_args": False})  # what follows the name is the bench's own
+@main.command(context_settings={"allow_interspersed_args": False})  # arguments after the name belong to the bench
 @click.argument(
     "name",
     type=click.Choice(

@@ -32,7 +32,7 @@ _TIMEOUT_S = 120.0
 
 
 class DemoError(PdCacheError):
-    """A node did not answer a prompt of the demo as it should."""
+    """A node did not answer a prompt of the demo correctly."""
 
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -99,7 +99,7 @@ def prompts(vocabulary: int, chunk_size: int, longest: int) -> list[list[int]]:
 
 
 def run_demo(file: Path, *, as_json: bool) -> bool:
-    """Run everything and print the outcome; False if any output differs. Takes well under a minute."""
+    """Run everything and print the outcome. Returns False if any output differs. Takes well under a minute."""
     config, source = read_config(file)
     engine = config.engine
     proxies = config.by_role("proxy")

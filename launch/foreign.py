@@ -16,7 +16,7 @@ _AGAIN_S = 1.0
 
 
 class Child(Protocol):
-    """What is needed of a process, ours or `subprocess.Popen`."""
+    """The methods that are needed of a process, ours or `subprocess.Popen`."""
 
     def poll(self) -> int | None: ...
 
@@ -50,9 +50,9 @@ class ForeignProgram:
         again: bool = False,
         anew: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`wait_serving`, call `ready`, and return when `stop` is set. RoleError if it ends by itself meanwhile.
+        """`wait_serving`, call `ready`, and return when `stop` is set. Raises RoleError if it ends by itself meanwhile.
 
-        It is ended and started again whenever `anew()` is true.
+        Ends it and starts it again whenever `anew()` is true.
         """
         self.wait_serving(stop, serving=serving, deadline=deadline, hint=hint, again=again)
         if not stop.is_set():
@@ -74,8 +74,8 @@ class ForeignProgram:
     ) -> None:
         """Return when `serving()` is true, or `stop` is set.
 
-        RoleError if it ends by itself, or does not serve by `deadline` (`time.monotonic()`); `hint` says what may be the
-        cause. With `again` it is started anew if it ends before it served.
+        Raises RoleError if it ends by itself, or does not serve by `deadline` (`time.monotonic()`). `hint` names a likely
+        cause. With `again` it is started anew if it ends before it has served.
         """
         while not stop.is_set() and not serving():
             late = time.monotonic() > deadline

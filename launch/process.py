@@ -1,4 +1,4 @@
-"""Child processes that do not outlive whoever started them.
+"""Child processes that do not outlive the process that started them.
 
 Three layers, so that nothing is left behind whichever of them is killed:
 
@@ -121,7 +121,7 @@ def _tether(
 
 
 class LocalProcesses:
-    """Starts programs on this host, guarded. `spawn` as of `spawn_child`: on a thread that lives long enough."""
+    """Starts programs on this host, guarded. Call `spawn`, like `spawn_child`, on a thread that lives long enough."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s

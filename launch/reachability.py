@@ -1,8 +1,8 @@
 """Which addresses of a cluster this machine can connect to: asked by `pd-cache doctor` here, and of nodes by their `/peers`.
 
-A node that connects wherever it is told to is a port scanner for whoever can reach it. So nobody tells: a node tries the
-addresses that its own file or discovery names, and of the segments in the master's list those on the same hosts. What it found
-is kept for a second, and one round at a time is under way, however many ask.
+A node that connected to any address given in a request would be a port scanner for everybody who can reach it. So requests name no
+addresses: a node tries the addresses that its own file or discovery names, and of the segments in the master's list those on the same
+hosts. The result is kept for a second, and one round at a time is under way, however many requests come.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from pd_cache.decoding import decode_json
 
 CONNECT_S = 1.0
 MAX_TARGETS = 256
-"""Addresses that one round tries; what is more is left out, and counted."""
+"""Most addresses that one round tries; further ones are left out, and counted."""
 _AT_A_TIME = 32
 _FRESH_S = 1.0
-"""Who repairs something and asks again is not told what was."""
+"""Short, so that asking again after a repair shows its effect."""
 _SYNC_S = 2.0
 _ANSWER_S = 2.0
 LARGEST_ANSWER = 16 << 20
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """A segment, as the master's `/get_segments_detail` tells it."""
+    """A segment, as the master's `/get_segments_detail` reports it."""
 
     segment_name: str
-    """What `preferred_segment` takes: `host:port`."""
+    """Its name, as in `preferred_segment`: `host:port`."""
     size_bytes: int
     te_endpoint: str
     """Where its owner takes connections: `host:port`."""
@@ -59,10 +59,10 @@ class _Segments(msgspec.Struct, frozen=True):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """One thing to connect to."""
+    """One address to connect to."""
 
     peer: str
-    """The node's name; for what is no node of ours, what it is."""
+    """The node's name; for anything that is not a node of ours, what it is."""
     what: str
     """`service`, `metrics`, `segment`, `metadata`, `discovery`."""
     address: str
@@ -70,11 +70,11 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Reach(msgspec.Struct, frozen=True):
-    """What became of a connection to a target."""
+    """The outcome of connecting to a target."""
 
     target: Target
     error: str = ""
-    """Empty where it was made."""
+    """Why there is no connection; empty if it was made."""
 
     @property
     def ok(self) -> bool:
@@ -82,7 +82,7 @@ class Reach(msgspec.Struct, frozen=True):
 
 
 class PeerReport(msgspec.Struct, frozen=True):
-    """What a node answers to `/peers`."""
+    """A node's answer to `/peers`."""
 
     node: str
     reached: list[Reach]
@@ -90,7 +90,7 @@ class PeerReport(msgspec.Struct, frozen=True):
 
 
 def host_of(address: str) -> str:
-    """The host of `host:port` or of a URL; empty where there is none."""
+    """Returns the host of `host:port` or of a URL; empty if there is none."""
     try:
         return urllib.parse.urlsplit(address if "://" in address else f"//{address}").hostname or ""
     except ValueError:
@@ -107,9 +107,9 @@ def _port_of(address: str) -> int:
 def targets_of(
     config: ClusterConfig, view: View, segments: Iterable[Segment] = (), leader: str | None = None
 ) -> list[Target]:
-    """Everything that a node of this cluster may have to connect to over TCP.
+    """Returns everything that a node of this cluster may have to connect to over TCP.
 
-    `leader`: where one of several masters is elected, the name of the one that leads: the others take no calls.
+    `leader`: the name of the leading master, if one of several is elected; the others take no calls.
     """
     found = [
         target
@@ -134,7 +134,7 @@ def targets_of(
 
 def _targets_of_node(record: NodeRecord) -> Iterator[Target]:
     places = [("metrics", record.metrics)]
-    # a store's address is the name of its segment, at which only a `mooncake_client` listens; the master tells the real one
+    # a store's address is the name of its segment, at which only a `mooncake_client` listens; the master reports the real one
     if record.role != "store" and not record.address.startswith("ipc://"):
         places.insert(0, ("service", record.address))
     for what, address in places:
@@ -143,9 +143,9 @@ def _targets_of_node(record: NodeRecord) -> Iterator[Target]:
 
 
 def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> bytes:
-    """The body of an answer, as far as it is no larger than any of ours. `access`: what the node asks for.
+    """Returns the body of an answer, if it is no larger than any answer of ours. `access`: key and certificates for the node.
 
-    OSError (urllib's HTTPError for a status of 400 or more) where there is none, ValueError for what is no HTTP.
+    Raises OSError (urllib's HTTPError for a status of 400 or more) if there is none, ValueError if it is not HTTP.
     """
     try:
         request = urllib.request.Request(url, headers=access.headers)
@@ -156,7 +156,7 @@ def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> byte
 
 
 def segments_at(metrics: str) -> list[Segment]:
-    """The segments that the master with these metrics knows. OSError or ValueError where it does not tell."""
+    """Returns the segments that the master with these metrics knows. Raises OSError or ValueError if it does not answer."""
     return read_segments(fetch(f"{metrics}/get_segments_detail"))
 
 
@@ -174,7 +174,7 @@ class MasterHealth(msgspec.Struct, frozen=True):
     """What a master's `/health` says."""
 
     role: Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,40}\Z")] = ""
-    """`leader`, `standby` or such; empty where it does not say."""
+    """`leader`, `standby` or such; empty if it does not say."""
     service_ready: bool = False
 
 
@@ -204,7 +204,7 @@ async def reach(targets: Iterable[Target]) -> list[Reach]:
 
 
 class PeerChecks:
-    """Answers `/peers` of a node. For one event loop."""
+    """Answers a node's `/peers`. For one event loop."""
 
     def __init__(self, config: ClusterConfig, node: str) -> None:
         """`node`: our own name, which is not tried."""
@@ -214,13 +214,13 @@ class PeerChecks:
         self._looked_at = float("-inf")
 
     async def report(self) -> PeerReport:
-        """What this node reaches: of the last second, or of the round under way, or of a new one."""
+        """Returns what this node reaches, by the round of the last second, the one under way, or a new one."""
         if self._task is None or (self._task.done() and time.monotonic() - self._looked_at > _FRESH_S):
             self._task = asyncio.create_task(self._look())
         return await asyncio.shield(self._task)
 
     async def answer(self) -> dict[str, Any]:
-        """The same as what JSON is made of."""
+        """The same as plain values for JSON."""
         return dict(msgspec.to_builtins(await self.report()))
 
     async def _look(self) -> PeerReport:
@@ -240,5 +240,5 @@ class PeerChecks:
                 try:
                     segments = segments_at(record.metrics)
                 except (OSError, ValueError):
-                    continue  # the connection to it is tried, too, and tells
+                    continue  # the connection to it is tried, too, and shows that
         return targets_of(self._config, view, segments)

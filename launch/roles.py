@@ -52,11 +52,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Ready = Callable[[str], None]
-"""Called once, with the node's URL (or an empty string), as soon as it can be used."""
+"""Is called once, with the node's URL (or an empty string), as soon as the node can be used."""
 
 
 def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
-    """Do the node's work in this process until SIGTERM or SIGINT. Raises PdCacheError if it cannot."""
+    """Do the node's work in this process until SIGTERM or SIGINT. Raises PdCacheError if that fails."""
     raise_limit()
     with Member(config, node) as member:
 
@@ -72,7 +72,7 @@ def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
             config = find_master(config, config.supervisor.ready_timeout_s)
             if isinstance(node, StoreNode) or (
                 config.transfer.client == "embedded" and node in config.caching_nodes()
-            ):  # the others leave the pool to their host's cache server or `mooncake_client`
+            ):  # other nodes leave the pool to their host's cache server or `mooncake_client`
                 member.master = config.master_address
             if isinstance(node, StoreNode):
                 run_store(config, node, announce, member)
@@ -83,9 +83,9 @@ def run_role(config: ClusterConfig, node: Node, ready: Ready) -> None:
 
 
 def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
-    """Mooncake's master, with every flag that a cache depends on. RoleError if the wheel is not installed.
+    """Mooncake's master, with every flag that a cache depends on. Raises RoleError if the wheel is not installed.
 
-    Where `transfer.metadata` is an http address on the master's own host, the master serves that, too.
+    If `transfer.metadata` is an http address on the master's own host, the master serves that, too.
     """
     server = urllib.parse.urlsplit(config.transfer.metadata)
     serves_metadata = server.scheme == "http" and server.hostname == node.host
@@ -115,7 +115,7 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
                 "--enable_ha=true",
                 f"--etcd_endpoints={';'.join(config.discovery.endpoints)}",
                 f"--cluster_id={config.name}",
-                "--enable_oplog=true",  # without it every key is lost with the leader
+                "--enable_oplog=true",  # without it, all keys are lost with the leader
             )
             if config.masters.ha and isinstance(config.discovery, EtcdDiscovery)
             else ()
@@ -127,7 +127,7 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
 def run_master(config: ClusterConfig, node: MasterNode, ready: Ready, member: Member) -> None:
     """Run Mooncake's master as a child that dies with this process. One of several is ready as leader or as standby.
 
-    It is started anew where etcd has lost data of the election: masters do not notice that by themselves.
+    It is started anew if etcd has lost data of the election, because masters do not notice that by themselves.
     """
     command, settings = master_command(config, node), config.supervisor
     spawn = functools.partial(spawn_child, command, stdout=subprocess.DEVNULL)
@@ -145,12 +145,12 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Ready, member: Me
                 anew=anew,
             )
         finally:
-            member.leave()  # first, so that nobody who starts now looks for it there
+            member.leave()  # first, so that no process that starts now looks for it there
 
 
 @contextlib.contextmanager
 def _lost_election(config: ClusterConfig, node: MasterNode) -> Iterator[Callable[[], bool]]:
-    """Whether a master has to be started anew, asked again and again."""
+    """Yields a function that says whether a master has to be started anew; it is called again and again."""
     if not config.masters.ha or not isinstance(config.discovery, EtcdDiscovery):
         yield lambda: False
         return
@@ -175,9 +175,9 @@ def _lost_election(config: ClusterConfig, node: MasterNode) -> Iterator[Callable
 
 
 def client_command(config: ClusterConfig, node: StoreNode) -> list[str]:
-    """The `mooncake_client` of a host. RoleError if the wheel is not installed.
+    """The `mooncake_client` of a host. Raises RoleError if the wheel is not installed.
 
-    Its segment is named by the address that it listens at, so that whoever knows the one knows the other.
+    Its segment is named by the address at which it listens, so that the one follows from the other.
     """
     clients = sum(other.host == node.host for other in config.caching_nodes())
     # each can have its transfers under way in both directions, two control calls and a ping
@@ -198,7 +198,7 @@ def client_command(config: ClusterConfig, node: StoreNode) -> list[str]:
 
 
 def run_store(config: ClusterConfig, node: StoreNode, ready: Ready, member: Member) -> None:
-    """Give memory to the pool until told to stop, then unmount it, so that no key points at a node that is gone."""
+    """Give memory to the pool until asked to stop, then unmount it, so that no key points at a node that is gone."""
     if config.transfer.client == "host":
         _run_host_client(config, node, ready, member)
     else:
@@ -211,7 +211,7 @@ def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Ready, membe
     settings = config.supervisor
     with stop_on_signals() as stop:
         deadline = time.monotonic() + settings.ready_timeout_s
-        # without a master, mooncake_client aborts; whether one of several leads, only it finds out
+        # without a master, mooncake_client aborts; only it finds out whether one of several leads
         while election is None and not _listening(config.master_address):
             if time.monotonic() > deadline:
                 raise PoolUnavailableError(f"Mooncake master {config.master_address} not reachable")
@@ -235,7 +235,7 @@ def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Ready, membe
                     hint=lambda: (
                         f"is the port {node.port} of {node.host} free, and is there memory for {node.segment_size}?"
                     ),
-                    again=election is not None,  # it ends where no master leads yet
+                    again=election is not None,  # it ends if no master leads yet
                 )
             finally:
                 member.leave()
@@ -267,7 +267,7 @@ def _run_segment(config: ClusterConfig, node: StoreNode, ready: Ready, member: M
 
 
 def run_cache_server(config: ClusterConfig, node: CacheServerNode, ready: Ready, member: Member) -> None:
-    """Hold the cache of this host's engines until told to stop."""
+    """Serve the cache of this host's engines until asked to stop."""
     from prometheus_client import ProcessCollector, start_http_server
 
     from pd_cache.metrics import CacheMetrics
@@ -291,7 +291,7 @@ def run_cache_server(config: ClusterConfig, node: CacheServerNode, ready: Ready,
                 lease_s=config.lease_ttl_ms / 1000,
             )
             try:
-                # a full collection stops every thread for 0.1 s, nearly all of it for what the imports have left for good
+                # a full collection stops every thread for 0.1 s, nearly all of it for objects that imports leave for good
                 gc.collect()
                 gc.freeze()
                 ready(server.url)
@@ -330,7 +330,7 @@ def run_reference_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, 
     from pd_cache.server.remote import RemoteCache
     from pd_cache.tokens import CacheMetadata
 
-    assert isinstance(config.engine, ReferenceEngineConfig)  # the file's checks saw to it
+    assert isinstance(config.engine, ReferenceEngineConfig)  # the file's checks make sure of it
     settings = NodeSettings.of(config, node)
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -388,7 +388,7 @@ def _serving(node: MasterNode, elected: bool) -> bool:
 
 
 def _master_health(node: MasterNode) -> MasterHealth | None:
-    """What a master says of itself; None where it does not answer."""
+    """Returns what a master says about itself; None if it does not answer."""
     try:
         return read_master_health(fetch(f"http://{node.host}:{node.metrics_port}/health", timeout=1))
     except (OSError, ValueError):
@@ -405,7 +405,7 @@ def _listening(address: str) -> bool:
 
 
 def _mooncake(program: str) -> str:
-    """The path of one of the wheel's programs. RoleError if the wheel is not installed."""
+    """Returns the path of one of the wheel's programs. Raises RoleError if the wheel is not installed."""
     beside = Path(sys.executable).with_name(program)
     path = str(beside) if beside.exists() else shutil.which(program)
     if path is None:

@@ -1,8 +1,8 @@
 """`pd-cache status`: the nodes that discovery finds and what each is doing, asked of each, in one table.
 
-Cache servers on this machine are asked over their own connection, all others for `/health` and `/metrics`. A node that does not
-answer is a row that says so. Beside the rows stands what no node knows alone: whether discovery answers, and which nodes will
-never share a hit with the others.
+Cache servers on this machine are asked over their own connection, all others for `/health` and `/metrics`. A node that does not answer
+gets a row that says so. Beside the rows there is what no node knows alone: whether discovery answers, and which nodes will never share
+a hit with the others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SYNC_S = 5.0
 _TIMEOUT_S = 2.0
 _AT_A_TIME = 16
 _VLLM = "vllm:"
-"""Before the names of metrics, ours included, that vLLM gives out."""
+"""The prefix of all metrics, ours included, that vLLM exports."""
 _IN_FLIGHT = (
     "pd_cache_reference_queue_length",
     "pd_cache_reference_running",
@@ -44,30 +44,30 @@ _IN_FLIGHT = (
 )
 _NOT_ASKED = "not asked"
 _MOST = 2.0**62
-"""Above what a node can have counted; seconds and bytes are below, too."""
+"""More than any node can have counted; seconds and bytes are below it, too."""
 
 
 class NodeStatus(msgspec.Struct, kw_only=True):
     """One row."""
 
     record: NodeRecord
-    """As registered, or as the file says, completed by what the node says itself."""
+    """As registered, or as the file says, completed by the node's own answers."""
     state: str = "up"
     """`up`, `degraded` (it answers, but not all of it works), `not asked`, or why nothing is known."""
     difference: str = ""
-    """In what its namespace differs from that of most; empty where it does not."""
+    """How its namespace differs from that of most nodes; empty if it does not."""
     up_since: float | None = None
     """Seconds since 1970."""
     hit_rate: float | None = None
-    """Tokens found of those asked for, since the start."""
+    """Tokens found, and tokens asked for, since the start."""
     bytes_by_tier: dict[str, float] = {}
     in_flight: int | None = None
     errors: dict[str, float] = {}
-    """By operation and reason, since the start."""
+    """Errors by operation and reason, since the start."""
     leads: str = ""
-    """Of a master: `leader`, `standby`, or what it says it is instead; empty where it does not say."""
+    """For a master: `leader`, `standby`, or what else it says it is; empty if it does not say."""
     mounted: int | None = None
-    """Of the master that leads: bytes of memory that nodes have given to the pool, as far as it knows."""
+    """For the leading master: bytes of memory that nodes have given to the pool, as far as it knows."""
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class NodeStatus(msgspec.Struct, kw_only=True):
 
     @property
     def asked(self) -> bool:
-        """Whether it takes questions at all."""
+        """Whether it can be asked at all."""
         return not self.state.startswith(_NOT_ASKED)
 
     @property
@@ -85,17 +85,17 @@ class NodeStatus(msgspec.Struct, kw_only=True):
 
     @property
     def url(self) -> str:
-        """Where it speaks HTTP; empty where it does not."""
+        """The address at which it speaks HTTP; empty if it does not."""
         return self.record.address if self.record.address.startswith("http") else self.record.metrics or ""
 
     @property
     def host(self) -> str:
-        """The address of its machine; empty where it does not tell."""
+        """The address of its machine; empty if that is unknown."""
         return host_of(self.url or self.record.address)
 
     @property
     def well(self) -> bool:
-        """Whether nothing is known against it."""
+        """Whether no problem of it is known."""
         return (self.state == "up" or self.state.startswith(_NOT_ASKED)) and not self.difference
 
 
@@ -103,16 +103,16 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     """The cluster at one moment."""
 
     source: str
-    """Where the list of nodes is from, and whether that still answers."""
+    """The source of the list of nodes, and whether it still answers."""
     fresh: bool
-    """Whether discovery answers: else there may be nodes that are not in the list, and none of some that are."""
+    """Whether discovery answers. If not, the list may lack nodes, and may have nodes that are gone."""
     nodes: list[NodeStatus]
     unreadable: dict[str, str] = {}
     """Why a record in discovery cannot be read, by the name under which it stands."""
 
     @property
     def problems(self) -> list[str]:
-        """What no row says alone, and what to do about it."""
+        """Problems that no single row shows, and what to do about them."""
         masters = [node for node in self.nodes if node.record.role == "master"]
         leading = [node.name for node in masters if node.leads == LEADER]
         asked = [node for node in masters if node.asked]
@@ -133,7 +133,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
     @property
     def well(self) -> bool:
-        """Whether discovery and everybody answers, one master leads, nobody differs, and each record can be read."""
+        """Whether discovery and all nodes answer, one master leads, no namespace differs, and every record can be read."""
         return self.fresh and not self.unreadable and all(node.well for node in self.nodes) and not self.problems
 
 
@@ -179,7 +179,7 @@ def _source(config: ClusterConfig, view: View, synced: bool) -> str:
 
 
 def _ask(record: NodeRecord, access: Access) -> NodeStatus:
-    """`access`: what proxies ask for."""
+    """`access`: key and certificates for proxies."""
     row = NodeStatus(record=record)
     try:
         if record.role == "store":
@@ -241,7 +241,7 @@ def _ask_master(row: NodeStatus) -> None:
 
 
 def master_role(metrics: str) -> str:
-    """What a master says of itself: `leader`, `standby` or such. OSError or ValueError where it does not answer."""
+    """Returns what a master says about itself: `leader`, `standby` and so on. Raises OSError or ValueError if it does not answer."""
     health = read_master_health(_get(metrics, "/health").encode())
     return "leads, but does not serve yet" if health.role == LEADER and not health.service_ready else health.role
 
@@ -250,13 +250,13 @@ def _ask_http(address: str, row: NodeStatus, access: Access) -> None:
     with _refusals(row, "/health", worst=500):
         _read_health(_get(address, "/health", access), row)
     if access.guarded and not access.key:
-        return  # no key for its metrics can be read here
+        return  # this machine has no readable key for its metrics
     with _refusals(row, "/metrics", worst=400):
         read_metrics(_get(address, "/metrics", access), row)
 
 
 def read_metrics(text: str, row: NodeStatus) -> None:
-    """Complete a row by what an engine's or a proxy's `/metrics` says. Raises ValueError for what Prometheus could not read."""
+    """Completes a row from an engine's or a proxy's `/metrics`. Raises ValueError for text that Prometheus could not read."""
     samples = _samples(text)
     _read_cache(samples, row)
     under_way = [name for name in _IN_FLIGHT if name in samples]
@@ -275,7 +275,7 @@ def _refusals(row: NodeStatus, path: str, worst: int) -> Iterator[None]:
 
 
 def _read_health(body: str, row: NodeStatus) -> None:
-    """Version and namespace, where the node registered without them."""
+    """Version and namespace, if the node registered without them."""
     told = read_about(body)
     row.record = msgspec.structs.replace(row.record, version=told.version or row.record.version)
     if row.record.fingerprint is None:
@@ -283,7 +283,7 @@ def _read_health(body: str, row: NodeStatus) -> None:
 
 
 def _read_cache(samples: Samples, row: NodeStatus) -> None:
-    """What `CacheMetrics` and prometheus_client's process collector tell."""
+    """Reads what `CacheMetrics` and prometheus_client's process collector export."""
     tokens = {
         labels.get("outcome"): value
         for labels, value in samples.get("pd_cache_tokens_total", ())
@@ -314,7 +314,7 @@ def _samples(text: str) -> Samples:
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if not 0 <= sample.value < _MOST:  # not a number, infinite, or negative: no count of ours
+            if not 0 <= sample.value < _MOST:  # not a number, infinite, or negative: not one of our counts
                 continue
             found.setdefault(sample.name.removeprefix(_VLLM), []).append((sample.labels, sample.value))
     return found
@@ -328,7 +328,7 @@ def _total(samples: Samples, name: str) -> float:
 
 
 def status_table(status: ClusterStatus) -> Group:
-    """The cluster for people."""
+    """Returns the cluster's state as text for people."""
     table = Table()
     for column in ("node", "role"):
         table.add_column(column, no_wrap=True)
@@ -356,7 +356,7 @@ def _shown_time(at: float | None) -> str:
         return ""
     try:
         return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
-    except (ValueError, OverflowError, OSError):  # a node says what it likes
+    except (ValueError, OverflowError, OSError):  # a node can send any number
         return f"{at:g}"
 
 
@@ -373,7 +373,7 @@ def watch(config: ClusterConfig, interval: float = 2.0) -> None:
 
 
 def as_json(status: ClusterStatus) -> str:
-    """The cluster for scripts: one JSON object; a node's record and its row in one."""
+    """Returns the cluster's state for scripts: one JSON object, in which a node's record and its row are one."""
     nodes = []
     for row in status.nodes:
         shown = msgspec.to_builtins(row)
@@ -390,7 +390,7 @@ def as_json(status: ClusterStatus) -> str:
 
 
 def shown_bytes(value: float) -> str:
-    """A number of bytes for people."""
+    """Returns a number of bytes as text for people."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

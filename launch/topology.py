@@ -42,13 +42,13 @@ def local_nodes(config: ClusterConfig) -> list[Node]:
 
 
 def free_port(host: str) -> int:
-    """A port of `host` that nobody had a moment ago."""
+    """Returns a port of `host` that was free a moment ago."""
     with _socket_at(host, 0) as bound:
         return int(bound.getsockname()[1])
 
 
 def choose_ports(config: ClusterConfig, nodes: Iterable[Node] | None = None) -> ClusterConfig:
-    """The same cluster with a free port wherever `nodes`, by default all of this machine, say 0."""
+    """Returns the same cluster with a free port wherever one of `nodes`, by default all of this machine, has port 0."""
     mine = {node.name for node in (local_nodes(config) if nodes is None else nodes)}
     with contextlib.ExitStack() as stack:
         nodes = []
@@ -56,7 +56,7 @@ def choose_ports(config: ClusterConfig, nodes: Iterable[Node] | None = None) -> 
             chosen = {}
             for field in PORT_FIELDS:
                 if node.name in mine and getattr(node, field, None) == 0:
-                    # held until all are chosen, so that no two nodes get the same one
+                    # kept until all are chosen, so that no two nodes get the same one
                     holder = stack.enter_context(_socket_at(node.host, 0))
                     chosen[field] = holder.getsockname()[1]
             nodes.append(msgspec.structs.replace(node, **chosen))
@@ -64,7 +64,7 @@ def choose_ports(config: ClusterConfig, nodes: Iterable[Node] | None = None) -> 
 
 
 def choose_sockets(config: ClusterConfig) -> ClusterConfig:
-    """The same cluster with the address of each cache server written down: processes of another environment would choose
+    """Returns the same cluster with the address of each cache server written out: processes with another environment would choose
     another folder."""
     nodes = (
         msgspec.structs.replace(node, url=config.server_url(node)) if isinstance(node, CacheServerNode) else node
@@ -74,7 +74,7 @@ def choose_sockets(config: ClusterConfig) -> ClusterConfig:
 
 
 def pick_node(config: ClusterConfig, role: str, name: str | None) -> Node:
-    """The node to launch: the one named, or the only one of the role on this machine. ConfigError otherwise."""
+    """Returns the node to launch: the one named, or the only one of the role on this machine. Raises ConfigError otherwise."""
     candidates = [node for node in config.nodes if node.role == role]
     if name is not None:
         for node in candidates:
@@ -92,7 +92,7 @@ def pick_node(config: ClusterConfig, role: str, name: str | None) -> Node:
 
 
 def machine_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Problem]:
-    """Why this machine cannot carry `nodes`, first things first: devices, memory, ports."""
+    """Returns why this machine cannot run `nodes`, the most basic problems first: devices, memory, ports."""
     chosen = {node.name for node in nodes}
     yield from _device_problems(config)
     memory = machine_memory()
@@ -131,18 +131,18 @@ def machine_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
 
 
 def machine_memory() -> int:
-    """Bytes of memory that this machine has."""
+    """Returns how many bytes of memory this machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_machine(config: ClusterConfig, source: Source, nodes: Iterable[Node]) -> None:
-    """ConfigError for the first problem of `machine_problems`."""
+    """Raises ConfigError for the first problem of `machine_problems`."""
     for problem in machine_problems(config, nodes):
         raise source.error(problem)
 
 
 def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
-    """A port 0 that `launch` cannot work with, because other processes have to know it, and only the file tells them."""
+    """Finds ports 0 with which `launch` cannot work: other processes have to know the port, and only the file tells them."""
     registered = isinstance(config.discovery, EtcdDiscovery)
     for index, other in enumerate(config.nodes):
         needed = (
@@ -179,7 +179,7 @@ def _model_problems(config: ClusterConfig, chosen: set[str]) -> Iterator[Problem
 
 
 def _secret_problems(config: ClusterConfig, chosen: set[str]) -> Iterator[Problem]:
-    """Files of keys, passwords and certificates that this machine's processes could not read."""
+    """Finds files of keys, passwords and certificates that this machine's processes could not read."""
     files: dict[tuple[str | int, ...], str | None] = {}
     if any(node.name in chosen for node in config.by_role("proxy")):
         files["proxy", "api_keys_file"] = config.proxy.api_keys_file
@@ -211,7 +211,7 @@ def _device_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 
 def is_bindable(host: str, port: int) -> bool:
-    """Whether an address is one of this machine's, and nobody listens at it."""
+    """Whether an address is one of this machine's, and nothing listens at it."""
     try:
         with _socket_at(host, port):
             return True
@@ -220,7 +220,7 @@ def is_bindable(host: str, port: int) -> bool:
 
 
 def _socket_at(host: str, port: int) -> socket.socket:
-    """A socket bound to the address; OSError or UnicodeError where that cannot be. IPv4, as Mooncake's addresses are."""
+    """Returns a socket bound to the address. Raises OSError or UnicodeError if that is impossible. IPv4, as Mooncake's addresses are."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0]
     bound = socket.socket(family, kind, proto)
     try:

@@ -37,7 +37,7 @@ class Cluster:
 
 
 def quiet(line: str) -> None:
-    """A sink for what the nodes print where nobody watches; a node that fails shows its last lines all the same."""
+    """A sink for the nodes' output if nobody watches it; a node that fails still shows its last lines."""
 
 
 @contextmanager
@@ -50,9 +50,9 @@ def running(
 ) -> Iterator[Cluster]:
     """Start this machine's nodes, each when those it needs are ready; stop them in reverse order at the end.
 
-    Every process runs `pd-cache launch ROLE` on a copy of the file in which each port is chosen. ConfigError or
-    SupervisorError if they cannot all be started; those that were are stopped again;
-    RuntimeFolderError if this user has no runtime folder of their own. `sink` gets what they print.
+    Every process runs `pd-cache launch ROLE` on a copy of the file in which each port is chosen. Raises ConfigError or SupervisorError
+    if they cannot all be started, after stopping those that were, and RuntimeFolderError if this user has no runtime folder of their
+    own. `sink` gets the nodes' output.
     """
     mine = local_nodes(config)
     if not mine:
@@ -74,14 +74,14 @@ def running(
 
 
 def running_config(file: Path) -> ClusterConfig | None:
-    """Returns the configuration that a living `up` runs of `file`, in which every port is chosen; None if there is none.
+    """Returns the configuration, with every port chosen, that a living `up` of `file` runs; None if there is none.
 
-    What another user could have left there, and what an `up` left that was killed, is not believed.
+    Ignores notes that another user could have left there, and those of an `up` that was killed.
     """
     try:
         text = read_note(_note_of(file))
     except RuntimeFolderError as error:
-        log.warning("%s", error)  # none of ours runs: `up` refuses such a folder
+        log.warning("%s", error)  # no `up` of ours runs, because `up` refuses such a folder
         return None
     return None if text is None else parse_config(text, file)[0]
 

@@ -1,8 +1,8 @@
 """Decodes JSON and msgpack that other processes wrote; the one place that does.
 
-msgspec reports an error of the bytes in three ways: MsgspecError for a syntax or a schema that does not fit, UnicodeDecodeError for a
-text that is not UTF-8, and RecursionError for deep nesting. A caller that catches some of them lets one bad record end its work.
-Here all of them are `UndecodableError`, a ValueError, and its message fits on one line of a log.
+msgspec reports wrong bytes in three ways: MsgspecError for a wrong syntax or schema, UnicodeDecodeError for a text that is not UTF-8,
+and RecursionError for deep nesting. If a caller catches only some of them, one bad record ends its work. Here all of them become
+`UndecodableError`, a ValueError whose message fits on one line of a log.
 """
 
 from __future__ import annotations
@@ -59,6 +59,6 @@ def _undecodable(error: Exception) -> UndecodableError:
 
 
 def one_line(text: str) -> str:
-    """Returns a text by others so that a log or a terminal can show it: control characters escaped, its end cut off."""
+    """Returns a text from outside in a form that a log or a terminal can show: control characters escaped, a long end cut off."""
     shown = text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_LONGEST])
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"

@@ -1,7 +1,7 @@
 """CacheEngine: store, retrieve and lookup of a prompt's KV cache. Orchestration only.
 
-What the pool cannot do ends the prefix, is counted and logged, and never raises; what the caller got wrong is a ValueError
-before anything moved.
+What the pool cannot do ends the prefix, is counted and logged, and never raises. The caller's mistakes raise ValueError before anything
+moves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CacheEngine:
         layout: KVLayout,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Take over `backend`, which is closed with the engine. ValueError if layout and metadata disagree."""
+        """Take over `backend`, which is closed with the engine. Raises ValueError if layout and metadata disagree."""
         described = CacheMetadata.of(
             metadata.model, layout, world_size=metadata.world_size, rank=metadata.rank, held=metadata.held
         )
@@ -62,7 +62,7 @@ class CacheEngine:
 
     @property
     def namespace(self) -> Namespace:
-        """All engines whose chunks this one can use."""
+        """Identifies all engines whose chunks this one can use."""
         return self.database.namespace
 
     @property
@@ -76,7 +76,7 @@ class CacheEngine:
         return not self.mover.closed and self.backend.available
 
     def wait_available(self, timeout: float) -> None:
-        """Wait for the pool; PoolUnavailableError after `timeout` seconds. Serving engines have no need to."""
+        """Wait for the pool. Raises PoolUnavailableError after `timeout` seconds. Serving engines need not call this."""
         self.backend.wait_available(timeout)
 
     # --- the three operations ------------------------------------------------------------------------------------
@@ -90,9 +90,9 @@ class CacheEngine:
         extra_keys: Iterable[ExtraKey] = (),
         timeout: float | None = None,
     ) -> int:
-        """End of the longest contiguous prefix that the pool holds in all shards, in tokens.
+        """Returns the length, in tokens, of the longest prefix that the pool holds in all shards.
 
-        `held` tokens, from the start, are at hand already: whole chunks of them are not asked for and count as found.
+        `held` tokens, from the start, are at hand already: their whole chunks are not asked for and count as found.
         Asks once, with one request for all keys; `timeout` (s) bounds it.
         """
         return self.lookup_named(self.database.name_chunks(tokens, hashes, extra_keys), held=held, timeout=timeout)
@@ -124,7 +124,7 @@ class CacheEngine:
         [n], `block * block_size + offset` of each token. timeout (s) bounds the whole; without it each transfer has the
         configured one.
 
-        What the pool refuses is counted, not raised. ValueError for arguments that do not fit, before anything moved.
+        What the pool refuses is counted, not raised. Raises ValueError for arguments that do not fit, before anything moves.
         """
         names, length = self._named(tokens, hashes, extra_keys)
         first = unwanted_prefix(mask, length, self.chunk_size)
@@ -134,7 +134,7 @@ class CacheEngine:
     def store_chunks(
         self, names: Sequence[bytes], *, kv_caches: KVCaches, slot_mapping: torch.Tensor, timeout: float | None = None
     ) -> list[Stored]:
-        """As `store`, for chunks that were named already (`database.name_chunks`); what became of each.
+        """As `store`, for chunks that were named already (`database.name_chunks`); returns what became of each.
 
         slot_mapping: int [chunks * chunk_size].
         """
@@ -154,7 +154,7 @@ class CacheEngine:
         extra_keys: Iterable[ExtraKey] = (),
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """Load a prompt's chunks into the paged buffer, as far as the pool has them without a hole.
+        """Load a prompt's chunks into the paged buffer, up to the first that the pool lacks.
 
         Arguments as for `store`, but `timeout` (s) bounds the whole; the mask's False prefix is not wanted. The wanted
         slots may begin with whole blocks of -1, which are left as they are: the engine has them. Returns a bool tensor
@@ -172,7 +172,7 @@ class CacheEngine:
     def retrieve_chunks(
         self, names: Sequence[bytes], *, kv_caches: KVCaches, slot_mapping: torch.Tensor, timeout: float | None = None
     ) -> int:
-        """As `retrieve`, for chunks that were named already; how many of them, from the first, lie in the buffer now."""
+        """As `retrieve`, for chunks that were named already; returns how many of them, from the first, lie in the buffer now."""
         length = len(names) * self.chunk_size
         run = self._plan(names, length, 0, kv_caches, slot_mapping, may_leave_out=True)
         return self.mover.load(run, timeout)
@@ -207,7 +207,7 @@ class CacheEngine:
         *,
         may_leave_out: bool = False,
     ) -> ChunkRun:
-        """The chunks from token `first` on, checked."""
+        """Checks the arguments and returns the chunks from token `first` on."""
         check_slot_mapping(slot_mapping, length)
         copiers = self._copiers_of(kv_caches)
         end = len(names) * self.chunk_size
@@ -243,7 +243,7 @@ class CacheEngine:
 
 
 def unwanted_prefix(mask: Mask | None, length: int, chunk_size: int) -> int:
-    """How many tokens from the first the mask of a prompt of `length` leaves out. ValueError for any other shape of mask."""
+    """Returns how many tokens, from the first, a mask of `length` leaves out. Raises ValueError for any other shape of mask."""
     if mask is None:
         return 0
     wanted = mask if isinstance(mask, torch.Tensor) else torch.tensor(list(mask), dtype=torch.bool)
@@ -259,7 +259,7 @@ def unwanted_prefix(mask: Mask | None, length: int, chunk_size: int) -> int:
 
 
 def check_slot_mapping(slot_mapping: torch.Tensor, length: int) -> None:
-    """ValueError unless it is a tensor of one slot for each of a prompt's `length` tokens."""
+    """Raises ValueError unless it is a tensor of one slot for each of a prompt's `length` tokens."""
     if not isinstance(slot_mapping, torch.Tensor) or tuple(slot_mapping.shape) != (length,):
         shape = tuple(slot_mapping.shape) if isinstance(slot_mapping, torch.Tensor) else type(slot_mapping).__name__
         raise ValueError(f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {shape}")
@@ -282,9 +282,9 @@ class CacheEngineBuilder:
         metrics: CacheMetrics | None = None,
         backend: Callable[[NodeSettings, int], StorageBackend] | None = None,
     ) -> CacheEngine:
-        """The engine of this id, made if there is none yet; does not wait for the pool.
+        """Returns the engine of this id, and makes it if there is none yet. Does not wait for the pool.
 
-        ValueError if one exists for another config, metadata or layout. `backend` replaces the configured tiers.
+        Raises ValueError if one exists for another config, metadata or layout. `backend` replaces the configured tiers.
         """
         with cls._lock:
             engine = cls._engines.get(instance_id)
@@ -307,7 +307,7 @@ class CacheEngineBuilder:
 
     @classmethod
     def get(cls, instance_id: str) -> CacheEngine | None:
-        """The engine of this id, if there is one."""
+        """Returns the engine of this id, if there is one."""
         with cls._lock:
             return cls._engines.get(instance_id)
 

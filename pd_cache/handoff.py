@@ -1,11 +1,11 @@
 """What a prefill node tells a decode node about a prompt: our part of `kv_transfer_params`. The one home of that format.
 
-A proxy sends the prefill node `do_remote_decode: true`, and forwards what it answers to the decode node unread:
+A proxy sends the prefill node `do_remote_decode: true`, and forwards the node's answer to the decode node unread:
 
     {"do_remote_prefill": true, "pd_cache": {"prefix_tokens": 4096, "namespace": "0123456789abcdef",
                                              "prefill": {"cached_tokens": 1024, "computed_tokens": 3072}}}
 
-The chunks may still be on their way when the answer is: the decode node waits for them, up to `handoff.wait_ms`.
+The chunks may still be on their way when the answer arrives. The decode node waits for them, up to `handoff.wait_ms`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     prefix_tokens: Count = 0
     """Whole chunks, from the start of the prompt."""
     namespace: Annotated[str, msgspec.Meta(pattern=r"^[!-~]{0,64}\Z")] = ""
-    """Fingerprint of the namespace they are stored in; a node of another one need not wait. Empty if not told."""
+    """Fingerprint of the namespace they are stored in; a node of another one need not wait. Empty if unknown."""
     prefill: PrefillWork | None = None
 
 
@@ -46,7 +46,7 @@ class _Params(msgspec.Struct, frozen=True):
 
 
 class BadParams(ValueError):
-    """`kv_transfer_params` that nobody can have meant. `path` is the key's, with dots, empty for the whole."""
+    """`kv_transfer_params` that are wrong. `path` is the key's, with dots; empty for all of them."""
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__(f"kv_transfer_params{path and '.' + path}: {message}")
@@ -54,7 +54,7 @@ class BadParams(ValueError):
 
 
 class Handoff(msgspec.Struct, frozen=True):
-    """What a request's `kv_transfer_params` ask of a node."""
+    """A request's `kv_transfer_params`, as a node understands them."""
 
     announce: bool = False
     """Another node decodes this prompt: say what was stored."""
@@ -62,9 +62,9 @@ class Handoff(msgspec.Struct, frozen=True):
 
 
 def read_params(params: object) -> Handoff:
-    """Check a request's `kv_transfer_params`; BadParams says what is wrong. Keys of other connectors do not matter.
+    """Reads a request's `kv_transfer_params`. Raises BadParams, which says what is wrong. Keys of other connectors are ignored.
 
-    `params`: whatever an engine found there; None, and an empty mapping, ask for nothing.
+    `params`: any value that an engine found there; None and an empty mapping ask for nothing.
     """
     if params is None:
         return Handoff()

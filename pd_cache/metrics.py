@@ -39,7 +39,7 @@ class TierMetrics:
         self._hits.inc(chunks)
 
     def missed(self, reason: str) -> None:
-        """A chunk that this tier should have had, as far as it knew; the next tier was asked."""
+        """A chunk that this tier should have had, by its own index; the next tier was asked."""
         self._owner._tier_misses.labels(self.tier, reason).inc()
         self._owner.say(f"tier {self.tier}", reason, 1, "", "chunks not read")
 
@@ -48,7 +48,7 @@ class TierMetrics:
         self._bytes.set(nbytes)
 
     def evicted(self, chunks: int) -> None:
-        """Chunks that made room for others."""
+        """Chunks that were evicted for others."""
         if chunks:
             self._evictions.inc(chunks)
 
@@ -59,12 +59,12 @@ class TierMetrics:
             self._owner.say(f"tier {self.tier}", reason, chunks, "", "writes dropped")
 
     def healed(self) -> None:
-        """A damaged object that was removed, so that it is written again."""
+        """Count a damaged object that was removed, so that it is written again."""
         self._owner._tier_healed.labels(self.tier).inc()
         self._owner.say(f"tier {self.tier}", "damaged", 1, "", "objects removed, to be stored again")
 
     def ignored(self, kind: str, files: int) -> None:
-        """Files that were found at start and are not whole objects of ours."""
+        """Count files found at start that are not whole objects of ours."""
         if files:
             self._owner._tier_ignored.labels(self.tier, kind).inc(files)
 
@@ -73,22 +73,22 @@ class TierMetrics:
         self._owner._tier_budget.labels(self.tier).set(nbytes)
 
     def shrunk(self, nbytes: int, detail: str) -> None:
-        """The file system has no room for the whole budget, which is `nbytes` now."""
+        """Set the budget to `nbytes`, because the file system has no room for all of it."""
         self.budget(nbytes)
         self._owner.say(f"tier {self.tier}", "evicted, the file system is full", 1, detail)
 
     def spoiled(self, what: str, error: str, detail: str) -> None:
-        """One file could not be read, written or deleted, by an `error` that is that file's alone."""
+        """Count a file that could not be read, written or deleted because of an `error` that concerns it alone."""
         self._owner._tier_spoiled.labels(self.tier, error).inc()
         self._owner.say(f"tier {self.tier}: {what} failed", error, 1, detail, "files")
 
     def switched_off(self, reason: str) -> None:
-        """The tier failed and is left alone for a while, or is only read."""
+        """Note that the tier failed and is left alone for a while, or is only read."""
         self._off.set(1)
         self._owner._tier_failures.labels(self.tier, reason).inc()
 
     def switched_on(self) -> None:
-        """The tier is in use."""
+        """Note that the tier is in use."""
         self._off.set(0)
 
 
@@ -162,7 +162,7 @@ class CacheMetrics:
             self._tokens[op, outcome].inc(count)
 
     def moved(self, op: str, nbytes: int) -> None:
-        """Count payload bytes that really arrived."""
+        """Count payload bytes that arrived."""
         if nbytes:
             self._bytes.labels(op).inc(nbytes)
 
@@ -175,7 +175,7 @@ class CacheMetrics:
         self.say(op, reason, chunks, detail)
 
     def say(self, what: str, reason: str, chunks: int, detail: str = "", unit: str = "chunks") -> None:
-        """A log line, at most one in ten seconds for each thing and reason."""
+        """Write a log line, at most one in ten seconds for each pair of subject and reason."""
         now = time.monotonic()
         with self._lock:
             last, silent = self._logged.get((what, reason), (-_LOG_INTERVAL, 0))
@@ -193,7 +193,7 @@ class CacheMetrics:
             return self._tiers[name]
 
     def totals(self) -> dict[tuple[str, ...], float]:
-        """Everything counted so far: (family, labels...) -> value; of durations the sum and the number, no buckets."""
+        """Returns everything counted so far: (family, labels...) -> value. For durations it has sum and number, but no buckets."""
         found: dict[tuple[str, ...], float] = {}
         for family in self.registry.collect():
             for sample in family.samples:

@@ -1,4 +1,4 @@
-"""ChunkMover: runs of chunks between a paged cache and a backend, for an engine of its own and for a cache server.
+"""ChunkMover: moves runs of chunks between a paged cache and a backend, for an engine's own cache and for a cache server.
 
 Store and load are pipelines over the backend's memory: while one batch of chunks is on the network, the next is gathered or
 the last is scattered.
@@ -30,14 +30,14 @@ class Stored(enum.IntEnum):
     """What a store did for a chunk."""
 
     NOT = 0
-    """It is not in the pool, or not known to be."""
+    """The chunk is not in the pool, or not known to be."""
     BEFORE = 1
-    """It was there already."""
+    """The chunk was there already."""
     NEW = 2
 
     @staticmethod
     def together(parts: Iterable[Stored]) -> Stored:
-        """Of a chunk of several parts: new if a part is, and all are there."""
+        """Returns the outcome for a chunk of several parts: new if a part is new and all are there."""
         known = list(parts)
         return Stored.NOT if Stored.NOT in known else max(known)
 
@@ -59,7 +59,7 @@ class Deadline:
 
 
 class ChunkRun(NamedTuple):
-    """Chunks of a prompt: the keys of their objects, where their tokens lie in a paged cache, and what moves them."""
+    """Chunks of a prompt: the keys of their objects, the places of their tokens in a paged cache, and the methods that move them."""
 
     keys: list[str]
     """Chunk by chunk, and in each shard by shard."""
@@ -86,7 +86,7 @@ class ChunkRun(NamedTuple):
 class ChunkMover:
     """Moves runs of chunks between paged caches and a backend, in overlapping steps. Thread-safe.
 
-    The backend stays its owner's. What it cannot do is counted and never raises; what a copier raises goes to the caller,
+    The caller keeps ownership of the backend. The backend's failures are counted and never raised. A copier's errors go to the caller,
     with all memory given back.
     """
 
@@ -102,11 +102,11 @@ class ChunkMover:
 
     @property
     def closed(self) -> bool:
-        """True in a forked child, too: none of the threads that move chunks runs there."""
+        """True in a forked child, too: the threads that move chunks do not exist there."""
         return self._closed or os.getpid() != self._process
 
     def store(self, run: ChunkRun, timeout: float | None = None) -> list[Stored]:
-        """Store the objects that the backend lacks; what became of each. `timeout` (s) bounds the whole; without it, each
+        """Store the objects that the backend lacks; returns what became of each. `timeout` (s) bounds the whole call; without it, each
         transfer has the configured one."""
         deadline = Deadline(timeout)
         outcomes = [Stored.NOT] * len(run.keys)
@@ -131,7 +131,7 @@ class ChunkMover:
         return outcomes
 
     def load(self, run: ChunkRun, timeout: float | None = None) -> int:
-        """Load chunks in order until the first that is missing; how many were loaded. `timeout` (s) bounds the whole."""
+        """Load chunks in order up to the first that is missing. Returns how many were loaded. `timeout` (s) bounds the whole call."""
         self.metrics.tokens("retrieve", "requested", self._tokens(run, len(run.keys)))
         with self._moving() as may_move, self.metrics.timed("retrieve"):
             if not run.keys or not may_move:
@@ -143,8 +143,8 @@ class ChunkMover:
         return loaded
 
     def close(self, timeout: float) -> bool:
-        """Begin nothing more, and wait up to `timeout` seconds for what moves. False if it was closed before."""
-        if self.closed:  # in a forked child, a thread that is not here may hold the lock
+        """Begin nothing more, and wait up to `timeout` seconds for the moves under way. Returns False if it was closed before."""
+        if self.closed:  # in a forked child, a thread that does not exist here may hold the lock
             return False
         with self._idle:
             if self._closed:
@@ -157,12 +157,12 @@ class ChunkMover:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _tokens(self, run: ChunkRun, objects: int) -> int:
-        """How many tokens so many objects of a run stand for."""
+        """Returns how many tokens so many objects of a run hold."""
         return objects * self._database.chunk_size // len(run.copiers)
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[bool]:
-        """Keep `close` waiting while bytes move; False where it is closed already."""
+        """Keep `close` waiting while bytes move. Yields False if it is closed already."""
         moves = False
         try:
             if not self.closed:
@@ -178,7 +178,7 @@ class ChunkMover:
                     self._idle.notify_all()
 
     def _put(self, run: ChunkRun, missing: list[int], deadline: Deadline) -> list[Status]:
-        """One status for each of the `missing`, in order; fewer where there was no memory for the last ones."""
+        """Returns one status for each of the `missing`, in order; fewer if there was no memory for the last ones."""
         outcomes: list[PutOutcome] = []
         done = 0
         while done < len(missing):
@@ -196,10 +196,10 @@ class ChunkMover:
         return statuses
 
     def _gather(self, run: ChunkRun, indices: list[int], deadline: Deadline) -> list[Staged]:
-        """Stage objects of `indices`, from the first, as far as there is memory; none only if none came free in time.
+        """Stage objects of `indices`, from the first, as far as there is memory. Stages none only if no memory came free in time.
 
-        Only the first waits for memory: two stores that hold some can never wait for each other. Each is sealed as soon as
-        its bytes are there, so that nothing that happens to the memory afterwards could pass for them.
+        Only the first waits for memory, so that two stores that hold some never wait for each other. Each object is sealed as soon
+        as its bytes are there, so that any later change of the memory is detected.
         """
         staged: list[Staged] = []
         copies: list[Completion] = []
@@ -222,7 +222,7 @@ class ChunkMover:
         return staged
 
     def _get(self, run: ChunkRun, timeout: float | None) -> int:
-        """Scatter objects in order until the first that is missing; how many were loaded."""
+        """Scatter objects in order up to the first that is missing. Returns how many were loaded."""
         loaded = 0
         deadline = Deadline(timeout)
         with contextlib.closing(self.backend.batched_get(run.keys, timeout=timeout)) as fetches:

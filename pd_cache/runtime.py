@@ -1,9 +1,9 @@
 """Where processes of one user leave files for one another: sockets, locks, and notes about what runs.
 
 Everything of that kind lies in one folder that belongs to the user alone, `$XDG_RUNTIME_DIR/pd-cache` or `/tmp/pd-cache-UID`.
-In /tmp every local user can make that folder first, or a link of that name, so nothing in it is believed before the folder
-itself has been opened without following a link, and its owner and mode were read from what was opened. After that nobody else
-can replace it: /tmp is sticky, and the folder's mode is 0700.
+In /tmp every local user can create that folder first, or a link of that name. So nothing in it is believed before the folder itself
+has been opened without following a link, and its owner and mode have been read from the open folder. After that nobody else can
+replace it: /tmp is sticky, and the folder's mode is 0700.
 
 A file says what is running only while its writer holds a lock on it. The kernel releases the lock when the writer ends, however
 it ends; a pid could have been given to another process.
@@ -37,7 +37,7 @@ def runtime_folder() -> Path:
 
 
 def _folders() -> list[Path]:
-    """Where a process of this user may have put them: not every one has the variable."""
+    """Returns the folders that a process of this user may have chosen: not every process has the variable."""
     shared = _SHARED / f"pd-cache-{os.geteuid()}"
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     if named.startswith("/"):
@@ -73,7 +73,7 @@ def own_folder(path: Path | None = None) -> Iterator[int]:
 def temporary_folder() -> Iterator[Path]:
     """Makes a folder inside of the runtime folder, and removes it at the end.
 
-    What processes that were killed left of this kind is removed, too. Raises RuntimeFolderError as `own_folder` does.
+    Folders of this kind that killed processes left are removed, too. Raises RuntimeFolderError as `own_folder` does.
     """
     with own_folder() as parent:
         base = runtime_folder()
@@ -82,7 +82,7 @@ def temporary_folder() -> Iterator[Path]:
                 shutil.rmtree(base / name, ignore_errors=True)
         new = Path(tempfile.mkdtemp(prefix="new-", dir=base))
         holder = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        # locked before it has its name: another process never finds it unlocked, and takes it for a dead one's
+        # locked before it has its name, so that no other process finds it unlocked and takes it for a dead process's folder
         fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         folder = new.rename(base / f"{_TEMPORARY}{new.name.removeprefix('new-')}")
     try:
@@ -118,7 +118,7 @@ def note(name: str, text: str) -> Iterator[bool]:
 
 
 def read_note(name: str) -> str | None:
-    """Returns the note that a living process of this user has left, or None. Raises RuntimeFolderError as `own_folder` does."""
+    """Returns the note of a living process of this user; None if there is none. Raises RuntimeFolderError as `own_folder` does."""
     for path in _folders():
         try:
             folder = _opened(path)
@@ -149,7 +149,7 @@ def _read(name: str, folder: int) -> str | None:
 
 @contextlib.contextmanager
 def lock_file(path: Path) -> Iterator[bool]:
-    """Holds a lock by means of a file, which is gone afterwards. Yields False, at once, if another holds it.
+    """Holds a lock on a file, which is removed afterwards. Yields False at once if another process holds the lock.
 
     A file that a killed process left is taken over.
     """
@@ -174,7 +174,7 @@ _REPAIR = "remove it, or set XDG_RUNTIME_DIR to a folder of your own with mode 0
 
 
 def _opened(path: Path) -> int:
-    """A descriptor of a folder that is ours alone. OSError where there is none, RuntimeFolderError if it is not."""
+    """Returns a descriptor of a folder that is ours alone. Raises OSError if it does not exist, RuntimeFolderError if it is not ours."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         found, above = os.fstat(descriptor), path.parent.stat()
@@ -207,11 +207,11 @@ def _locked(descriptor: int) -> bool:
 
 
 def _held(name: str, folder: int) -> bool:
-    """Whether the maker of a temporary folder still lives."""
+    """Whether the process that made a temporary folder still lives."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
     except OSError:
-        return True  # no folder of ours: left alone
+        return True  # not a folder of ours: left alone
     try:
         return _locked(descriptor)
     finally:

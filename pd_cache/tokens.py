@@ -26,7 +26,7 @@ HASH_BYTES = 16
 MAX_SHARDS = 1024
 """Objects that a chunk may be cut into."""
 Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
-"""Checked where a namespace is read, not where it is made."""
+"""Checked when a namespace is read, not when it is made."""
 
 Tokens = Union["torch.Tensor", Sequence[int]]
 """Token ids: a list, a tuple, an `array`, or a 1-D integer tensor. Each must fit an int32."""
@@ -36,7 +36,7 @@ ExtraKey = str | bytes | int
 
 
 def salt_keys(cache_salt: str | None) -> tuple[ExtraKey, ...]:
-    """The isolation of a request to the completions API that gives this `cache_salt`."""
+    """Returns the isolation of a request to the completions API that has this `cache_salt`."""
     return () if cache_salt is None else ("salt", cache_salt)
 
 
@@ -44,10 +44,10 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that must agree before two nodes may share a chunk. Its fingerprint is part of every key."""
 
     model: str
-    """What the weights are: a name with a digest, or a revision."""
+    """Identifies the weights: a name with a digest, or a revision."""
     kv_dtype: str
     layout: str
-    """What one page holds, e.g. `heads8.block16.bytes256x2`; from `KVLayout.page_format`."""
+    """The content of one page, e.g. `heads8.block16.bytes256x2`; from `KVLayout.page_format`."""
     layers: Size
     block_size: Size
     page_bytes: Size
@@ -59,28 +59,28 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     """Hash mode: what the engine's block hashes depend on besides tokens (algorithm and seed)."""
 
     def manifest(self) -> bytes:
-        """The namespace in words: canonical JSON, keys sorted."""
+        """Returns the namespace as canonical JSON, with sorted keys."""
         return msgspec.json.encode({"format": KEY_FORMAT, **msgspec.to_builtins(self)}, order="sorted")
 
     @classmethod
     def read(cls, manifest: bytes) -> Namespace:
-        """The converse of `manifest`. ValueError for what is none, or another version's."""
+        """Reverses `manifest`. Raises ValueError for any other text, and for another version's."""
         told: dict[str, str | int] = decode_json(manifest, dict[str, str | int])
         if told.pop("format", None) != KEY_FORMAT:
             raise ValueError(f"no manifest of format {KEY_FORMAT}: {manifest[:200]!r}")
         return msgspec.convert(told, cls)
 
     def described(self) -> dict[str, Any]:
-        """The two fields by which a node tells its namespace."""
+        """The two fields by which a node reports its namespace."""
         return {"fingerprint": self.fingerprint(), "namespace": msgspec.to_builtins(self)}
 
     def fingerprint(self) -> str:
-        """16 hex digits that are equal exactly where every field is."""
+        """16 hex digits that are equal if and only if all fields are equal."""
         return hashlib.sha256(self.manifest()).hexdigest()[:16]
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """Token ids as little-endian int32. ValueError for what does not fit."""
+    """Returns token ids as little-endian int32. Raises ValueError for an id that does not fit."""
     if isinstance(tokens, array.array) and tokens.typecode == "i":
         packed = tokens
     elif hasattr(tokens, "untyped_storage"):
@@ -110,7 +110,7 @@ def _tensor_bytes(tokens: Any) -> bytes:
 
 
 def root(extra_keys: Iterable[ExtraKey] = ()) -> bytes:
-    """`H_{-1}`: what keeps requests of different isolation apart. Each part is tagged and length-prefixed, so that
+    """`H_{-1}`: it keeps requests of different isolation apart. Each part is tagged and length-prefixed, so that
     ("ab", "c") and ("a", "bc") differ, and so do "1" and 1."""
     digest = hashlib.sha256(b"pd-cache root")
     for part in extra_keys:
@@ -123,7 +123,7 @@ def root(extra_keys: Iterable[ExtraKey] = ()) -> bytes:
 
 
 def hash_tokens(tokens: Tokens, chunk_size: int, extra_keys: Iterable[ExtraKey] = ()) -> list[bytes]:
-    """The chained hash of each whole chunk of `tokens`."""
+    """Returns the chained hash of each whole chunk of `tokens`."""
     raw = memoryview(token_bytes(tokens))
     step = chunk_size * 4
     previous = root(extra_keys)
@@ -137,9 +137,9 @@ def hash_tokens(tokens: Tokens, chunk_size: int, extra_keys: Iterable[ExtraKey] 
 
 
 def stride_hashes(block_hashes: Sequence[bytes], blocks_per_chunk: int) -> list[bytes]:
-    """Of an engine's chained block hashes, that of each chunk's last block; nothing is hashed twice.
+    """Picks, from an engine's chained block hashes, that of each chunk's last block; nothing is hashed twice.
 
-    Kept whole where the engine's hashes are short, else folded to 16 bytes by truncation.
+    Short hashes are kept whole, longer ones are truncated to 16 bytes.
     """
     hashes = list(block_hashes[blocks_per_chunk - 1 :: blocks_per_chunk])
     if any(not isinstance(value, bytes) or len(value) < 8 for value in hashes):
@@ -151,23 +151,23 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """What a serving engine says about its model and its place in it; with `CacheConfig` it makes the namespace."""
 
     model: str
-    """Identity of the weights, not only a name: see `Namespace.model`."""
+    """Identifies the weights, not only a name: see `Namespace.model`."""
     kv_dtype: str
     page_format: str
     layers: int
     block_size: int
     page_bytes: int
     world_size: int = 1
-    """Ranks that hold a part of each chunk, each another one."""
+    """How many ranks hold a part of each chunk; each holds another part."""
     rank: int = 0
     held: int = 1
-    """Shards, and with them objects of a chunk, that each rank holds; page_format and page_bytes are one shard's."""
+    """How many shards of a chunk each rank holds; each shard is an object. page_format and page_bytes are one shard's."""
 
     @classmethod
     def of(cls, model: str, layout: KVLayout, *, world_size: int = 1, rank: int = 0, held: int = 1) -> CacheMetadata:
         """The metadata of an engine whose paged cache, on this rank, has this layout.
 
-        LayoutError where its pages cannot be cut into `held` shards.
+        Raises LayoutError if its pages cannot be cut into `held` shards.
         """
         shard = layout.shard(held)
         return cls(
@@ -184,7 +184,7 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def within(cls, namespace: Namespace) -> CacheMetadata:
-        """The converse of `namespace`, for the first of as many ranks as there are shards."""
+        """Reverses `namespace`, for the first of as many ranks as there are shards."""
         return cls(
             model=namespace.model,
             kv_dtype=namespace.kv_dtype,
@@ -205,7 +205,7 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
         return range(self.rank * self.held, (self.rank + 1) * self.held)
 
     def namespace(self, cache: CacheConfig) -> Namespace:
-        """All nodes whose KV is interchangeable with this one's."""
+        """The namespace of all nodes whose KV is interchangeable with this one's."""
         return Namespace(
             model=self.model,
             kv_dtype=self.kv_dtype,
@@ -266,7 +266,7 @@ class ChunkedTokenDatabase:
         return stride_hashes(block_hashes, self.blocks_per_chunk)
 
     def keys(self, hashes: Iterable[bytes], shards: Iterable[int] = (0,)) -> list[str]:
-        """The pool's keys of some shards, chunk by chunk: the keys of one chunk stand together."""
+        """Returns the pool's keys of some shards, chunk by chunk: the keys of one chunk follow one another."""
         prefixes = [f"{self._prefix}/{shard}/" for shard in shards]
         return [prefix + name for name in (value.hex() for value in hashes) for prefix in prefixes]
 
@@ -282,7 +282,7 @@ class ChunkedTokenDatabase:
 
 
 def leading_chunks(found: Iterable[bool], shards: int) -> int:
-    """How many chunks from the start have all their shards, given `found` in the order of `all_shard_keys`."""
+    """Returns how many chunks, from the start, have all their shards, given `found` in the order of `all_shard_keys`."""
     present = 0
     for one in found:
         if not one:

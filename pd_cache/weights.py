@@ -1,4 +1,4 @@
-"""What tells two models apart that agree in name, shape and size: a digest of their folder. Pure but for reading files.
+"""A digest of a model's folder, which tells apart two models of the same name, shape and size. Pure but for reading files.
 
 config.json counts whole. Of weight files, which may be hundreds of gigabytes, samples count: of a safetensors file the
 whole header and four samples of every tensor, so that a fine-tune that touched a single matrix differs; of other formats
@@ -22,15 +22,15 @@ _SAMPLE = 4096
 _SAMPLES_OF_A_TENSOR = 4
 _SAMPLES_OF_A_FILE = 256
 _LONGEST_HEADER = 100 << 20
-"""Of a safetensors file, in bytes: the format's own limit."""
+"""Bytes of a safetensors file's header: the format's own limit."""
 
 
 class WeightsError(PdCacheError):
-    """A folder that holds no model whose weights can be told from others."""
+    """A folder without a model whose weights can be told from those of others."""
 
 
 def weights_digest(folder: Path) -> str:
-    """32 hex digits that differ between models of different weights. WeightsError if there is nothing to read."""
+    """Returns 32 hex digits that differ between models of different weights. Raises WeightsError if there is nothing to read."""
     config = folder / "config.json"
     files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES) if folder.is_dir() else []
     if not config.is_file() or not files:
@@ -48,7 +48,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def _places(opened: BinaryIO, file: Path, size: int) -> Iterator[tuple[int, int]]:
-    """Where to read: (start, length) in bytes."""
+    """Returns what to read: (start, length) in bytes."""
     header = _safetensors_header(opened, size) if file.suffix == ".safetensors" else None
     if header is None:
         yield from _spread(0, size, _SAMPLES_OF_A_FILE)
@@ -60,7 +60,7 @@ def _places(opened: BinaryIO, file: Path, size: int) -> Iterator[tuple[int, int]
 
 
 def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
-    """`count` samples from `start` to `end`, the first and the last byte among them; all of it where that is no more."""
+    """`count` samples from `start` to `end`, the first and the last byte among them; everything if there is no more than that."""
     if end - start <= count * _SAMPLE:
         yield start, max(0, end - start)
         return
@@ -69,7 +69,7 @@ def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _safetensors_header(opened: BinaryIO, size: int) -> tuple[int, list[tuple[int, int]]] | None:
-    """Where the data begin, and where each tensor lies in them; None for a file that is no safetensors after all."""
+    """Returns where the data begin, and where each tensor lies in them; None if the file is not a safetensors file."""
     raw = opened.read(8)
     if len(raw) < 8:
         return None

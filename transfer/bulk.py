@@ -1,14 +1,14 @@
-"""Many objects read or written at once, in steps that end long before Mooncake would give one of them up.
+"""Reads and writes of many objects at once, in steps that end long before Mooncake would give one of them up.
 
 Mooncake waits at most 60 s for a transfer, by the wall clock, and then returns *although it still runs*
 (`wait_for_completion` in mooncake-store/src/transfer_task.cpp): a peer that was stopped for longer goes on to write into the
-memory that it was asked to fill, whatever that memory is by then. So
+memory that it was asked to fill, whatever that memory is used for by then. Therefore:
 
-1. a step has few objects: where a peer is silent, each of Mooncake's connections to it fails one object after the other when
-   the TCP time-out has passed, and the step ends with a code a key, within about the caller's deadline;
-2. a step that Mooncake may have given up all the same (this process or the whole machine stood still, the clock was set)
-   *forfeits* its slots: their memory is never used again;
-3. the codes tell which peers are silent (`transfer.peers`); their objects fail at once until they deliver again.
+1. A step has few objects. If a peer is silent, each of Mooncake's connections to it fails one object after the other when the TCP
+   time-out has passed, and the step ends with a code for each key, within about the caller's deadline.
+2. A step that Mooncake may have given up all the same (this process or the whole machine was stopped, or the clock was set)
+   *forfeits* its slots: their memory is never used again.
+3. The codes show which peers are silent (`transfer.peers`). Their objects fail at once until the peers deliver again.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ log = logging.getLogger(__name__)
 
 _GIVES_UP_AFTER_S = 60.0
 _NEAR = 0.8
-"""A transfer that took this much of the time after which Mooncake gives up may have been given up."""
+"""A transfer that took this share of the time after which Mooncake gives up may have been given up."""
 _CLOCK_STEP_S = 1.0
-"""Wall clock and monotonic clock that drift apart by more within a step: the wall clock was set."""
+"""If wall clock and monotonic clock drift apart by more than this within a step, the wall clock was set."""
 _ENDS_WITHIN_S = 25.0
-"""Most that a step may take, whatever the time-outs are set to."""
+"""The longest that a step may take, whatever the time-outs are set to."""
 _ROUND_EXTRA_S = 0.6
 """How much longer than the TCP time-out one object of a silent peer takes to fail (measured)."""
 _LANES = 4
 """Connections to a peer, unless MC_TCP_LANES_PER_PEER says otherwise, up to `_MOST_LANES`."""
 _MOST_LANES = 16
 _RETRY_FULL_AFTER_S = 0.02
-"""Eviction frees space in ticks of about 10 ms; a put that found the pool full is tried once more after this."""
+"""Eviction frees space in ticks of about 10 ms. A put that found the pool full is tried once more after this time."""
 
 _SILENT = -800
 """Mooncake's code for a transfer that failed."""
 LATE = -9001
-"""Our own code for a key that was not begun because its deadline had passed; `status_of` calls it a time-out."""
+"""Our own code for a key that was not begun because the deadline had passed; `status_of` turns it into a time-out."""
 
 
 class BulkClient(Protocol):
-    """What is used of a Mooncake client; negative ints are codes, nothing is raised."""
+    """The methods of a Mooncake client that are used here. Negative ints are codes; nothing is raised."""
 
     def batch_is_exist(self, keys: list[str]) -> list[int]: ...
     def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]: ...
@@ -65,7 +65,7 @@ class BulkClient(Protocol):
 
 
 def keys_per_step(settings: TransferSettings) -> int:
-    """How many objects a silent peer fails one after the other within the longer of `get_ms` and `put_ms`."""
+    """Returns how many objects a silent peer fails, one after the other, within the longer of `get_ms` and `put_ms`."""
     patience = min(_ENDS_WITHIN_S, max(settings.timeouts.get_ms, settings.timeouts.put_ms) / 1000)
     stall = _variable("MC_TCP_PROGRESS_TIMEOUT_SEC", stall_seconds(settings))
     rounds = max(1, int(patience / (stall + _ROUND_EXTRA_S)))
@@ -73,13 +73,13 @@ def keys_per_step(settings: TransferSettings) -> int:
 
 
 def _variable(name: str, usual: int) -> int:
-    """A variable of Mooncake's that a user may have set; Mooncake takes what is no number above 0 for its own default."""
+    """Returns a number from one of Mooncake's variables. For a value that is not a number above 0, Mooncake uses its own default."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() and int(text) else usual
 
 
 class Watch:
-    """Whether Mooncake can have given up a transfer since this was made. It asks the wall clock, which can be set."""
+    """Tells whether Mooncake may have given up a transfer since this was made. Mooncake goes by the wall clock, which can be set."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Watch:
 
 
 class Bulk:
-    """The transfers of one client. Blocking; the caller brings the thread. Codes are Mooncake's, or `LATE`."""
+    """The transfers of one client. They block the calling thread. Codes are Mooncake's, or `LATE`."""
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class Bulk:
         self._forfeit = forfeit
         self._watch = watch
         self._shared = settings.client == "host"
-        """A `mooncake_client` does the transfers. It gives no more than codes, and `HostClient` deals with its own cap, which
-        is earlier than Mooncake's: all keys are one step, no session reports other writers, no peer is known."""
+        """Whether a `mooncake_client` does the transfers. It returns nothing but codes, and `HostClient` deals with its time
+        limit, which is shorter than Mooncake's. So all keys are one step, no session reports other writers, no peer is known."""
         self._step = 0 if self._shared else keys_per_step(settings)
         self._stall_s = stall_seconds(settings)
         self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
@@ -146,10 +146,10 @@ class Bulk:
         return codes
 
     def suspect_slow_peers(self) -> None:
-        """A reader's deadline passed: do not ask those again for now whose objects are still being read, and began to be read
-        longer ago than a peer may stand still.
+        """To be called when a reader's deadline passed: marks peers as silent whose objects are still being read, if that read
+        began longer ago than a peer may stall.
 
-        Mooncake waits a minute, for each key, for a peer with which this process has never spoken; the codes come that late.
+        For a peer with which this process has never spoken, Mooncake waits a minute for each key, and its codes come that late.
         """
         if self._shared:
             return
@@ -171,7 +171,7 @@ class Bulk:
         return codes
 
     def _guarded(self, slots: Sequence[Slot], transfer: Callable[[], list[int]]) -> list[int]:
-        """The codes of a transfer from or to `slots`, which are forfeited if it may go on after it returned."""
+        """Returns the codes of a transfer from or to `slots`, and forfeits the slots if the transfer may go on after it returned."""
         watch = self._watch()
         codes = transfer()
         if any(status_of(code) is Status.TRANSFER_FAILED for code in codes) and watch.may_have_given_up():
@@ -206,8 +206,8 @@ class Bulk:
         return self._guarded(slots, lambda: self._put_in_session(keys, addresses, sizes, config))
 
     def _put_in_session(self, keys: list[str], addresses: list[int], sizes: list[int], config: Any) -> list[int]:
-        """What `batch_put_from` does, and costs, but that it answers 0 for a key that another writer has begun and may never
-        end. A session reports such keys, and those that are there."""
+        """Does what `batch_put_from` does, at the same cost. But `batch_put_from` answers 0 for a key that another writer has begun
+        and may never end. A session reports such keys, and keys that exist already."""
         codes = self._client.batch_put_session_start(keys, sizes, config)
         ours = [index for index, code in enumerate(codes) if code == 0]
         if ours:
@@ -235,7 +235,7 @@ class Bulk:
     # --- peers ---------------------------------------------------------------------------------------------------
 
     def _from_others_than_silent_peers(self, keys: list[str]) -> list[int]:
-        """The indices of the keys that are worth reading."""
+        """Returns the indices of the keys that are worth reading."""
         if not self.peers.any_silent:
             return list(range(len(keys)))
         where, now = self._where(keys), time.monotonic()
@@ -264,7 +264,7 @@ class Bulk:
             log.warning("peer %s does not deliver: its objects are misses until it does", peer)
 
     def _where(self, keys: list[str]) -> dict[str, frozenset[str]]:
-        """The peers that hold each object in memory; a key is left out where nobody knows."""
+        """Returns the peers that hold each object in memory. Keys whose peers are unknown are left out."""
         return {
             key: frozenset(
                 replica.get_memory_descriptor().buffer_descriptor.transport_endpoint

@@ -1,13 +1,13 @@
 """Blocking calls on a bounded set of threads, waited for with a deadline.
 
-A call into Mooncake cannot be cancelled. The caller therefore waits on its own clock, and what the call was given
-(staging slots) is let go of by `on_end`, which runs exactly once, when nothing can touch it any more:
+A call into Mooncake cannot be cancelled. The caller therefore waits on its own clock, and `on_end` lets go of what the call was given
+(staging slots). It runs exactly once, when nothing can touch it any more:
 
-1. after the call returned, if a thread has taken it up;
+1. after the call returned, if a thread has begun it;
 2. at once, if it could not be queued;
 3. as soon as its deadline has passed, or nobody waits for it any more (`abandon`), if it is still queued then.
 
-Whether a call is taken up or let go of is decided by one lock that only one side gets.
+One lock, which only one side gets, decides whether a call is begun or dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 _LOOK_S = 0.15
-"""How often a waiter looks whether its call is queued behind one that is late."""
+"""How often a waiter checks whether its call is queued behind one that is late."""
 
 T = TypeVar("T")
 
@@ -42,28 +42,28 @@ class Call(Generic[T]):
         self._value: T | None = None
         self._error: BaseException | None = None
         self._taken = threading.Lock()
-        """Held from the moment when it is decided what becomes of the call."""
+        """Held once it is decided whether the call is begun or dropped."""
         self._done = threading.Lock()
         self._done.acquire()
         self.deadline = deadline
         self.started = False
-        """Whether a thread has taken it up; it never will if the deadline passed first."""
+        """Whether a thread has begun it; none ever does if the deadline passed first."""
 
     def outcome(self, otherwise: T) -> T:
-        """What the call returned, or `otherwise` if it has not by the deadline. Raises what the call raised."""
+        """Returns what the call returned, or `otherwise` if the call has not ended by the deadline. Raises what the call raised."""
         while not self._done.acquire(timeout=max(0.0, min(_LOOK_S, self.deadline - time.monotonic()))):
             if time.monotonic() >= self.deadline:
                 self.abandon()
                 return otherwise
             if not self.started:
                 self._threads.relieve()
-        self._done.release()  # so that a second look finds it, too
+        self._done.release()  # so that a second caller finds it, too
         if self._error is not None:
             raise self._error
         return otherwise if self._value is None else self._value
 
     def abandon(self) -> None:
-        """Nobody waits for it any more: a call that is still queued lets go of what it was given. Idempotent."""
+        """To be called when nobody waits for it any more: a call that is still queued lets go of what it was given. Idempotent."""
         if self._taken.acquire(blocking=False):
             self._drop()
 
@@ -75,10 +75,10 @@ class Call(Generic[T]):
             if time.monotonic() < self.deadline:
                 self.started = True
                 self._value = function()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
             self._error = error
         finally:
-            # the slots first: who wakes up may lease again at once
+            # the slots first: a thread that wakes up may lease again at once
             self._on_end()
             self._done.release()
 
@@ -89,8 +89,8 @@ class Call(Generic[T]):
 
 
 class CallThreads:
-    """`count` daemon threads that run calls in the order of submission; at most `limit` are queued or running,
-    those included that were let go of and that no thread has passed yet.
+    """`count` daemon threads that run calls in the order of submission. At most `limit` calls are queued or running, including
+    dropped ones that are still in the queue.
 
     A thread whose call has outlived its deadline is *late*. Up to `spare` further threads take the place of late ones, so
     that a peer that hangs does not hold up calls to others; they end when the late calls do.
@@ -115,8 +115,8 @@ class CallThreads:
     def submit(
         self, function: Callable[[], T], deadline: float, on_end: Callable[[], None] = _nothing
     ) -> Call[T] | None:
-        """Queue a call. None, with `on_end` already run, if it could not start in time: every thread, spare ones too, is
-        late, or `limit` calls are ahead."""
+        """Queue a call. Returns None, with `on_end` already run, if it could not start in time: every thread, spare ones too,
+        is late, or `limit` calls are ahead."""
         call = Call(self, function, deadline, on_end)
         with self._lock:
             self._relieve()
@@ -131,7 +131,7 @@ class CallThreads:
 
     @property
     def late(self) -> int:
-        """Threads that are held by a call that has outlived its deadline."""
+        """How many threads run a call that has outlived its deadline."""
         with self._lock:
             return self._late()
 
@@ -141,7 +141,7 @@ class CallThreads:
             self._relieve()
 
     def close(self, timeout: float) -> bool:
-        """Refuse new calls and wait for those accepted. False if some still run after `timeout` seconds."""
+        """Refuse new calls and wait for those accepted. Returns False if some still run after `timeout` seconds."""
         with self._lock:
             first, self._closed = not self._closed, True
             threads = list(self._threads)
@@ -172,7 +172,7 @@ class CallThreads:
         thread.start()
 
     def _is_superfluous(self) -> bool:
-        """Whether the calling thread, which just ended a call, can go: the late calls have ended."""
+        """Whether the calling thread, which just finished a call, is not needed any more because late calls have ended."""
         return not self._closed and len(self._threads) > self._count + self._late()
 
     # --- on the threads -------------------------------------------------------------------------------------------

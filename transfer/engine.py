@@ -1,7 +1,7 @@
 """TransferEngine: one process reads and writes the registered memory of another, without keys, leases or a master.
 
-What the store's transfers are made of. Whoever uses it brings addresses and liveness itself: a peer that is started again has another
-address, and nothing here tells that it died but the transfers that fail.
+This is what the store's transfers are made of. Its user brings addresses and liveness: a peer that is started again has another
+address, and failing transfers are the only sign here that a peer died.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class DirectEngine:
     """An engine of this process. Thread-safe. A call that outlives its deadline is abandoned; its slots are held until it returns."""
 
     def __init__(self, settings: TransferSettings, host: str) -> None:
-        """`host`: the address that peers reach this process at. TransferError if Mooncake refuses; MissingLibraryError."""
+        """`host`: the address at which peers reach this process. Raises TransferError if Mooncake refuses, and MissingLibraryError."""
         prepare(settings)
-        load_mooncake()  # tells what is missing, where something is
+        load_mooncake()  # raises if a library is missing
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
@@ -40,20 +40,20 @@ class DirectEngine:
         if code != 0:
             raise TransferError(f"TransferEngine on {host} over {settings.protocol}: initialize() answered {code}")
         self.address = f"{host}:{self._engine.get_rpc_port()}"
-        """What peers have to be told; another one after each start."""
+        """The address that peers need; a new one after each start."""
         self._threads = CallThreads("mooncake-engine", settings.threads)
         self._registered: list[int] = []
         variable = os.environ.get("MC_TRANSFER_TIMEOUT", "")
         self._gives_up_after_s = int(variable) if variable.isdecimal() else engine_timeout_seconds(settings)
 
     def register(self, address: int, nbytes: int) -> None:
-        """Let peers read and write this memory, which must stay mapped until `close`. TransferError if Mooncake refuses."""
+        """Let peers read and write this memory, which must stay mapped until `close`. Raises TransferError if Mooncake refuses."""
         code = self.register_buffer(address, nbytes)
         if code != 0:
             raise TransferError(f"TransferEngine {self.address} refused to register {nbytes} bytes ({code})")
 
     def register_buffer(self, address: int, size: int) -> int:
-        """As `register`, but for the code that it answers with."""
+        """As `register`, but returns Mooncake's code."""
         code = int(self._engine.register_memory(address, size))
         if code == 0:
             self._registered.append(address)
@@ -68,7 +68,7 @@ class DirectEngine:
         return self._batch(self._engine.batch_transfer_sync_read, peer, slots, remote, timeout)
 
     def close(self, timeout: float) -> bool:
-        """Wait for the calls under way, then take the memory back. False if some still run after `timeout` seconds."""
+        """Wait for the calls under way, then take the memory back. Returns False if some still run after `timeout` seconds."""
         ended = self._threads.close(timeout)
         while ended and self._registered:
             self._engine.unregister_memory(self._registered.pop())
@@ -86,7 +86,7 @@ class DirectEngine:
         def transfer() -> list[int]:
             watch = Watch(self._gives_up_after_s)
             code = function(peer, [slot.address for slot in held], addresses, [slot.size for slot in held])
-            if code != 0 and watch.may_have_given_up():  # it returns, and the transfer goes on
+            if code != 0 and watch.may_have_given_up():  # it returned, and the transfer goes on
                 for slot in held:
                     slot.forfeit(self)
             return [code]

@@ -15,7 +15,7 @@ MAX_TRANSFERS = 1000
 
 
 def split_master(master: str) -> tuple[str, str | None]:
-    """Mooncake's own form of a master's address, and the election's name: `etcd://host:port;host:port/NAME` has one."""
+    """Splits a master's address into Mooncake's own form and the election's name, which `etcd://host:port;host:port/NAME` has."""
     if not master.startswith("etcd://"):
         return master, None
     endpoints, _, name = master.removeprefix("etcd://").partition("/")
@@ -28,12 +28,12 @@ def stall_seconds(settings: TransferSettings) -> int:
 
 
 def engine_timeout_seconds(settings: TransferSettings) -> int:
-    """After how long a TransferEngine that is used directly gives a transfer up; Mooncake takes no less than 5 s."""
+    """After how many seconds a TransferEngine that is used directly gives a transfer up; Mooncake takes no less than 5 s."""
     return max(5, max(settings.timeouts.get_ms, settings.timeouts.put_ms) // 1000)
 
 
 def client_variables(settings: TransferSettings, election: str | None = None) -> dict[str, str]:
-    """What `prepare` sets, by name."""
+    """The variables that `prepare` sets, by name."""
     stall = str(stall_seconds(settings))
     return {
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # 20 by default: 90 s in setup() while the master is away
@@ -55,7 +55,7 @@ def host_environment(settings: TransferSettings, election: str | None = None) ->
 
     It allocates its segment with malloc and does not touch it; the first writer of each page would pay for the fault.
     With `prefault`, glibc is asked for huge pages, and to fill what it allocates: that happens before the segment is
-    mounted. `election`: as of `split_master`.
+    mounted. `election`: see `split_master`.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if settings.prefault:
@@ -64,6 +64,6 @@ def host_environment(settings: TransferSettings, election: str | None = None) ->
 
 
 def prepare(settings: TransferSettings, election: str | None = None) -> None:
-    """Set what is not set yet. `election`: as of `split_master`."""
+    """Sets the variables that are not set yet. `election`: see `split_master`."""
     for name, value in client_variables(settings, election).items():
         os.environ.setdefault(name, value)

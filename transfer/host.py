@@ -4,14 +4,14 @@ Mooncake calls it a dummy client: a process that has no segment and no transfer 
 and does its calls for it. What a dummy client does not do by itself (docs/mooncake.md, "Sharing a host's client"):
 
 1. A `mooncake_client` that was restarted quickly, or that did not hear of this process for ten seconds, has forgotten the
-   memory, and each transfer is refused from then on, although pings go on. Such a refusal is looked into with a probe.
+   memory, and each transfer is refused from then on, although pings go on. A probe finds out whether a refusal means that.
 2. A call comes back as failed after 30 s, while a `mooncake_client` that was only stopped goes on with it later, and
-   writes to memory that would be somebody else's by then.
+   writes to memory that may belong to another call by then.
 
 Both end the *connection*: it is abandoned with its memory, which is never handed out again, and the store opens anew.
 
 3. `setup_dummy` and `close` hold the GIL until `mooncake_client` answers, up to 30 s, or for 4 s where there is none:
-   nothing of this process would run meanwhile. So neither is called before a look at whether it is there and not stopped.
+   nothing of this process would run meanwhile. So neither is called before a check that it is there and not stopped.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 WAITS_FOR = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""`mooncake_client` waits for these on a thread, and unmounts its segment when one comes. It blocks them too late for the
-threads that its libraries start before `main`, one of which the signal then kills the process through; so it has to be
+"""`mooncake_client` waits for these signals on a thread, and unmounts its segment when one comes. It blocks them too late for the
+threads that its libraries start before `main`; a signal that reaches one of those kills the process. So it has to be
 started with these blocked."""
 
 _GIVES_UP_AFTER_S = 30.0
@@ -63,7 +63,7 @@ def runs(address: str) -> bool:
             probe.connect(f"\0@mooncake_client_{address.rpartition(':')[2]}.sock")
             pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-        except OSError:  # gone, or of another process namespace: then calls fail at once, or nobody can tell
+        except OSError:  # gone: calls fail at once. Or in another process namespace: nobody can tell
             return True
     return state not in b"Tt"
 
@@ -78,9 +78,9 @@ class _Connection:
 
 
 class HostClient:
-    """Speaks to the `mooncake_client` at `address`. Calls and codes as of a full client; thread-safe after `setup`.
+    """Speaks to the `mooncake_client` at `address`. Calls and codes are those of a full client. Thread-safe after `setup`.
 
-    `on_lost` is called, on the thread of the call that found out, when the registered memory must not be used again;
+    `on_lost` is called, on the thread of the call that noticed, when the registered memory must not be used again;
     `setup` then connects anew.
     """
 
@@ -124,12 +124,12 @@ class HostClient:
         return self._address
 
     def alloc_from_mem_pool(self, size: int) -> int:
-        """The address of `size` bytes that can be shared with `mooncake_client`; 0 if there are none."""
+        """The address of `size` bytes that can be shared with `mooncake_client`; 0 if there is no such memory."""
         with self._calling() as connection:
             return int(connection.client.alloc_from_mem_pool(size)) if connection else 0
 
     def register_buffer(self, address: int, size: int) -> int:
-        """Share memory of `alloc_from_mem_pool`; negative for any other."""
+        """Share memory that `alloc_from_mem_pool` returned; a negative code for any other."""
         with self._calling() as connection:
             if connection is None:
                 return _UNREACHABLE
@@ -139,7 +139,7 @@ class HostClient:
             return code
 
     def unregister_buffer(self, address: int) -> int:
-        """Share it no more. Refused while `mooncake_client` is stopped."""
+        """Stop sharing it. Refused while `mooncake_client` is stopped."""
         if not runs(self._address):
             return _UNREACHABLE
         with self._calling() as connection:
@@ -175,7 +175,7 @@ class HostClient:
             return list(connection.client.batch_remove(keys, force)) if connection else [_UNREACHABLE] * len(keys)
 
     def get_replica_desc(self, key: str) -> list[Any]:
-        """Nothing: a dummy client cannot be told where bytes lie."""
+        """Always empty: a dummy client is not told where bytes lie."""
         return []
 
     def lose(self, why: str) -> None:
@@ -189,7 +189,7 @@ class HostClient:
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[_Connection | None]:
-        """The present connection, not closed before the block ends; None where there is none."""
+        """The present connection, which is not closed before the block ends; None if there is none."""
         with self._lock:
             connection = self._now
             if connection is not None:
@@ -215,7 +215,7 @@ class HostClient:
             return codes
 
     def _forgotten(self, connection: _Connection) -> bool:
-        """Whether `mooncake_client` refuses the memory itself, and not what was asked of it."""
+        """Whether `mooncake_client` refuses the memory itself, and not only this call."""
         key = f"pdc1/probe/{uuid.uuid4().hex}"
         refused: bool = connection.client.put_from(key, connection.region, 64) == _REFUSED
         if not refused:
@@ -233,7 +233,7 @@ class HostClient:
         self._on_lost()
 
     def _close_abandoned(self) -> None:
-        """Close what no call is inside of any more; closing beside one would be use after free."""
+        """Close abandoned connections that no call is using any more. Closing one during a call would be use after free."""
         with self._lock:
             idle = [connection for connection in self._abandoned if not connection.calls]
             self._abandoned = [connection for connection in self._abandoned if connection.calls]

@@ -8,10 +8,10 @@ from typing import Any
 
 
 class Condition(threading.Condition):
-    """As `threading.Condition`, for those that a user's thread waits at.
+    """Like `threading.Condition`, for conditions on which a user's thread may wait.
 
-    Its `with` is the lock's own, in C, which Python never interrupts half-way. `threading.Condition` has one in Python: a
-    KeyboardInterrupt that arrives in it leaves the lock taken, and every other thread waits for it for ever.
+    Its `with` block uses the lock's own methods, in C, which Python never interrupts half-way. Those of `threading.Condition` are
+    written in Python: a KeyboardInterrupt that arrives in one leaves the lock taken, and every other thread waits for it for ever.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Which peers of the pool deliver: a breaker for each node that holds objects, a pure state machine with its clock passed in.
 
-The pool is its master; a peer is a node with a segment. One that hangs costs each call to it a stall of seconds, and says
-nothing about the others.
+The pool is its master; a peer is a node with a segment. Each call to a peer that hangs stalls for seconds, which says nothing about
+other peers.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import threading
 from collections.abc import Collection
 
 TRIAL_S = 65.0
-"""Mooncake waits a minute for a peer with which this process has never spoken."""
+"""How long one trial may take: Mooncake waits a minute for a peer with which this process has never spoken."""
 _MOST = 4096
-"""Peers that are remembered as silent; beyond that the oldest are forgotten, and tried again."""
+"""How many peers are remembered as silent. Beyond that the oldest are forgotten, and tried again."""
 
 
 class Peers:
-    """Peers that did not deliver when they were last asked, and when to ask each again. Thread-safe."""
+    """Remembers the peers that did not deliver when they were last asked, and when to ask each again. Thread-safe."""
 
     def __init__(self, retry_s: float, longest_s: float = 30.0) -> None:
         """A silent peer is tried again after `retry_s` seconds, then after twice as long each time, up to `longest_s`."""
@@ -24,23 +24,23 @@ class Peers:
         self._longest_s = longest_s
         self._lock = threading.Lock()
         self._silent: dict[str, tuple[float, float]] = {}
-        """When to try each again, and the pause before that."""
+        """For each silent peer, when to try it again and the pause before that."""
         self._trial_ends = 0.0
-        """Until when a trial is under way that nobody has reported on."""
+        """When to stop waiting for the outcome of the trial under way; 0 after a report."""
 
     @property
     def any_silent(self) -> bool:
-        """Whether it matters where an object lies."""
+        """Whether any peer is silent, so that it matters where an object lies."""
         return bool(self._silent)
 
     def delivered(self, peer: str) -> bool:
-        """Note that a peer answered. True if it was silent before."""
+        """Note that a peer answered. Returns True if it was silent before."""
         with self._lock:
             self._trial_ends = 0.0
             return self._silent.pop(peer, None) is not None
 
     def failed(self, peer: str, now: float) -> bool:
-        """Note that a peer did not answer. True if it answered before."""
+        """Note that a peer did not answer. Returns True if it answered before."""
         with self._lock:
             self._trial_ends = 0.0
             known = self._silent.pop(peer, None)
@@ -51,9 +51,9 @@ class Peers:
             return known is None
 
     def may_ask(self, peers: Collection[str], now: float) -> bool:
-        """Whether to read an object that lies at all of `peers`: one of them is not silent, or it is time to try one again.
+        """Whether to read an object that has copies at `peers`: one of them is not silent, or it is time to try one again.
 
-        There is one trial at a time, of all peers: it may hold its thread for as long as `TRIAL_S`.
+        Only one trial of any peer is under way at a time, because it may hold its thread for as long as `TRIAL_S`.
         """
         with self._lock:
             if not peers or any(peer not in self._silent for peer in peers):

@@ -1,9 +1,9 @@
 """Registered buffers between the paged cache and the network, leased and given back.
 
-A slot is reference counted: its holder has one reference, and so has every call in flight that Mooncake was given its
-address for. A caller whose deadline passes lets go of its own reference at once; the slot is *quarantined* by the call's
-reference until the call returns, and is never handed out before. Where a call returned and its transfer may go on all the
-same, the slot is *forfeited*: its memory is never handed out again.
+A slot is reference counted: its holder has one reference, and so has every call in flight that was given the slot's address. A
+caller whose deadline passes lets go of its own reference at once. The call's reference keeps the slot *quarantined*: it is not
+handed out again before the call returns. If a call returned although its transfer may go on, the slot is *forfeited*: its memory
+is never handed out again.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ log = logging.getLogger(__name__)
 
 _PAGE = 4096
 _NO_MEMORY = -600
-"""The return code that stands for shared memory which could not be had."""
+"""Our return code for shared memory that could not be allocated."""
 _MADV_DONTNEED = 4
 _MADV_REMOVE = 9
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later; older kernels answer EINVAL
 
 Pin = Callable[[int, int], Callable[[], None]]
-"""Page-locks `(address, bytes)` for a GPU and returns what undoes it; `pd_cache.paged.cuda` has the one for CUDA."""
+"""Page-locks `(address, bytes)` for a GPU and returns a function that undoes it; see `pd_cache.paged.cuda` for CUDA's."""
 
 
 def prefault(address: int, nbytes: int) -> float | None:
     """Make the pages of `[address, address + nbytes)` resident and writable, keeping their contents.
 
-    Returns the seconds it took, or None where the kernel cannot do it. The range must be mapped.
+    Returns the seconds it took, or None if the kernel cannot do it. The range must be mapped.
     """
     start = time.perf_counter()
-    _madvise(address, nbytes, _MADV_HUGEPAGE)  # refused where huge pages are off: then small ones are populated
+    _madvise(address, nbytes, _MADV_HUGEPAGE)  # refused if huge pages are off: then small ones are populated
     if _madvise(address, nbytes, _MADV_POPULATE_WRITE) != 0:
         log.info("prefault of %d bytes refused by the kernel (errno %d)", nbytes, ctypes.get_errno())
         return None
@@ -54,20 +54,20 @@ def _madvise(address: int, nbytes: int, advice: int) -> int:
 
 
 class Memory(Protocol):
-    """What takes memory for transfers; negative ints are codes."""
+    """Registers memory for transfers; negative ints are codes."""
 
     def register_buffer(self, address: int, size: int) -> int: ...
 
 
 class Registrar(Memory, Protocol):
-    """What staging memory needs of a Mooncake client; negative ints are codes."""
+    """The methods of a Mooncake client that staging memory needs; negative ints are codes."""
 
     def unregister_buffer(self, address: int) -> int: ...
     def alloc_from_mem_pool(self, size: int) -> int: ...
 
 
 class _Place(NamedTuple):
-    """Where a slot lies: `pages` are whole pages that begin at `address`."""
+    """Where a slot lies: `pages` is a view of whole pages that begin at `address`."""
 
     address: int
     pages: memoryview
@@ -76,14 +76,14 @@ class _Place(NamedTuple):
 class Slot:
     """A leased piece of staging memory of `size` bytes at `address`; `view` is the same bytes, writable.
 
-    `pages` are the whole pages that begin with them. A slot that is forgotten without `release`, as when its holder is
-    interrupted, goes back to its pool when nothing refers to this object any more; calls in flight do refer to it.
+    `pages` are the whole pages that begin there. A slot that is forgotten without `release`, for example because its holder is
+    interrupted, goes back to its pool when nothing refers to this object any more. Calls in flight do refer to it.
     """
 
     __slots__ = ("__weakref__", "_pool", "_references", "address", "pages", "size", "view")
 
     def __init__(self, pool: StagingPool, place: _Place) -> None:
-        """With one reference."""
+        """A new slot has one reference."""
         self._pool = pool
         self._references = 1
         self.address = place.address
@@ -100,7 +100,7 @@ class Slot:
         self._pool._release(self)
 
     def forfeit(self, client: Memory) -> None:
-        """As `StagingPool.forfeit`, for this slot."""
+        """Does `StagingPool.forfeit` for this slot."""
         self._pool.forfeit([self], client)
 
 
@@ -110,9 +110,9 @@ class StagingPool:
     def __init__(
         self, size: int, slot_bytes: int, *, prefaulted: bool = True, pin: Pin | None = None, headroom: int = 0
     ) -> None:
-        """Map `size` bytes. `headroom`: slots that a lease which does not wait leaves to those that do.
+        """Map `size` bytes. `headroom`: how many slots a lease that does not wait leaves to those that do.
 
-        ValueError where not even one slot fits.
+        Raises ValueError if not even one slot fits.
         """
         self._lay_out(size, slot_bytes, pin, headroom)
         self._prefaulted = prefaulted
@@ -130,25 +130,25 @@ class StagingPool:
             raise ValueError(f"it holds no slot of {slot_bytes} bytes; make it at least {stride}")
         self.slot_bytes = slot_bytes
         self.slots = count
-        """How many there are, leased or free."""
+        """The number of slots, leased or free."""
         self.headroom = min(headroom, count - 1)
         self.nbytes = count * stride
         self.address = 0
         self.forfeited_bytes = 0
-        """Memory that was given up because a transfer may still write to it."""
+        """Bytes of memory that were given up because a transfer may still write to it."""
         self._pin = pin
         self._unpins: list[Callable[[], None]] = []
         self._places: dict[int, _Place] = {}
-        """All there are, by address."""
+        """All slots, by address."""
         self._free: dict[int, _Place] = {}
-        """Those that are not leased; the one that was used last is the last."""
+        """Slots that are not leased; the one used most recently comes last."""
         self._leased: dict[int, weakref.ref[Slot]] = {}
-        """The slot that each of the others was last leased as."""
+        """For each other slot, the object that it was last leased as."""
         self._changed = Condition()
         self._closed = False
 
     def _map(self, count: int) -> tuple[int, memoryview]:
-        """New memory for `count` slots: its address, and the memory itself."""
+        """Returns new memory for `count` slots: its address, and the memory itself."""
         nbytes = count * self.stride_of(self.slot_bytes)
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -177,7 +177,7 @@ class StagingPool:
         }
 
     def register_with(self, client: Registrar) -> int:
-        """Make the memory known to a Mooncake client; its return code."""
+        """Make the memory known to a Mooncake client. Returns the client's code."""
         return client.register_buffer(self.address, self.nbytes)
 
     def unregister_from(self, client: Registrar) -> None:
@@ -189,16 +189,16 @@ class StagingPool:
 
     @property
     def in_use(self) -> int:
-        """Slots that are leased or quarantined."""
+        """The number of slots that are leased or quarantined."""
         with self._changed:
             self._collect()
             return len(self._places) - len(self._free)
 
     def lease(self, deadline: float) -> Slot | None:
-        """A slot with one reference, waiting for one until `deadline` (of `time.monotonic()`); None if none came.
+        """Returns a slot with one reference, after waiting for one until `deadline` (`time.monotonic()`) at most; None if none came free.
 
-        One whose deadline has passed does not wait, and leaves the last `headroom` slots to those that do: what reads ahead
-        can never take all there is. None at once while there is no memory (`SharedStagingPool`).
+        A lease whose deadline has passed does not wait, and leaves the last `headroom` slots to those that wait, so that reading ahead
+        never takes all slots. Returns None at once while there is no memory (`SharedStagingPool`).
         """
         headroom = self.headroom if deadline <= time.monotonic() else 0
         with self._changed:
@@ -219,14 +219,14 @@ class StagingPool:
             return slot
 
     def try_lease(self) -> Slot | None:
-        """A slot if one is free now, beyond the headroom."""
+        """Returns a slot if one is free now, beyond the headroom."""
         return self.lease(0.0)
 
     def forfeit(self, slots: Sequence[Slot], client: Memory) -> None:
-        """Never hand out the memory of these leased slots again: a transfer that was given up may still use it.
+        """Never hand out the memory of these leased slots again, because a transfer that was given up may still use it.
 
-        Other memory takes its place, as long as what was given up is less than `_FORFEITS` times all of it; after that the
-        pool shrinks. What lies in the slots stays valid until they are released.
+        Other memory takes its place, as long as less than `_FORFEITS` times the pool's size was given up; after that the pool
+        shrinks. The contents of the slots stay valid until they are released.
         """
         with self._changed:
             lost = [slot for slot in slots if slot.address in self._places]
@@ -271,13 +271,13 @@ class StagingPool:
             self._unpins.pop()()
 
     def _holder(self, address: int) -> Slot | None:
-        """The slot that the memory at `address` is leased as; None if nothing refers to it any more."""
+        """Returns the slot that the memory at `address` is leased as; None if nothing refers to it any more."""
         reference = self._leased.get(address)
         slot = None if reference is None else reference()
         return slot if slot is not None and slot._references else None
 
     def _collect(self) -> None:
-        """Take back what is neither free nor leased: slots that were forgotten. Called with the lock held."""
+        """Take back slots that are neither free nor leased, because they were forgotten. Called with the lock held."""
         if len(self._free) < len(self._places):
             for address in [address for address in self._places if address not in self._free]:
                 if self._holder(address) is None:
@@ -302,13 +302,13 @@ class StagingPool:
                 self._dismissed(slot)
 
     def _returned(self, address: int) -> None:
-        """Nothing refers to a slot of ours any more. Called with the lock held."""
+        """Called, with the lock held, when nothing refers to a slot of ours any more."""
         self._free[address] = self._places[address]
         self._leased.pop(address, None)
         self._changed.notify()
 
     def _dismissed(self, slot: Slot) -> None:
-        """Nothing refers to a slot any more that was taken from us. Called with the lock held."""
+        """Called, with the lock held, when nothing refers any more to a slot whose memory the pool has given up."""
         if self._pin is None:  # nobody needs its bytes any more, and a late write may have its address
             _madvise(slot.address, len(slot.pages), _MADV_DONTNEED)
 
@@ -316,31 +316,31 @@ class StagingPool:
 _forfeited: list[memoryview] = []
 """Memory that a transfer may still use: its addresses stay mapped until the process ends."""
 _FORFEITS = 8
-"""How many times its own size a pool may forfeit and replace. That takes addresses, not memory: the pages are given back."""
+"""How many times its own size a pool may forfeit and replace. This costs addresses, not memory: the pages are given back."""
 _FORGOTTEN_S = 0.25
-"""How long a waiting lease may take to notice a slot that was forgotten."""
+"""After how long, at most, a waiting lease notices a slot that was forgotten."""
 
 
 class SharedStagingPool(StagingPool):
-    """Slots in memory that a host's `mooncake_client` maps, too: it comes from a dummy client, once that is connected.
+    """Slots in memory that a host's `mooncake_client` maps, too. A dummy client provides the memory once it is connected.
 
     Until then, and after `retire`, nothing can be leased.
     """
 
     def __init__(self, size: int, slot_bytes: int, *, pin: Pin | None = None, headroom: int = 0) -> None:
-        """Nothing is mapped yet. `headroom`: as of `StagingPool`. ValueError where not even one slot fits."""
+        """Nothing is mapped yet. `headroom`: see `StagingPool`. Raises ValueError if not even one slot fits."""
         self._lay_out(size, slot_bytes, pin, headroom)
         self._retired: list[int] = []
         self._retired_slots: list[weakref.ref[Slot]] = []
-        """What was leased of retired memory when it was retired."""
+        """The slots that were leased when their memory was retired."""
         self._let_go = False
-        """Whether the `mooncake_client` has let go of the retired memory: it may carry out a late write of it till then."""
+        """Whether the `mooncake_client` has let go of the retired memory: it may carry out a late write to it until then."""
         self._reusable = False
 
     def register_with(self, client: Registrar) -> int:
-        """Take memory that `client` shares with its `mooncake_client`, and cut it into slots; a return code.
+        """Take memory that `client` shares with its `mooncake_client`, and cut it into slots. Returns a code.
 
-        Its earlier connections are closed: nobody else uses memory that was retired.
+        The client's earlier connections are closed, so nobody else uses retired memory.
         """
         with self._changed:
             self._let_go = True
@@ -368,7 +368,7 @@ class SharedStagingPool(StagingPool):
         self._reusable = bool(address) and client.unregister_buffer(address) == 0
 
     def retire(self) -> None:
-        """Never hand out the present memory again: somebody may still write to it. Leased slots stay readable."""
+        """Never hand out the present memory again: a transfer may still write to it. Leased slots stay readable."""
         with self._changed:
             if self.address:
                 self._retired.append(self.address)
@@ -395,7 +395,7 @@ class SharedStagingPool(StagingPool):
             _spare.setdefault(self.nbytes, []).append(address)
 
     def _discard_retired(self) -> None:
-        """Only the address range of retired memory stays: Mooncake has no call that frees it."""
+        """Give back the pages of retired memory. Its address range stays: Mooncake has no call that frees it."""
         self._retired_slots = [
             reference for reference in self._retired_slots if (slot := reference()) is not None and slot._references
         ]

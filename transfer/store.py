@@ -7,8 +7,8 @@ each call blocks for seconds, with a stopped peer for a minute. Here
 2. calls run on a bounded set of threads and the caller waits until its own deadline, no longer;
 3. staging memory that an abandoned call may still touch stays quarantined until that call returns, and is never used again
    where the call returned before its transfers ended (`transfer.bulk`);
-4. a circuit breaker answers at once while the master is down, and one probe per interval finds it back; peers that do not
-   deliver have breakers of their own (`transfer.peers`);
+4. a circuit breaker lets calls return at once while the master is down, and one probe per interval checks whether it is back; peers
+   that do not deliver have breakers of their own (`transfer.peers`);
 5. a store whose master (or, as a `host` client, whose `mooncake_client`) is not there yet opens by itself when it comes;
 6. in a forked child, where none of its threads runs and Mooncake would hang or crash, it is closed.
 """
@@ -53,7 +53,7 @@ SYSTEM_PACKAGES = {
 _EXISTS = {1: Status.OK, 0: Status.MISSING}
 
 _HEADROOM = 4
-"""One slot in so many is left to those that wait for one: see `StagingPool.lease`."""
+"""One in this many slots is left to leases that wait: see `StagingPool.lease`."""
 
 _undrained: list[object] = []
 """Clients that could not be closed, with the memory that they may still write to."""
@@ -63,7 +63,7 @@ _stores: weakref.WeakSet[MooncakeStore] = weakref.WeakSet()
 
 
 def _outlive_the_child() -> None:
-    """In a forked child: the destructor of a client would wait for threads that are not here, so it must never run."""
+    """In a forked child, a client's destructor would wait for threads that do not exist there, so it must never run."""
     for store in _stores:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(store._client))
 
@@ -79,7 +79,7 @@ class GetResult(NamedTuple):
 
 
 class _Client(BulkClient, Protocol):
-    """What we use of `mooncake.store.MooncakeDistributedStore`, or of what stands in for it (`HostClient`); negative ints
+    """The methods we use of `mooncake.store.MooncakeDistributedStore`, or of `HostClient` in its place; negative ints
     are codes, nothing is raised."""
 
     def setup(self, config: dict[str, str]) -> int: ...
@@ -96,7 +96,7 @@ class _Client(BulkClient, Protocol):
 
 
 def load_mooncake() -> Any:
-    """The module `mooncake.store`; MissingLibraryError names the package that is missing."""
+    """The module `mooncake.store`; raises MissingLibraryError, which names the missing package."""
     try:
         import mooncake.store as module
     except ImportError as error:
@@ -120,7 +120,7 @@ def load_mooncake() -> Any:
 
 
 def _replicate_config(module: Any, placement: Placement) -> Any:
-    """Mooncake's form of `placement`, but for `own`, whose name is known when the store opens."""
+    """Mooncake's form of `placement`, except for `own`, whose name is known only when the store opens."""
     config = module.ReplicateConfig()
     config.replica_num = placement.replicas
     config.with_hard_pin = placement.pin == "hard"
@@ -148,7 +148,7 @@ class Pending(Generic[R]):
         self._result = result
 
     def results(self) -> list[R]:
-        """One result a key, in order; waits at most until the call's deadline."""
+        """Returns one result for each key, in order. Waits at most until the call's deadline."""
         if self._call is None:
             return [self._result(self._store._refusal(), 0)] * self._keys
         codes = self._call.outcome([])
@@ -158,7 +158,7 @@ class Pending(Generic[R]):
         return [self._result(status_of(code), code) for code in codes]
 
     def abandon(self) -> None:
-        """Nobody wants the results any more: a batch that has not begun lets go of its slots at once."""
+        """To be called when nobody wants the results any more: a batch that has not begun lets go of its slots at once."""
         if self._call is not None:
             self._call.abandon()
 
@@ -180,14 +180,14 @@ class MooncakeStore:
     ) -> None:
         """Start opening the store in the background.
 
-        `master` is `host:port`, or `etcd://host:port;host:port/NAME` for masters with election; `host` the address that
-        other nodes reach this one at, `host:port` to name its segment; `segment_size` overrides the settings'; `placement`
-        says where its objects go. Raises MissingLibraryError. ValueError for a host client with a segment or without an
-        address.
+        `master` is `host:port`, or `etcd://host:port;host:port/NAME` for masters with election. `host` is the address at which
+        other nodes reach this one; `host:port` also names its segment. `segment_size` overrides the settings'. `placement` says
+        where its objects go. Raises MissingLibraryError, and ValueError for a host client that is given a segment or no address.
         """
         self._shared = settings.client == "host"
         if self._shared and not settings.client_address:
             raise ValueError("client: host needs client_address, the host:port of this host's mooncake_client")
+        self._shared = settings.client == "host"
         if self._shared and segment_size:
             raise ValueError("a host client gives no memory to the pool; its mooncake_client does")
         self._master, election = split_master(master)
@@ -197,7 +197,7 @@ class MooncakeStore:
         self._host = host
         self.segment_size = int(settings.segment_size if segment_size is None else segment_size)
         self._sharing: HostClient | None = None
-        """The client, where it is a host client."""
+        """The client, if it is a host client."""
         if self._shared:
             self._sharing = HostClient(
                 module.MooncakeDistributedStore,
@@ -205,7 +205,7 @@ class MooncakeStore:
                 int(settings.local_buffer_size),
                 self._lost,
             )
-        # what a host client lacks is not asked of it: see `Bulk`
+        # a host client lacks some of these methods, and `Bulk` does not call them
         self._client = cast("_Client", self._sharing or module.MooncakeDistributedStore())
         self._placement = placement or Placement()
         self._put_config = _replicate_config(module, self._placement)
@@ -238,7 +238,7 @@ class MooncakeStore:
     # --- life ----------------------------------------------------------------------------------------------------
 
     def wait_open(self, timeout: float) -> None:
-        """Wait until the store is open; PoolUnavailableError after `timeout` seconds, with what went wrong last."""
+        """Wait until the store is open; raises PoolUnavailableError after `timeout` seconds, with the last error."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._state != "opening", timeout):
                 reason = self._setup_error or "no answer yet"
@@ -264,13 +264,13 @@ class MooncakeStore:
 
     @property
     def _peer(self) -> str:
-        """Who has to be there for this store to open, in words."""
+        """Names, for people, what has to run before this store can open."""
         return f"mooncake_client {self._settings.client_address}" if self._shared else f"Mooncake master {self._master}"
 
     def staging(self, slot_bytes: int, *, reserve: int = 0, pin: Pin | None = None) -> StagingPool:
         """Memory of `staging_size` and `reserve` bytes in slots of `slot_bytes`, which this store can transfer from and to.
 
-        A host client has it when the store opens. ValueError where not even one slot fits, TransferError as of `attach`.
+        A host client has it when the store opens. Raises ValueError if not even one slot fits, and TransferError as `attach` does.
         """
         staging = int(self._settings.staging_size)
         headroom = staging // StagingPool.stride_of(slot_bytes) // _HEADROOM
@@ -285,9 +285,9 @@ class MooncakeStore:
         return pool
 
     def attach(self, pool: StagingPool) -> None:
-        """Register `pool`'s memory for transfers, now or as soon as the store opens. TransferError if that is refused.
+        """Register `pool`'s memory for transfers, now or as soon as the store opens. Raises TransferError if that is refused.
 
-        A host client takes none but a `SharedStagingPool`, and nobody else takes one (ValueError).
+        A host client takes only a `SharedStagingPool`, and no other client takes one (ValueError).
         """
         if isinstance(pool, SharedStagingPool) is not self._shared:
             raise ValueError(f"a {self._settings.client} client cannot use a {type(pool).__name__}")
@@ -298,7 +298,7 @@ class MooncakeStore:
 
     def close(self) -> None:
         """Drain the calls under way, unmount the segment, forget the pool. Idempotent; never raises."""
-        if self._forked:  # its locks may be held by threads that are not here
+        if self._forked:  # its locks may be held by threads that do not exist here
             return
         with self._changed:
             if self._state in ("closing", "closed"):
@@ -332,7 +332,7 @@ class MooncakeStore:
     # --- calls ---------------------------------------------------------------------------------------------------
 
     def batch_exist(self, keys: list[str], *, timeout: float) -> list[Status]:
-        """OK or MISSING for each key, with one request to the master; another status says why nobody knows.
+        """Returns OK or MISSING for each key, with one request to the master; any other status says why the answer is unknown.
 
         The master leases every key that it finds: ask only for what will be read.
         """
@@ -370,11 +370,11 @@ class MooncakeStore:
         timeout: float,
         placement: Placement | None = None,
     ) -> Pending[Status]:
-        """Begin to write the first `sizes[i]` bytes of each slot as key i, where `placement`, or else the store's own, says; where
-        there is no room, Mooncake takes another segment without a word.
+        """Begin to write the first `sizes[i]` bytes of each slot as key i. `placement`, or else the store's own, says where to; if
+        there is no room, Mooncake takes another segment without reporting it.
 
-        OK: the pool holds the object. It may have been there before: contents are addressed by their key, so the bytes are the
-        same. BUSY: another writer has begun the key and not ended it (a host client cannot tell, and answers OK).
+        OK: the pool holds the object. It may have been there before; its key names its contents, so the bytes are the same. BUSY:
+        another writer has begun the key and not ended it (a host client cannot tell this, and returns OK).
         """
         self._check_batch(keys, slots)
         lengths = list(sizes)
@@ -435,13 +435,13 @@ class MooncakeStore:
         return threads.submit(self._judged("a transfer", lambda: transfer(held, deadline)), deadline, let_go)
 
     def _suspect(self) -> None:
-        """A transfer's deadline passed. Nobody waits for the outcome of this."""
+        """Called when a transfer's deadline passed; nobody waits for the outcome."""
         if self.available and self._gets.late:
             patience = self._settings.timeouts.exist_ms / 1000
             self._control.submit(self._bulk.suspect_slow_peers, time.monotonic() + patience)
 
     def _forfeit(self, slots: Sequence[Slot]) -> None:
-        """A transfer may still use these slots although its call has returned."""
+        """Called when a transfer may still use these slots although its call has returned."""
         if self._sharing is not None:
             self._sharing.lose("it gave up a transfer that may go on")
             return
@@ -462,15 +462,15 @@ class MooncakeStore:
         return answer[0]
 
     def _refusal(self) -> Status:
-        """Why a call was not begun."""
+        """The reason why a call was not begun."""
         if self._state in ("closing", "closed") or self._forked:
             return Status.CLOSED
         return Status.OVERLOADED if self.available else Status.POOL_DOWN
 
     def _judged(self, what: str, function: Callable[[], list[int]]) -> Callable[[], list[int]]:
-        """The call, telling the breaker how it went when it returns, whether or not anybody still waits for it.
+        """Returns `function` so wrapped that it reports its outcome to the breaker, whether or not anybody still waits for it.
 
-        It failed if the master answered for no key. A transfer that failed says nothing about the master.
+        It failed if every key's code means `pool_down`. A failed transfer says nothing about the master.
         """
 
         def call() -> list[int]:
@@ -497,12 +497,12 @@ class MooncakeStore:
             log.info("pool %s is back", self._master)
 
     def _timed_out(self, what: str, call: Call[list[R]], patience: float) -> None:
-        """A deadline passed. It says something about the pool only if the call was given a fair time to run."""
+        """Called when a deadline passed. That says something about the pool only if the call had a fair time to run."""
         if call.started and patience >= self._settings.timeouts.exist_ms / 1000:
             self._settle(f"{what} (no answer in {patience:g} s)", failed=True)
 
     def _register(self, pool: StagingPool) -> bool:
-        """Whether the pool's memory can be used now. TransferError if it never will; a host client just tries again."""
+        """Whether the pool's memory can be used now. Raises TransferError if it never can be; a host client just tries again."""
         code = pool.register_with(self._client)
         if code != 0 and not self._shared:
             raise TransferError(
@@ -527,14 +527,14 @@ class MooncakeStore:
                     if self._state == "opening":
                         self._state = "failed"
                     self._changed.notify_all()
-            except Exception as error:  # whatever it is, only close() ends this thread
+            except Exception as error:  # whatever the error is, only close() ends this thread
                 if self._setup_error != (text := f"{type(error).__name__}: {error}"):
                     log.exception("pool %s: trying again", self._master)
                 self._setup_error = text
             self._pause(interval)
 
     def _lost(self) -> None:
-        """The memory that a host client shares must not be used again: the keeper opens the store anew, with other."""
+        """Called when the memory that a host client shares must not be used again: the keeper opens the store anew, with other memory."""
         with self._changed:
             self._retire()
             if self._state == "open":
@@ -547,7 +547,7 @@ class MooncakeStore:
                 pool.retire()
 
     def _pause(self, seconds: float) -> None:
-        """Wait, no longer than the present state lasts."""
+        """Wait for the given time, or until the state changes."""
         with self._changed:
             before = self._state
             self._changed.wait_for(lambda: self._state != before, seconds)
@@ -589,7 +589,7 @@ class MooncakeStore:
         return True
 
     def _probe_segment(self) -> int | None:
-        """Where a small object lands in the fresh segment: its first address."""
+        """Returns the address at which a small object lands in the fresh segment: its first one."""
         key = f"pdc1/probe/{os.getpid()}-{uuid.uuid4().hex}"
         here = load_mooncake().ReplicateConfig()
         here.preferred_segment = self._client.get_hostname()

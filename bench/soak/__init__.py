@@ -1,9 +1,9 @@
 """`pd-cache bench soak`: a cluster of real processes under random operations and random faults, watched by an oracle.
 
-It answers one question: does the cache, whatever happens to it, ever change a byte, keep a caller waiting, raise, or leave
-something behind? A run reads like this:
+It answers one question: whatever happens to the cache, does it ever change a byte, keep a caller waiting, raise, or leave something
+behind? A run goes like this:
 
-1. `isolate` starts the run in namespaces of its own, so that the kernel removes everything with it, whichever way it ends.
+1. `isolate` starts the run in namespaces of its own, so that the kernel removes everything when the run ends, however it ends.
 2. `plan` draws operations, requests and faults from the seed. `kinds` is the table of faults that can be drawn.
 3. `cluster` writes the YAML files and runs the nodes on `hosts`; `engine` is the process that drives a cache engine.
 4. `oracle` derives every byte of KV from the tokens, and compares the whole paged buffer after each operation.

@@ -1,6 +1,6 @@
 """A cluster of real processes under random operations and random faults, watched by an oracle that knows every byte.
 
-pd-cache bench soak                          ten minutes with a seed of their own
+pd-cache bench soak                          ten minutes with a new seed
 pd-cache bench soak --minutes 60 --check     exit status 1 if anything was wrong, late, raised, lost or leaked
 pd-cache bench soak --seed 7                 the same operations, requests and faults again
 """

@@ -13,7 +13,7 @@ from bench.soak.cluster import REQUEST_S
 from bench.soak.plan import OUTPUT_TOKENS, Completion, completions
 
 _GIVE_UP_S = 15.0
-"""Beyond the proxy's own limit; then the client hangs up."""
+"""Seconds beyond the proxy's own limit, after which the client hangs up."""
 
 
 class Reply(NamedTuple):
@@ -66,7 +66,7 @@ def complete(address: tuple[str, int], prompt: list[int], stream: bool, expected
         outcome = "broken"
     finally:
         connection.close()
-    # what did arrive must be right also where the stream broke off
+    # what has arrived must be right even if the stream broke off
     if outcome == "answered" and len(tokens) < len(expected) and stream:
         outcome = "broken"
     wrong = tokens != expected[: len(tokens)] or (outcome == "answered" and tokens != expected)
@@ -79,7 +79,7 @@ def _cached(body: dict[str, Any]) -> int:
 
 
 class Client(threading.Thread):
-    """One lane of requests."""
+    """A thread that sends one request after the other."""
 
     def __init__(
         self, number: int, seed: int, address: tuple[str, int], prompts: list[list[int]], expected: list[list[int]],

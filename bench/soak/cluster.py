@@ -1,7 +1,7 @@
-"""The nodes of a run: their YAML files, their processes, and a supervisor that starts again what ends.
+"""The nodes of a run: their YAML files, their processes, and a supervisor that starts a node again when it ends.
 
-All of it is for one thread, which must live as long as the run: the kernel takes the end of the thread that started a process for
-the end of its parent.
+All of this is for one thread, which must live as long as the run: for the kernel, the parent of a process ends with the thread
+that started the process.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ CLUSTER = "soak"
 SEGMENT, SMALL_SEGMENT = "192MiB", "24MiB"
 DISK_CAPACITY = 24 << 20
 DISK_BYTES = 32 << 20
-"""Of the disk tier's file system."""
+"""Bytes of the disk tier's file system."""
 LONGEST_MS = 20_000
-"""The file's limit for a transfer, and how long a lease holds. Operations give deadlines of their own, most of them shorter."""
+"""The file's limit for a transfer, and the length of a lease. Operations have deadlines of their own, most of them shorter."""
 REQUEST_S = 20.0
 """The proxy's `request_timeout_s`."""
 _ROLES = {"master": "master", "store-0": "store", "store-1": "store", "cache": "cache-server", "prefill": "prefill", "decode": "decode", "proxy": "proxy"}  # fmt: skip
 _READY_S = 90.0
 _BACKOFF_S = 1.0
 _KILLED_S = 15.0
-"""For so long a process may take to end after SIGKILL."""
+"""How long a process may take to end after SIGKILL."""
 _POOL = {"kind": "mooncake"}
 _TIERS: Mapping[str, list[dict[str, Any]]] = {
     "engine-a": [
@@ -49,7 +49,7 @@ _TIERS: Mapping[str, list[dict[str, Any]]] = {
     "prefill": [{"kind": "local", "capacity": "8MiB"}, _POOL],
 }
 OnLine = Callable[[str, dict[str, Any]], None]
-"""Called on a thread of the node's own with each JSON line that it prints."""
+"""Called with each JSON line that a node prints, on a thread for that node."""
 
 
 class Site:
@@ -112,7 +112,7 @@ class Site:
             "discovery": {"kind": "etcd", "endpoints": ["{}:{}".format(*self.etcd)]} if self.has_etcd else {"kind": "static"},
             "transfer": {
                 "staging_size": "64MiB" if node in (*ENGINES, "cache") else "8MiB",
-                # generous: what calls get is their own deadline, and what the pool gets is time to do harm
+                # generous: calls have their own deadlines, and the pool gets time to do harm
                 "timeouts": {"get_ms": LONGEST_MS, "put_ms": LONGEST_MS},
             },
             "cache": {"chunk_size": CHUNK, "tiers": tiers},
@@ -147,17 +147,17 @@ class Node:
     def __init__(
         self, name: str, host: Host, command: Callable[[], tuple[str, ...]], log: Path, on_line: OnLine
     ) -> None:
-        """Nothing is started yet. `command` is asked at each start."""
+        """Nothing is started yet. `command` is called at each start."""
         self.name, self.host = name, host
         self._command, self._log, self._on_line = command, log, on_line
         self.shift = 0.0
-        """Seconds by which the clock of the next process is ahead."""
+        """By how many seconds the clock of the next process is ahead."""
         self.process: subprocess.Popen[bytes] | None = None
         self.stopped = False
         self.starts = 0
         self.failed_starts = 0
         self.died: list[str] = []
-        """How it ended where nobody had ended it."""
+        """How it ended each time it ended by itself."""
         self._ready = threading.Event()
         self._reader: threading.Thread | None = None
         self._wanted = False
@@ -199,7 +199,7 @@ class Node:
         self._reader.start()
 
     def tell(self, command: Mapping[str, Any]) -> None:
-        """Send a line of JSON to its stdin; nothing happens if it is gone."""
+        """Send a line of JSON to its stdin. Does nothing if the process is gone."""
         if self.process is not None and self.process.stdin is not None:
             try:
                 self.process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -224,7 +224,7 @@ class Node:
         self.stopped = False
 
     def tend(self) -> None:
-        """Start it again if it should run and does not; note it if nobody had ended it."""
+        """Start it again if it should run and does not, and note if it ended by itself."""
         now = time.monotonic()
         if not self._wanted:
             return
@@ -244,7 +244,7 @@ class Node:
             self.kill(_BACKOFF_S)
 
     def stop(self, grace_s: float) -> str:
-        """End it in order; why that went wrong, or an empty string."""
+        """End it in order. Returns why that went wrong, or an empty string."""
         self._wanted = False
         if self.process is None:
             return ""
@@ -271,7 +271,7 @@ class Node:
                 pass
 
     def _end(self) -> None:
-        """Reap it and let go of its pipes. One that SIGKILL does not end is noted, and helped along."""
+        """Reap it and let go of its pipes. A process that SIGKILL does not end is noted, and `release` helps it to end."""
         assert self.process is not None
         try:
             self.process.wait(_KILLED_S)
@@ -305,7 +305,7 @@ class Cluster:
     """All nodes of a run."""
 
     def __init__(self, site: Site, on_line: OnLine, first_of: Callable[[str], Mapping[str, int]]) -> None:
-        """`first_of`: of an engine, at which operation each of its lanes goes on."""
+        """`first_of`: for an engine, the operation at which each of its lanes goes on."""
         self.site = site
 
         def command(name: str) -> tuple[str, ...]:
@@ -340,7 +340,7 @@ class Cluster:
         return all(node.ready for node in self.nodes.values())
 
     def stop(self, grace_s: float = 30.0) -> list[str]:
-        """End all in order, the last first; what went wrong."""
+        """End all in order, the last first. Returns what went wrong."""
         return [trouble for name in reversed(self.nodes) if (trouble := self[name].stop(grace_s))]
 
     def kill(self) -> None:
@@ -351,7 +351,7 @@ class Cluster:
 
 
 def release(pid: int) -> str:
-    """Make ordinary threads of those that the kernel does not run under the policy that they have; what they were."""
+    """Gives all threads of a process the ordinary scheduling policy: the kernel may not run them under theirs. Returns what they were."""
     found = []
     for entry in os.listdir(f"/proc/{pid}/task"):
         try:

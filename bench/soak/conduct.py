@@ -36,13 +36,13 @@ from pd_cache.errors import PdCacheError
 _CLIENTS = 2
 _START_S = 180.0
 _BACK_S = 90.0
-"""Within this time of storing and loading prompts again they must all be found and loaded."""
+"""Seconds of storing and loading again after which all prompts must be found and loaded."""
 _GONE_S = 10.0
-"""For so long a process may take to be gone after the node that had started it."""
+"""How long a process may outlive the node that had started it."""
 
 
 class SoakError(PdCacheError):
-    """The run itself could not go on; says why."""
+    """The run itself could not go on; the message says why."""
 
 
 class Soak:
@@ -72,7 +72,7 @@ class Soak:
         self._working = False
 
     def run(self) -> Outcome:
-        """Everything; the outcome also if something is wrong. SoakError where the run itself cannot go on."""
+        """Do the whole run. Returns the outcome, also if something is wrong. Raises SoakError if the run itself cannot go on."""
         begin = time.monotonic()
         if NEEDS_MOUNTS in self.there:
             (self.folder / "disk").mkdir()
@@ -158,7 +158,7 @@ class Soak:
         self._working = True
 
     def _pause(self) -> None:
-        """Nothing is under way on return, or it is noted as late."""
+        """Let all lanes and clients come to rest. Work that is still under way on return is noted as late."""
         self._working = False
         for client in self.clients:
             client.go.clear()
@@ -176,13 +176,13 @@ class Soak:
         self.outcome.late = [*self.outcome.late, *late]
 
     def _calm(self) -> dict[str, Held]:
-        """What each node holds while nothing is under way."""
+        """Returns what each node holds while nothing is under way."""
         self._pause()
         time.sleep(1.0)
         return self._held()
 
     def _come_back(self, expected: list[list[int]]) -> None:
-        """After the last fault: stored, found, loaded; requests answered."""
+        """After the last fault: check that prompts are stored, found and loaded, and that requests are answered."""
         lost = self._lost_prompts()
         end = time.monotonic() + 60.0
         todo = list(range(len(self._prompts)))
@@ -204,13 +204,13 @@ class Soak:
         self.outcome.lost = lost
 
     def _lost_prompts(self) -> list[str]:
-        """What is not found and loaded whole by both engines, however often it is stored again."""
+        """Returns the prompts that are not found and loaded whole by both engines, however often they are stored again."""
         prompts = [prompt._asdict() for prompt in self._checked]
         end = time.monotonic() + _BACK_S
         lost: list[str] = []
         while not lost or time.monotonic() < end:
             lost = []
-            # what one has stored the other must find; then the other stores, too
+            # engine-b must find what engine-a has stored; then it stores, too
             for name, mode, seconds in (("engine-a", "store", 20.0), ("engine-b", "load", 5.0), ("engine-b", "store", 20.0)):  # fmt: skip
                 self.cluster[name].tell({"do": "check", "prompts": prompts, "mode": mode, "seconds": seconds})
                 answer = self.ledger.wait_reply(name, "checked", seconds + 60.0)
@@ -223,7 +223,7 @@ class Soak:
         return lost
 
     def _compare(self, before: dict[str, Held]) -> None:
-        """What is held now that was not held before the first fault."""
+        """Note what is held now that was not held before the first fault."""
         leaked: list[str] = []
         for name in ENGINES:
             self.cluster[name].tell({"do": "settle", "seconds": self.settle_s})
@@ -247,13 +247,13 @@ class Soak:
         self._keep("held.json", {"before": {name: one._asdict() for name, one in before.items()}, "after": held})
 
     def _end(self) -> list[str]:
-        """Stop everything in order; what is left then."""
+        """Stop everything in order. Returns what is left then."""
         for client in self.clients:
             client.close()
         for client in self.clients:
             client.join(40.0)
         left = self.cluster.stop()
-        if NEEDS_LINKS in self.there:  # namespaces of its own: whatever is there is this run's
+        if NEEDS_LINKS in self.there:  # namespaces of its own: everything there belongs to this run
             end = time.monotonic() + _GONE_S
             while (alive := strangers_left()) and time.monotonic() < end:
                 time.sleep(0.1)
@@ -267,7 +267,7 @@ class Soak:
         return left + self.hosts.left()
 
     def _watch_clock(self, over: threading.Event) -> None:
-        """On a thread of its own: what this program does must not pass for a machine that stands still."""
+        """On a thread of its own, so that this program's own work does not look like a machine that stands still."""
         while not over.is_set():
             self.ticker.tick(time.time())
             time.sleep(TICK_S)
@@ -284,7 +284,7 @@ class Soak:
             self._tick()
 
     def _wait(self, condition: Callable[[], bool], seconds: float, what: str, failures: int = 1 << 30) -> None:
-        """SoakError if the condition does not come true in time, or a node cannot be started so many times."""
+        """Raises SoakError if the condition does not come true in time, or if a node fails to start so many times."""
         end = time.monotonic() + seconds
         while not condition():
             self._tick()
@@ -317,7 +317,7 @@ class Soak:
     # --- faults --------------------------------------------------------------------------------------------------
 
     def _begin(self, fault: Fault, end: float) -> None:
-        """`end`: as planned, also where it begins late, so that it ends before the next one begins."""
+        """`end` is the planned end, even if the fault begins late, so that it ends before the next one begins."""
         undo = ACTIONS[fault.kind](self.stage, fault)
         number = next(self._numbers)
         self._undos[number] = undo

@@ -1,7 +1,7 @@
 """The process that drives a cache engine: `python -m bench.soak.engine NAME FILE HOST SEED FIRST`, started by `cluster`.
 
 `engine-a` has a `CacheEngine` of its own, `engine-b` a `RemoteCache` for each lane, over the cache server of the file. Each lane is
-a thread with a paged buffer of its own, which does one operation of the plan after the other and compares the whole buffer after each.
+a thread with a paged buffer of its own. It does one operation of the plan after the other, and compares the whole buffer after each.
 
 It prints a line of JSON when an operation begins and when it ends, and reads commands as lines of JSON from stdin:
 
@@ -45,7 +45,7 @@ _CLOSE_S = 30.0
 
 
 class Cache(Protocol):
-    """What a lane calls; both kinds of engine."""
+    """What a lane calls, in both kinds of engine."""
 
     removes: bool
 
@@ -54,7 +54,7 @@ class Cache(Protocol):
     def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> int: ...
     def remove(self, tokens: list[int], timeout: float) -> None: ...
     def bound(self, kind: OperationKind, chunks: int, timeout: float) -> float:
-        """Seconds within which an operation has to be answered."""
+        """Returns the seconds within which an operation has to be answered."""
 
 
 class OwnCache:
@@ -112,7 +112,7 @@ class ServedCache:
 
 
 class Done:
-    """What an operation came to."""
+    """The outcome of an operation."""
 
     def __init__(self) -> None:
         self.hit = 0
@@ -124,12 +124,12 @@ class Done:
         self.wrong = 0
         self.first: list[Wrong] = []
         self.complaint = ""
-        """What an answer was that cannot be right, or what was raised."""
+        """An answer that cannot be right, or the exception that was raised."""
         self.raised = False
 
 
 def perform(cache: Cache, buffer: PagedBuffer, operation: Operation, seed: int, canary: int) -> Callable[[Callable[[], None]], Done]:  # fmt: skip
-    """Prepare an operation. What is returned calls the cache between two calls of its argument, then compares."""
+    """Prepares an operation. Returns a function that calls the cache between two calls of its argument, then compares."""
     tokens = tokens_of(seed, operation.prompt)
     names = prefixes(tokens)
     buffer.know(names, f"{operation.prompt}")
@@ -155,7 +155,7 @@ def perform(cache: Cache, buffer: PagedBuffer, operation: Operation, seed: int, 
                 cache.remove(tokens, operation.timeout)
             else:
                 done.hit = cache.lookup(tokens, operation.timeout)
-        except Exception:  # noqa: BLE001 - whatever it is: nothing may be raised into an engine
+        except Exception:  # noqa: BLE001 - no exception of any kind may be raised into an engine
             done.complaint, done.raised = traceback.format_exc(), True
             mark()
             return done
@@ -211,13 +211,13 @@ class Lane(threading.Thread):
                 return
             try:
                 self.do(operation)
-            except Exception:  # noqa: BLE001 - a fault of this program's own ends the run, it does not end a lane in silence
+            except Exception:  # noqa: BLE001 - a fault of this program itself ends the run, not a lane in silence
                 driver.say(e="broken", lane=self.label, what=traceback.format_exc())
                 self.resting.set()
                 return
 
     def do(self, operation: Operation) -> Done:
-        """One operation, reported."""
+        """Do one operation and report it."""
         self._serial += 1
         prepared = perform(self.cache, self.buffer, operation, self._driver.seed, (self._serial * 0x9E3779B97F4A7C15) & ((1 << 64) - 1))  # fmt: skip
         bound = self.cache.bound(operation.kind, operation.prompt.chunks, operation.timeout)
@@ -253,7 +253,7 @@ class Driver:
         self.lanes = [Lane(self, number, first.get(f"{name}/{number}", 0)) for number in range(LANES[name])]
 
     def say(self, **fields: Any) -> None:
-        """A line of JSON on stdout."""
+        """Print a line of JSON on stdout."""
         with self._printing:
             sys.stdout.write(json.dumps(fields) + "\n")
             sys.stdout.flush()
@@ -266,7 +266,7 @@ class Driver:
         return self._config.server_url(server)
 
     def open(self, buffer: PagedBuffer) -> Cache:
-        """The cache of one more lane."""
+        """Returns the cache of one more lane."""
         config = self._config
         layout = KVLayout.from_tensors(buffer.tensors)
         metadata = CacheMetadata.of(MODEL, layout)
@@ -279,7 +279,7 @@ class Driver:
         return OwnCache(self.engine, buffer)
 
     def run(self) -> None:
-        """Until stdin ends or says so."""
+        """Run until stdin ends or says so."""
         for lane in self.lanes:
             lane.start()
         print(f"ready {self.name}", flush=True)
@@ -312,7 +312,7 @@ class Driver:
         CacheEngineBuilder.destroy(self.name)
 
     def _check(self, prompts: Sequence[Prompt], mode: str, seconds: float) -> None:
-        """Try until every prompt is found and loaded whole; with `store`, store what is lacking.
+        """Try until every prompt is found and loaded whole; with `store`, store it first.
 
         Done on this thread with the first lane's buffer, whose thread rests.
         """
@@ -337,7 +337,7 @@ class Driver:
         self.say(e="checked", mode=mode, seconds=time.monotonic() - begin, prompts=len(prompts), missing=missing if left else [])  # fmt: skip
 
     def _held(self, seconds: float) -> dict[str, Any]:
-        """Slots of staging memory that nobody should hold; an assertion of the memory that does not hold; the server's report."""
+        """Returns how many slots are held that should not be, a failed assertion of the memory, and the server's report."""
         end = time.monotonic() + seconds
         if self.engine is None:
             return {"held": 0, "integrity": "", "server": _server_report(self._url)}
@@ -352,7 +352,7 @@ class Driver:
 
 
 def _slots_held(engine: CacheEngine) -> int:
-    """Slots in use besides those in which the local tier keeps its entries."""
+    """Returns how many slots are in use besides those in which the local tier keeps its entries."""
     from pd_cache.backends.hybrid import HybridBackend
     from pd_cache.backends.local import LocalBackend
 
@@ -365,7 +365,7 @@ def _slots_held(engine: CacheEngine) -> int:
 
 
 def _server_report(url: str) -> dict[str, Any]:
-    """What the cache server says of itself; empty if it does not answer."""
+    """Returns what the cache server says about itself; empty if it does not answer."""
     from pd_cache.errors import PdCacheError
     from pd_cache.server.client import CacheClient
     from pd_cache.server.messages import StatusQuery, StatusReport
@@ -386,7 +386,7 @@ def _server_report(url: str) -> dict[str, Any]:
 
 
 def _starved_s() -> float:
-    """Seconds for which the kernel has let this thread wait for a processor so far."""
+    """Returns for how many seconds the kernel has let this thread wait for a processor so far."""
     try:
         return int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):

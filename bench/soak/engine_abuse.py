@@ -2,9 +2,9 @@
 
     python -m bench.soak.engine_abuse URL TRICK [--seconds N]
 
-`TRICKS` names them all, and the docstring of each says what it does. A trick goes on until it is told to stop, cleans up its
-own end, and returns how often it did its deed. A server that is well gives every other engine what it gave before: no trick
-may stop it, slow others down for longer than a turn, keep new engines out, or leave anything behind once it has ended.
+`TRICKS` lists them all, and the docstring of each says what it does. A trick goes on until `until()` is true, cleans up its own end, and
+returns how often it did its deed. A healthy server gives every other engine what it gave before: no trick may stop it, slow others down
+for longer than a turn, keep new engines out, or leave anything behind once it has ended.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from pd_cache.server.messages import (
 )
 
 Until = Callable[[], bool]
-"""True once a trick is to end."""
+"""Returns true when a trick has to end."""
 FENCE_BYTES = 8192
 LENT = 64 << 10
-"""Bytes that an engine lends where any memory will do; all of it is one chunk."""
+"""Bytes that an engine lends if any memory will do; all of it is one chunk."""
 _PAGE = 4096
 
 
@@ -56,7 +56,7 @@ class Stranger:
     """A connection to a cache server that says what it likes, whether or not it makes sense."""
 
     def __init__(self, url: str, *, high_water: int = 1000) -> None:
-        """Connect; nothing is said. `high_water` is how many messages ZMQ keeps in each direction."""
+        """Connect, and send nothing. `high_water` is how many messages ZMQ keeps in each direction."""
         self.name = uuid.uuid4().hex
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -86,14 +86,14 @@ class Stranger:
         return self.send([encode(next(self._numbers), message)])
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """The same for any bytes."""
+        """Like `say`, for any bytes."""
         if not self._socket.poll(100, zmq.POLLOUT):
             return False
         self._socket.send_multipart(list(frames), zmq.NOBLOCK, copy=False)
         return True
 
     def hear(self, timeout: float = 5.0) -> Answer | None:
-        """The next answer; None if none came in `timeout` seconds."""
+        """Returns the next answer; None if none came in `timeout` seconds."""
         if not self._socket.poll(int(timeout * 1000)):
             return None
         with contextlib.suppress(FrameError):
@@ -124,18 +124,18 @@ class Stranger:
         return answer
 
     def lifeline(self) -> socket.socket:
-        """The lifeline, named as it ought to be."""
+        """Returns the lifeline, opened and named correctly."""
         if self._lifeline is None:
             self._lifeline = open_lifeline(self._path())
             self._lifeline.send(self.name.encode())
         return self._lifeline
 
     def lend(self, token: str, descriptors: Sequence[int]) -> None:
-        """Send descriptors over the lifeline. OSError once the server has hung up."""
+        """Send descriptors over the lifeline. Raises OSError once the server has hung up."""
         socket.send_fds(self.lifeline(), [token.encode()], list(descriptors))
 
     def register(self, descriptor: int, nbytes: int, *, blocks: int = 1, timeout: float = 10.0) -> Answer | None:
-        """Lend one tensor of so many blocks in this memory, and a fence with ticket 1 in every slot."""
+        """Lend one tensor of `blocks` blocks in this memory, and a fence with ticket 1 in every slot."""
         token = uuid.uuid4().hex
         fence = sealed(FENCE_BYTES)
         os.pwrite(fence, struct.pack("<Q", 1) * (FENCE_BYTES // 8), 0)
@@ -159,7 +159,7 @@ class Stranger:
 
 
 def open_lifeline(path: str) -> socket.socket:
-    """A connection to a server's lifeline, which has not said whose it is."""
+    """Returns a connection to a server's lifeline that has not said whose it is."""
     lifeline = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     lifeline.settimeout(2)
     lifeline.connect(path)
@@ -167,7 +167,7 @@ def open_lifeline(path: str) -> socket.socket:
 
 
 def sealed(nbytes: int) -> int:
-    """Memory as an engine lends it."""
+    """Returns memory as an engine lends it."""
     descriptor = os.memfd_create("abuse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, nbytes)
     os.pwrite(descriptor, bytes(nbytes), 0)
@@ -176,7 +176,7 @@ def sealed(nbytes: int) -> int:
 
 
 def registration(token: str, nbytes: int, block_size: int, blocks: int = 1) -> Register:
-    """One layer with one head, as large as `nbytes` allow."""
+    """Returns a registration of one layer with one head, as large as `nbytes` allow."""
     dim = max(1, nbytes // (2 * blocks * block_size))
     shape = (blocks, 1, block_size, dim)
     stride = (block_size * dim, block_size * dim, dim, 1)
@@ -193,7 +193,7 @@ def closing(descriptor: int) -> Iterator[int]:
 
 
 def names(count: int, salt: int = 0) -> bytes:
-    """So many names of chunks that nobody has stored."""
+    """Returns `count` names of chunks that nobody has stored."""
     return join_names([(salt << 64 | index).to_bytes(16, "little") for index in range(count)])
 
 
@@ -222,7 +222,7 @@ def truncate_lent_memory(url: str, until: Until) -> int:
 
 
 def lend_strange_files(url: str, until: Until) -> int:
-    """Lend what is no memory, or none that is there: devices, pipes, sockets, files, sparse and read-only memory."""
+    """Lend descriptors that are not memory, or not all allocated: devices, pipes, sockets, files, sparse and read-only memory."""
 
     def sparse() -> int:
         descriptor = os.memfd_create("abuse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -294,7 +294,7 @@ def repeat_tokens(url: str, until: Until) -> int:
 
 
 def hello_without_lifeline(url: str, until: Until) -> int:
-    """Hundreds of engines say hello and open no lifeline: their places have to be given to those that do."""
+    """Hundreds of engines say hello and open no lifeline: the server has to give their places to engines that do."""
     count = 0
     with contextlib.ExitStack() as stack:
         engines = [stack.enter_context(Stranger(url)) for _ in range(300)]
@@ -380,7 +380,7 @@ def flood_status(url: str, until: Until) -> int:
 
 
 def flood_stores(url: str, until: Until) -> int:
-    """Store blocks that are not there, with patience for none of it."""
+    """Store blocks that do not exist, with almost no patience."""
     count = 0
     with Stranger(url, high_water=10) as one, closing(sealed(LENT)) as descriptor:
         one.hello(lifeline=True)
@@ -436,7 +436,7 @@ def register_again_and_again(url: str, until: Until) -> int:
 
 
 def many_sizes(url: str, until: Until) -> int:
-    """One engine after the other, each with chunks of another size, and each leaves at once."""
+    """Run one engine after the other, each with chunks of another size; each leaves at once."""
     count = 0
     while not until():
         nbytes = (1 + count % 16) * LENT // 4
@@ -481,7 +481,7 @@ def connect_only(url: str, until: Until) -> int:
 
 
 def wait(until: Until) -> None:
-    """Return when it is time."""
+    """Wait until `until()` is true."""
     while not until():
         time.sleep(0.02)
 
@@ -509,11 +509,11 @@ TRICKS: dict[str, Callable[[str, Until], int]] = {
         connect_only,
     )
 }
-"""Each by its name."""
+"""All tricks by name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command; prints `begun` when it begins and how often it did its deed in the end."""
+    """The command; prints `begun` when it begins, and at the end how often it did its deed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", help="the cache server's address, as in the YAML file")
     parser.add_argument("trick", choices=sorted(TRICKS))

@@ -1,6 +1,6 @@
 """The run's etcd: `python -m bench.soak.etcd FOLDER HOST PORT PEERS`, started by `cluster`. It prints `ready` once it answers.
 
-FOLDER keeps what it knows from one start to the next. PEERS is a port that etcd wants for members it does not have.
+FOLDER keeps what it knows from one start to the next. PEERS is a port that etcd needs for other members, which it does not have here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GRACE_S = 5.0
 
 
 def main(folder: str, host: str, port: str, peers: str) -> int:
-    """Run until told to stop; etcd's exit status if it ends by itself."""
+    """Run until asked to stop. Returns etcd's exit status if it ends by itself."""
     client, peer = f"http://{host}:{port}", f"http://127.0.0.1:{peers}"
     process = spawn_child(
         [

@@ -1,4 +1,4 @@
-"""What the faults of `kinds` do. Each action begins a fault and returns what ends it. On the thread of the cluster."""
+"""What the faults of `kinds` do. Each action begins a fault and returns a function that ends it. All run on the cluster's thread."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from launch.process import spawn_child
 Undo = Callable[[], None]
 _KEY_FOLDER = "*/*/[0-9a-f][0-9a-f]"
 _PRESS_S = 8.0
-"""For so long engines are pressed before a store is stopped for long and before it goes on, and as long after each."""
+"""Engines are pressed for so long before a store is stopped for long and before it goes on, and equally long after each."""
 _FILES = 20
-"""Objects on disk that one fault damages, at most."""
+"""Most objects on disk that one fault damages."""
 
 
 class Stage:
     """What faults are done to, and what they leave for the report."""
 
     def __init__(self, cluster: Cluster, later: Callable[[float, Callable[[], None]], None]) -> None:
-        """`later(seconds, action)` has something done later, on the same thread."""
+        """`later(seconds, action)` runs an action later, on the same thread."""
         self.cluster = cluster
         self.later = later
         self.site = cluster.site
@@ -45,13 +45,13 @@ class Stage:
         self.damaged: dict[str, int] = {}
         """Objects damaged, by what was done to them."""
         self.acts = 0
-        """Of strangers."""
+        """Acts of strangers."""
 
     def damage(self, how: str, count: int = 1) -> None:
         self.damaged[how] = self.damaged.get(how, 0) + count
 
     def press(self, seconds: float) -> None:
-        """Have the engines move as much as they can for a while."""
+        """Make the engines move as much as they can for a while."""
         for engine in ENGINES:
             self.cluster[engine].tell({"do": "press", "seconds": seconds})
 
@@ -66,7 +66,7 @@ def _kill(stage: Stage, fault: Fault) -> Undo:
 
 
 def _stop(stage: Stage, fault: Fault) -> Undo:
-    """Where a store is stopped for long, its peers have large transfers under way when it stops and when it goes on."""
+    """If a store is stopped for long, its peers have large transfers under way when it stops and when it goes on."""
     node = stage.cluster[fault.target]
     begun: list[float] = []
     over = False
@@ -105,7 +105,7 @@ def _cut(stage: Stage, fault: Fault) -> Undo:
 
 
 def _clock(stage: Stage, fault: Fault) -> Undo:
-    """A node that comes back on another clock: everything that one process says to another must be free of clocks."""
+    """A node comes back with another clock: no message between processes may depend on clocks."""
     node = stage.cluster[fault.target]
     node.shift = float(random.Random(fault.seed).choice((100, 10_000, 1_000_000, 100_000_000)))
     node.kill(fault.seconds)
@@ -137,7 +137,7 @@ def _disk_full(stage: Stage, fault: Fault) -> Undo:
 
 
 def _disk_refuses(stage: Stage, fault: Fault) -> Undo:
-    """Nothing can be created, written or deleted, also not by root (EPERM)."""
+    """Nothing can be created, written or deleted, not even by root (EPERM)."""
     _chattr("+i", stage.site.disk)
     return lambda: _chattr("-i", stage.site.disk)
 
@@ -150,7 +150,7 @@ def _disk_read_only(stage: Stage, fault: Fault) -> Undo:
 
 
 def _disk_gone(stage: Stage, fault: Fault) -> Undo:
-    """The folder and all that is in it is gone while it is in use."""
+    """The folder disappears with all its contents while it is in use."""
     gone = []
     for folder in stage.site.disk.iterdir():
         if folder.is_dir() and folder.name.isdigit():
@@ -196,7 +196,7 @@ def _disk_damage(stage: Stage, fault: Fault) -> Undo:
     for file in rng.sample(found, min(_FILES, len(found))):
         how = rng.choice(("flipped", "resized", "swapped"))
         with contextlib.suppress(OSError):  # evicted meanwhile
-            if how == "swapped":  # in place: a file that was deleted meanwhile must not come back
+            if how == "swapped":  # in place, so that a file that was deleted meanwhile does not come back
                 one, other = file.read_bytes(), rng.choice(found)
                 with file.open("r+b") as opened, other.open("r+b") as second:
                     opened.write(second.read())
@@ -247,7 +247,7 @@ def _strange_engine(stage: Stage, fault: Fault) -> Undo:
 
 
 def _tricky_engine(stage: Stage, fault: Fault) -> Undo:
-    """One of the tricks that an engine can play with memory that it lends, messages, lifelines and connections."""
+    """An engine plays one of the tricks of `engine_abuse`: with memory that it lends, messages, lifelines or connections."""
     site, trick = stage.site, random.Random(fault.seed).choice(sorted(TRICKS))
     command = (sys.executable, "-m", "bench.soak.engine_abuse", site.url, trick, "--seconds", str(fault.seconds))
     with (site.logs / "tricks.log").open("ab") as log:
@@ -268,7 +268,7 @@ def _strange_record(stage: Stage, fault: Fault) -> Undo:
 
 
 def _etcd_down(stage: Stage, fault: Fault) -> Undo:
-    """It is stopped, or killed, or comes back on an empty disk."""
+    """etcd is stopped, or killed, or comes back with an empty disk."""
     how = random.Random(fault.seed).choice(("stopped", "killed", "wiped"))
     if how == "stopped":
         return _stop(stage, fault)

@@ -1,6 +1,6 @@
 """Hosts that are network namespaces on one bridge, each with a cable that can be pulled; or this machine's loopback alone.
 
-For a run that is isolated (`isolate`): names and addresses are fixed, and everything vanishes with its namespaces.
+Namespaces need an isolated run (`isolate`): names and addresses are fixed, and everything vanishes with the run.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Hosts:
         return self._hosts[name]
 
     def port(self) -> int:
-        """A port that no other node of the run has."""
+        """Returns a port that no other node of the run has."""
         self._ports += 1
         return self._ports if self._linked else free_port("127.0.0.1")
 
     def close(self) -> None:
-        """Remove them; processes on them must have ended."""
+        """Remove all hosts; processes on them must have ended."""
         for host in self._hosts.values():
             if host.cable:
                 subprocess.run(("ip", "link", "del", host.cable), capture_output=True, timeout=20, check=False)

@@ -1,8 +1,8 @@
-"""Namespaces of its own for a run: when it ends, whichever way, the kernel removes what it has started and mounted.
+"""Gives a run namespaces of its own: however it ends, the kernel removes what it has started and mounted.
 
 `start_isolated` runs this program again as the first process of new namespaces (processes, network, mounts, shared memory). All
-others there die with it; its links, mounts and shared memory vanish with the namespaces. Inside, `enter` covers the folders in
-which a run may leave something with empty file systems, so that what is found there afterwards is its own.
+other processes there die with it; its links, mounts and shared memory vanish with the namespaces. Inside, `enter` covers the folders in
+which a run may leave something with empty file systems, so that everything found there afterwards is the run's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GRACE_S = 60.0
 
 
 def why_not() -> str | None:
-    """Why this machine cannot have such a run; None if it can."""
+    """Returns why such a run is impossible on this machine; None if it is possible."""
     if os.geteuid() != 0:
         return "namespaces need root"
     for program in ("unshare", "ip", "mount"):
@@ -47,9 +47,9 @@ def has_clocks() -> bool:
 
 
 def start_isolated(arguments: Sequence[str]) -> int:
-    """Run `python -m bench.soak` with these arguments in namespaces of its own; its exit status.
+    """Run `python -m bench.soak` with these arguments in namespaces of its own. Returns its exit status.
 
-    A Ctrl-C, or the end of this process, ends it in order; what does not end is killed.
+    A Ctrl-C, or the end of this process, ends the run in order. What does not end is killed.
     """
     command = [*_UNSHARE, sys.executable, "-m", "bench.soak", *arguments]
     child = spawn_child(command, death_signal=signal.SIGKILL, stdin=subprocess.PIPE, start_new_session=True)

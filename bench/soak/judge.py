@@ -1,8 +1,8 @@
 """Which answers were late. Pure.
 
-An answer has its deadline, and a fixed allowance besides. What the machine, or the run itself, took from the caller does not
-count: the time in which its process was stopped on purpose, the time in which its thread stood in the kernel's run queue, and
-how late this program's own ticker was meanwhile, which is how a machine that stands still is noticed.
+An answer has its deadline and a fixed allowance besides. Time that the machine or the run itself took from the caller does not count:
+the time for which its process was stopped on purpose, the time for which its thread waited in the kernel's run queue, and the time for
+which this program's own ticker was late, which shows that the whole machine stood still.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 ALLOWANCE_S = 2.0
-"""For scheduling on a busy machine, of every answer."""
+"""Seconds allowed to every answer for scheduling on a busy machine."""
 TICK_S = 0.02
 _LATE_TICK_S = 0.1
-"""A tick that is later than this says that the machine stood still."""
+"""A tick that is later than this shows that the machine stood still."""
 
 
 class Span(NamedTuple):
@@ -24,12 +24,12 @@ class Span(NamedTuple):
     end: float
 
     def overlap(self, other: Span) -> float:
-        """Seconds that both have in common."""
+        """Returns how many seconds both have in common."""
         return max(0.0, min(self.end, other.end) - max(self.begin, other.begin))
 
 
 class Ticker:
-    """Notes how late the ticks of a program came that wanted one every `TICK_S`."""
+    """Notes how late the ticks of a program are that wants one every `TICK_S`."""
 
     def __init__(self) -> None:
         self.late: list[Span] = []
@@ -37,7 +37,7 @@ class Ticker:
         self._last: float | None = None
 
     def tick(self, now: float) -> None:
-        """Called as often as the program can."""
+        """To be called as often as the program can."""
         if self._last is not None:
             behind = now - self._last - TICK_S
             self.latest = max(self.latest, behind)
@@ -53,7 +53,7 @@ class Ticker:
 def seconds_late(
     answer: Span, bound: float, *, starved: float = 0.0, stops: Sequence[Span] = (), ticks: Iterable[Span] = ()
 ) -> float:
-    """By how much an answer missed its deadline, `bound` seconds after it was asked for; 0 if it did not.
+    """Returns by how much an answer missed its deadline, `bound` seconds after the request; 0 if it did not.
 
     `starved`: seconds for which the kernel let the caller wait for a processor. `stops`: when its process was stopped.
     """

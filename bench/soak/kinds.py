@@ -1,4 +1,4 @@
-"""The faults that can be drawn: on what, for how long, how often. `faults.ACTIONS` has one action for each. Pure."""
+"""The faults that can be drawn: their targets, how long they last, how often they occur. `faults.ACTIONS` has one action for each. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ENGINES = ("engine-a", "engine-b")
 """`engine-a` has a cache of its own with a local tier, a disk and the pool; `engine-b` goes through the cache server."""
 NODES = ("master", *STORES, "cache", *ENGINES, "prefill", "decode", "proxy")
 ETCD = "etcd"
-"""A node besides these, on a machine that has etcd: all others register there."""
+"""One more node, on a machine that has etcd: all others register there."""
 
 HOSTS = {
     "control": ("master", "proxy"),
@@ -33,12 +33,12 @@ class Kind(NamedTuple):
 
     name: str
     targets: tuple[str, ...]
-    """Of which one is drawn; a name that stands twice is drawn twice as often."""
+    """One of these is drawn; a name that is listed twice is drawn twice as often."""
     shortest: float
     longest: float
     """Seconds between the fault and its end."""
     weight: float
-    """How often it is drawn, once every kind has been."""
+    """How often it is drawn, relative to other kinds, after every kind has been drawn once."""
     quick: bool = True
     """Whether it fits into a run of less than a minute, cut to a few seconds."""
     needs: frozenset[str] = frozenset()
@@ -76,10 +76,10 @@ LONG_KINDS = (
 
 
 def touched(kind: Kind, target: str) -> frozenset[str]:
-    """The nodes that a fault touches."""
+    """Returns the nodes that a fault touches."""
     return frozenset((*HOSTS.get(target, (target,)), target, *kind.also))
 
 
 def possible(kinds: tuple[Kind, ...], there: frozenset[str], short: bool) -> list[Kind]:
-    """The kinds that a machine with `there` can have, in a short run or a long one."""
+    """Returns the kinds that are possible on a machine with `there`, in a short run or a long one."""
     return [kind for kind in kinds if kind.needs <= there and (kind.quick or not short)]

@@ -1,6 +1,6 @@
 """What processes hold, and what a run has left behind. Reads /proc; compares without I/O.
 
-Each node is compared with itself at a calm moment before the first fault; a node that was started again, with what it was then.
+Each node is compared with itself at a calm moment before the first fault, even if it was started again meanwhile.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 DESCRIPTORS, THREADS = 24, 6
-"""What may have been added: connections to peers come and go, and threads are started when they are first needed."""
+"""How many more may be there: connections to peers come and go, and threads are started when they are first needed."""
 RSS_BYTES, RSS_PART = 96 << 20, 0.25
-"""By how much memory may have grown: a fixed part, and a part of what it was."""
+"""By how much memory may have grown: by this many bytes, and by this part of what it was."""
 
 
 class Held(NamedTuple):
@@ -27,7 +27,7 @@ class Held(NamedTuple):
 
 
 def held_by(group: int) -> Held:
-    """What the processes of a process group hold now."""
+    """Returns what the processes of a process group hold now."""
     processes = descriptors = threads = rss = 0
     for pid, pgid, state in _processes():
         if pgid != group or state == "Z":
@@ -44,7 +44,7 @@ def held_by(group: int) -> Held:
 
 
 def grown(before: Mapping[str, Held], after: Mapping[str, Held]) -> list[str]:
-    """What each node holds beyond what it held before and what is allowed, in words."""
+    """Returns, as text, what each node holds beyond what it held before and what is allowed."""
     found = []
     for name, then in before.items():
         now = after.get(name)
@@ -66,7 +66,7 @@ def grown(before: Mapping[str, Held], after: Mapping[str, Held]) -> list[str]:
 
 
 def strangers_left() -> list[str]:
-    """Processes besides this one in its namespace. Reaps those that were left to it."""
+    """Returns the processes besides this one in its namespace. Reaps those that have ended."""
     found = []
     for pid, _, state in _processes():
         if pid == os.getpid():
@@ -86,12 +86,12 @@ def strangers_left() -> list[str]:
 
 
 def files_left(folder: Path, known: set[str]) -> list[str]:
-    """Files of a folder, besides those of these names."""
+    """Returns the files of a folder, except those of these names."""
     return sorted(f"{folder}/{entry.name}" for entry in folder.iterdir() if entry.name not in known)
 
 
 def disk_troubles(path: Path, capacity: int) -> list[str]:
-    """What a disk tier's folder must not hold once nothing is written: half-written files, and more than its capacity."""
+    """Returns what is wrong with a disk tier's folder when nothing is being written: half-written files, or more than its capacity."""
     files = [file for file in path.glob("*/*/[0-9a-f][0-9a-f]/*") if file.is_file()]
     total = sum(file.stat().st_size for file in files)
     found = [f"{file} was never finished" for file in path.glob("*/*/tmp/*")]
@@ -101,7 +101,7 @@ def disk_troubles(path: Path, capacity: int) -> list[str]:
 
 
 def _processes() -> list[tuple[int, int, str]]:
-    """Number, process group and state of each process."""
+    """Returns number, process group and state of each process."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():

@@ -1,4 +1,4 @@
-"""Everything that was answered, and what was wrong with it. Thread-safe; judges when asked."""
+"""All answers of a run, and what was wrong with them. Thread-safe; judges only when asked."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Ledger:
         self.wrong_slots = 0
         self.raised: list[str] = []
         self.broken: list[str] = []
-        """Failures of this program's own."""
+        """Failures of this program itself."""
         self._calls: list[Call] = []
         self._open: dict[str, dict[str, Any]] = {}
         self._first: dict[str, int] = {}
@@ -56,7 +56,7 @@ class Ledger:
         self.changed = threading.Condition(self._lock)
 
     def event(self, node: str, event: dict[str, Any]) -> None:
-        """A line that an engine printed."""
+        """Take in a line that an engine printed."""
         with self._lock:
             kind = event.get("e")
             if kind == "begin":
@@ -71,7 +71,7 @@ class Ledger:
                 self.changed.notify_all()
 
     def reply(self, label: str, request: Completion, reply: Reply) -> None:
-        """A request through the proxy has ended."""
+        """Note that a request through the proxy has ended."""
         with self._lock:
             self.counts["completion"] += 1
             self.outcomes[reply.outcome] += 1
@@ -83,19 +83,19 @@ class Ledger:
             self._calls.append(Call(label, what, Span(reply.begin, reply.end), REQUEST_S, 0.0))
 
     def next_of(self, node: str) -> dict[str, int]:
-        """At which operation each lane of an engine goes on when it is started again."""
+        """Returns the operation at which each lane of an engine goes on when the engine is started again."""
         with self._lock:
             return {lane: number + 1 for lane, number in self._first.items() if lane.startswith(f"{node}/")}
 
     def forget(self, node: str) -> None:
-        """An engine's process has ended: nobody waits any more for what its lanes had under way."""
+        """Note that an engine's process has ended: nobody waits any more for what its lanes had under way."""
         with self._lock:
             for lane in [lane for lane in self._open if lane.startswith(f"{node}/")]:
                 del self._open[lane]
                 self.counts["ended with their process"] += 1
 
     def overdue(self, now: float, seconds: float, stops: Mapping[str, Sequence[Span]]) -> list[str]:
-        """Operations that were due `seconds` ago, and are not answered."""
+        """Returns the operations that were due more than `seconds` ago and are not answered."""
         with self._lock:
             still = dict(self._open)
         found = []
@@ -106,7 +106,7 @@ class Ledger:
         return found
 
     def late(self, stops: Mapping[str, Sequence[Span]], ticks: Sequence[Span]) -> list[str]:
-        """Answers that came too late, the worst first."""
+        """Returns the answers that came too late, the worst first."""
         with self._lock:
             calls = list(self._calls)
         found = []
@@ -133,7 +133,7 @@ class Ledger:
         ]  # fmt: skip
 
     def wait_reply(self, node: str, kind: str, timeout: float) -> dict[str, Any] | None:
-        """The engine's answer to a command, taken out; None if it did not come in time."""
+        """Takes out and returns the engine's answer to a command; None if it did not come in time."""
         end = time.monotonic() + timeout
         with self.changed:
             while True:

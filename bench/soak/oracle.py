@@ -16,10 +16,10 @@ import torch
 from bench.soak.plan import CHUNK, LONGEST
 
 LAYERS, HEADS, WORDS = 2, 2, 128
-"""KV of a token: so many 64-bit words for each head of each layer; 4 KiB in all."""
+"""KV of a token: `WORDS` 64-bit words for each head of each layer; 4 KiB in all."""
 BLOCK = CHUNK
 BLOCKS = LONGEST + 24
-"""Of a lane's paged buffer: room for the longest prompt, and blocks that stay untouched."""
+"""Blocks of a lane's paged buffer: room for the longest prompt, and some that stay untouched."""
 TOKEN_BYTES = LAYERS * HEADS * WORDS * 8
 _SHOWN = 4
 _MASK = (1 << 64) - 1
@@ -35,16 +35,16 @@ class Wrong(NamedTuple):
 
     slot: int
     token: int
-    """Its index in the prompt, or -1 for a slot that the operation had no business with."""
+    """Its index in the prompt, or -1 for a slot that the operation must not touch."""
     expected: str
     got: str
     """The first word that differs, in hexadecimal."""
     belongs_to: str
-    """Which prefix the word is of, if it is one that this engine has used; empty otherwise."""
+    """The prefix to which the word belongs, if this engine has used it; empty otherwise."""
 
 
 def prefixes(tokens: Sequence[int]) -> Words:
-    """One number for each token, which names the prefix that ends with it; uint64 [n]."""
+    """Returns one number for each token, which names the prefix that ends with it; uint64 [n]."""
     value, found = 0x9E3779B97F4A7C15, []
     for token in tokens:
         value = ((value ^ (token + 1)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -54,15 +54,15 @@ def prefixes(tokens: Sequence[int]) -> Words:
 
 
 def kv_of(names: Words) -> Words:
-    """The KV of tokens with these prefixes; uint64 [n, layers, heads, words]."""
+    """Returns the KV of tokens with these prefixes; uint64 [n, layers, heads, words]."""
     return np.bitwise_xor(names[:, None, None, None], _TABLE[None])
 
 
 class PagedBuffer:
-    """A paged buffer as an engine has it, with an oracle."""
+    """A paged buffer like an engine's, with an oracle."""
 
     _known: ClassVar[dict[int, str]] = {}
-    """What all buffers of the process have been asked to know."""
+    """The prefixes that all buffers of the process know, by name."""
 
     def __init__(self) -> None:
         self.whole = torch.zeros((LAYERS, BLOCKS, HEADS, BLOCK, WORDS), dtype=torch.int64)
@@ -88,12 +88,12 @@ class PagedBuffer:
         self.words.fill(canary)
 
     def put(self, slots: Numbers, names: Words) -> None:
-        """What an engine does when it computes tokens."""
+        """Write the KV of tokens, as an engine does when it computes them."""
         blocks, offsets = slots // BLOCK, slots % BLOCK
         self.words[:, blocks, :, offsets, :] = kv_of(names)
 
     def compare(self, slots: Numbers, names: Words, may_differ: Numbers, canary: int) -> tuple[int, list[Wrong]]:
-        """How many slots are wrong, and the first of them.
+        """Returns how many slots are wrong, and the first of them.
 
         `slots` must hold the KV of `names`, `may_differ` anything, all others the canary. Afterwards all hold the canary.
         """
@@ -124,7 +124,7 @@ class PagedBuffer:
 
 
 def places(rng: random.Random, count: int, scattered: bool) -> Numbers:
-    """`count` different slots: whole blocks anywhere in the buffer, or single slots anywhere; int64 [count]."""
+    """Returns `count` different slots: whole blocks anywhere in the buffer, or single slots anywhere; int64 [count]."""
     if scattered:
         return np.array(rng.sample(range(BLOCKS * BLOCK), count), dtype=np.int64)
     blocks = np.array(rng.sample(range(BLOCKS), -(-count // BLOCK)), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What is done in a run, as a pure function of its seed: operations, requests, and faults with their times.
+"""The plan of a run, as a pure function of its seed, its length and what the machine has: operations, requests, and timed faults.
 
 Each lane (a thread that calls an engine, or a client of the proxy) has an endless list of its own, so that what one lane does
 never depends on how fast another is. Times of faults are seconds from the moment when the faults begin.
@@ -18,9 +18,9 @@ LONGEST = 256
 """Chunks of the longest prompt: so many objects in one call that a stalled call lasts longer than Mooncake's 60 s."""
 VOCABULARY = 512
 OUTPUT_TOKENS = 8
-"""Of each answer of the proxy."""
+"""Tokens of each answer of the proxy."""
 SHORT_RUN_S = 120.0
-"""Runs below it have quick faults only, of a few seconds."""
+"""Shorter runs have only quick faults, of a few seconds."""
 _QUICK_S = 3.0
 _FAMILIES = 12
 _LONG_HEAD_S = 5.0
@@ -32,7 +32,7 @@ _OPERATIONS: tuple[tuple[OperationKind, float], ...] = (
 
 
 class Prompt(NamedTuple):
-    """The first `shared` tokens of a family, then `own` tokens that only prompts of the same `tail` have."""
+    """A prompt: the first `shared` tokens of a family, then `own` tokens that only prompts of the same `tail` have."""
 
     family: int
     shared: int
@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Whole ones."""
+        """Whole chunks."""
         return self.length // CHUNK
 
 
@@ -56,11 +56,11 @@ class Operation(NamedTuple):
     kind: OperationKind
     prompt: Prompt
     first: int
-    """Chunks from the first that the mask leaves out."""
+    """How many chunks, from the first, the mask leaves out."""
     scattered: bool
     """Whether tokens lie in single slots anywhere, not in whole blocks."""
     places: int
-    """Seed of where in the paged buffer they lie."""
+    """Seed for their places in the paged buffer."""
     timeout: float
     pause: float
     """Seconds before it."""
@@ -87,13 +87,13 @@ class Fault(NamedTuple):
 
 
 def tokens_of(seed: int, prompt: Prompt) -> list[int]:
-    """The token ids of a prompt."""
+    """Returns the token ids of a prompt."""
     family = random.Random(f"{seed}/family/{prompt.family}").choices(range(VOCABULARY), k=prompt.shared)
     return family + random.Random(f"{seed}/tail/{prompt.tail}").choices(range(VOCABULARY), k=prompt.own)
 
 
 def operations(seed: int, lane: str, removes: bool = True) -> Iterator[Operation]:
-    """The endless list of a lane. `removes`: whether what it calls can remove keys; if not, it looks up instead."""
+    """Yields the endless list of a lane. `removes`: whether its cache can remove keys; if not, it looks up instead."""
     rng = random.Random(f"{seed}/operations/{lane}")
     kinds, weights = zip(*_OPERATIONS, strict=True)
     number = 0
@@ -102,7 +102,7 @@ def operations(seed: int, lane: str, removes: bool = True) -> Iterator[Operation
         if kind == "remove" and not removes:
             kind = "lookup"
         prompt = _prompt(rng)
-        if kind == "unknown":  # tails of this lane's own, that no store uses
+        if kind == "unknown":  # a family that no store uses
             prompt = prompt._replace(family=_FAMILIES + rng.randrange(1 << 30))
         yield Operation(
             number=number,
@@ -118,10 +118,10 @@ def operations(seed: int, lane: str, removes: bool = True) -> Iterator[Operation
 
 
 def pressed(operation: Operation, lane: str) -> Operation:
-    """An operation under pressure: at once, and with as many objects in one call as there can be.
+    """Returns the operation to do under pressure: at once, and with as many objects in one call as there can be.
 
-    Stores are of prompts whose second half nobody has stored before. After two of them the lane loads both again: some of it
-    lies in local memory, some in the pool alone.
+    Stores are of prompts whose second half nobody has stored before. After two stores the lane loads both prompts again: some of them
+    lie in local memory, some only in the pool.
     """
     kind: OperationKind = "retrieve" if operation.number % 4 >= 2 else "store"
     rng = random.Random(f"{lane}/{operation.number - 2 * (kind == 'retrieve')}")
@@ -131,20 +131,20 @@ def pressed(operation: Operation, lane: str) -> Operation:
 
 
 def check_prompts(seed: int, count: int) -> list[Prompt]:
-    """Prompts of moderate length that the lanes use, too; after the last fault they must be found and loaded again."""
+    """Returns prompts of moderate length that the lanes use, too. After the last fault they must be found and loaded again."""
     rng = random.Random(f"{seed}/check")
     return [Prompt(rng.randrange(_FAMILIES), rng.randint(4, 40) * CHUNK, 0, 0) for _ in range(count)]
 
 
 def served_prompts(seed: int, count: int) -> list[list[int]]:
-    """Prompts for the proxy, many of which share a prefix."""
+    """Returns prompts for the proxy, many of which share a prefix."""
     rng = random.Random(f"{seed}/served")
     prefixes = [rng.choices(range(VOCABULARY), k=rng.randint(32, 320)) for _ in range(max(1, count // 4))]
     return [rng.choice(prefixes) + rng.choices(range(VOCABULARY), k=rng.randint(1, 120)) for _ in range(count)]
 
 
 def completions(seed: int, lane: str, prompts: int) -> Iterator[Completion]:
-    """The endless list of a client of the proxy, over so many prompts."""
+    """Yields the endless list of a client of the proxy, over `prompts` prompts."""
     rng = random.Random(f"{seed}/completions/{lane}")
     number = 0
     while True:
@@ -153,7 +153,7 @@ def completions(seed: int, lane: str, prompts: int) -> Iterator[Completion]:
 
 
 def faults(seed: int, seconds: float, there: frozenset[str]) -> list[Fault]:
-    """The faults of a run of so many seconds on a machine with `there` (`kinds.EVERYTHING` or less), by time.
+    """Returns the faults of a run of `seconds` seconds on a machine with `there` (`kinds.EVERYTHING` or less), by time.
 
     Every kind occurs once before one occurs again, as far as there is time; no two touch a node at the same time.
     """
@@ -188,7 +188,7 @@ def _prompt(rng: random.Random) -> Prompt:
 
 
 def _long_faults(rng: random.Random, seconds: float, there: frozenset[str]) -> Iterator[tuple[Kind, Fault]]:
-    """Back to back; the first is a stopped store: that is what the slots of staging memory have to outlive."""
+    """Yields long faults one after another. The first stops a store, because slots of staging memory have to outlive that."""
     kinds = possible(LONG_KINDS, there, short=False)
     now, first = _LONG_HEAD_S, True
     while now + 62.0 < seconds:
@@ -218,7 +218,7 @@ def _collide(fault: Fault, kind: Kind, other: tuple[Kind, Fault]) -> bool:
 
 
 def coverage(planned: Sequence[Fault]) -> dict[str, int]:
-    """How often each kind occurs in a plan; `stop>60` and `cut>60` count those that outlast a minute."""
+    """Returns how often each kind occurs in a plan; `stop>60` and `cut>60` count those that outlast a minute."""
     counted: dict[str, int] = {}
     for fault in planned:
         name = f"{fault.kind}>60" if fault.seconds > 60 else fault.kind

@@ -1,6 +1,6 @@
 """Programs that misbehave: clients towards the proxy, engines towards the cache server, nodes towards etcd.
 
-They may hurt themselves only.
+They must not be able to hurt anyone but themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from launch.discovery.stubs import load_etcd3
 from pd_cache.server.messages import Hello, Lookup, Message, StatusQuery, encode, join_names
 
 _HELD = 24
-"""Connections that a stranger keeps open at the same time."""
+"""Most connections that a stranger keeps open at the same time."""
 
 
 class Stranger(threading.Thread):
@@ -84,7 +84,7 @@ class StrangeClient(Stranger):
             json.dumps({**usual, "model": "x" * 100_000}).encode(),
             json.dumps({**usual, "kv_transfer_params": {"do_remote_decode": True, "prefix": "x"}}).encode(),
             json.dumps({**usual, "cache_salt": "\x00" * 5000}).encode(),
-            json.dumps(usual).encode(),  # well, but nobody may read the answer
+            json.dumps(usual).encode(),  # valid, but its answer may never be read
             b"[" * 100_000,
             b'{"prompt": NaN, "model": "\xff\xfe"}',
             rng.randbytes(rng.randint(1, 5000)),
@@ -143,7 +143,7 @@ class StrangeEngine(Stranger):
         ))  # fmt: skip
 
     def _raw(self) -> None:
-        """Straight onto the socket, and onto the lifeline's: not even ZMQ."""
+        """Writes straight to the socket and to the lifeline's, without ZMQ."""
         path = self._url.removeprefix("ipc://")
         for kind, where in ((socket.SOCK_STREAM, path), (socket.SOCK_SEQPACKET, f"{path}.fds")):
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as one:
@@ -154,7 +154,7 @@ class StrangeEngine(Stranger):
 
 
 class StrangeWriter(Stranger):
-    """Records that are none, or that name nobody, and garbage in place of the records of real nodes. All go in the end."""
+    """Writes invalid records, records of nodes that do not exist, and garbage in place of real nodes' records. Deletes all in the end."""
 
     def __init__(self, address: tuple[str, int], cluster: str, seed: int) -> None:
         super().__init__(seed)
@@ -178,7 +178,7 @@ class StrangeWriter(Stranger):
 
     @contextlib.contextmanager
     def _client(self) -> Iterator[Any]:
-        """A connection; the block ends where etcd does not answer."""
+        """Yields a connection; the block ends if etcd does not answer."""
         host, port = self._address
         etcd3 = load_etcd3()
         client = etcd3.client(host=host, port=port, timeout=2)
@@ -198,7 +198,7 @@ class StrangeWriter(Stranger):
             b'{"name": "a"}',
             b'{"name": "a", "role": "master", "address": "ipc:///etc"}',
             b'{"name": "b", "role": "master", "address": "10.77.0.200:0"}',
-            b'{"name": "a", "role": "decode", "address": "http://10.77.0.200:1"}',  # well, but nobody is there
+            b'{"name": "a", "role": "decode", "address": "http://10.77.0.200:1"}',  # valid, but no such node exists
             b'{"name": "b", "role": "prefill", "address": "http://10.77.0.200:1", "capacity": {"kv_tokens": 1e300}}',
             b'{"name": "a", "role": "store", "address": "10.77.0.200:1", "capacity": {"segment_bytes": -1}}',
             b'{"name": "b", "role": "cache-server", "address": "tcp://0.0.0.0:1", "lease_ttl_ms": 86400001}',

@@ -19,7 +19,7 @@ _PAUSE_S = 0.05
 
 
 def damaged(value: bytes, other: bytes, rng: random.Random) -> tuple[str, bytes]:
-    """Other bytes than `value`, and in a word what was done to it; `other` is another object."""
+    """Returns in a word what was done to `value`, and the damaged bytes; `other` is another object."""
     how = rng.choice(("flipped", "truncated", "longer", "foreign"))
     if how == "truncated":
         return how, value[: rng.randrange(1, len(value))]

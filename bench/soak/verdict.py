@@ -1,4 +1,4 @@
-"""What a run came to, as figures, targets and tables."""
+"""The outcome of a run, as figures, targets and tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Outcome:
     """Requests through the proxy by what became of them."""
     bytes_compared: int = 0
     tokens_loaded: int = 0
-    """And each compared with what its prefix makes it."""
+    """Tokens that were loaded; each was compared with the KV that its prefix determines."""
     faults: Mapping[str, int] = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
     strange_acts: int = 0
@@ -35,7 +35,7 @@ class Outcome:
     died: Sequence[str] = ()
     """Processes that ended by themselves."""
     lost: Sequence[str] = ()
-    """What was not found or answered again after the last fault."""
+    """Prompts that were not found, and requests that were not answered, after the last fault."""
     leaked: Sequence[str] = ()
     recovery_s: float = 0.0
     """From the end of the last fault until all was found and answered again."""
@@ -50,7 +50,7 @@ class Outcome:
         return not all(check.ok for check in checks(self))
 
     def figures(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Returns everything, for JSON."""
         return asdict(self)
 
 
@@ -68,7 +68,7 @@ def checks(outcome: Outcome) -> list[Check]:
 
 
 def report(outcome: Outcome, facts: Mapping[str, str]) -> Report:
-    """As tables."""
+    """Returns the outcome as tables."""
     counted = [
         *((name, count) for name, count in sorted(outcome.operations.items())),
         *((f"completion: {name}", count) for name, count in sorted(outcome.completions.items())),

@@ -1,7 +1,7 @@
 """How nodes find one another: `static`, from the file, or `etcd`.
 
-1. A node registers under a lease when it can be used, keeps the lease alive, and leaves when it is told to stop.
-2. Others follow a view of who is there. It is always at hand: nothing in serving waits for etcd.
+1. A node registers under a lease when it can be used, keeps the lease alive, and leaves when it stops.
+2. Other processes follow a view of the nodes. The view is always at hand: nothing in serving waits for etcd.
 3. While etcd is away the last view stays, marked stale; what vanished because of that is repaired afterwards (`membership`).
 4. Two nodes that will never share a hit are told apart in words (`record.differences`).
 

@@ -34,7 +34,7 @@ _PROMISE_S = 10.0
 
 
 class Directory:
-    """The nodes of the file, for ever."""
+    """Always the nodes of the file."""
 
     def __init__(self, config: ClusterConfig, on_change: OnChange | None = None) -> None:
         """`on_change` gets each new view, the first one included; it must return quickly."""
@@ -43,11 +43,11 @@ class Directory:
             on_change(self._view)
 
     def view(self) -> View:
-        """What is known at present; answers at once."""
+        """Returns what is known at present, at once."""
         return self._view
 
     def wait_synced(self, timeout: float) -> bool:
-        """Wait until the view is no longer only the file's word, where there is a better source. False after `timeout` s."""
+        """Wait until the view comes from a better source than the file, if there is one. Returns False after `timeout` s."""
         return True
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class EtcdDirectory(Directory):
     """The nodes that are registered in etcd; those of the file until it was read for the first time."""
 
     def __init__(self, config: ClusterConfig, settings: EtcdDiscovery, on_change: OnChange | None = None) -> None:
-        """ConfigError for a password or certificate that cannot be read."""
+        """Raises ConfigError for a password or certificate that cannot be read."""
         from launch.discovery.etcd import EtcdWatch
 
         seeds = [record for record in file_records(config) if not record.address.endswith(":0")]
@@ -83,7 +83,7 @@ class EtcdDirectory(Directory):
 
 
 def open_directory(config: ClusterConfig, on_change: OnChange | None = None) -> Directory:
-    """What the file's `discovery` section asks for."""
+    """Opens the directory that the file's `discovery` section asks for."""
     if isinstance(config.discovery, EtcdDiscovery):
         return EtcdDirectory(config, config.discovery, on_change)
     return Directory(config, on_change)
@@ -93,7 +93,7 @@ class Member:
     """This process's own place in the cluster: taken when it is ready, given up when it ends."""
 
     def __init__(self, config: ClusterConfig, node: Node) -> None:
-        """Nothing is announced yet. ConfigError for a password or certificate that cannot be read."""
+        """Nothing is announced yet. Raises ConfigError for a password or certificate that cannot be read."""
         self._config = config
         self._node = node
         self._registration: Any = None
@@ -101,19 +101,19 @@ class Member:
         self.namespace: Namespace | None = None
         """To be set before `announce`, by a node that keeps a cache and knows its namespace."""
         self.master: str | None = None
-        """To be set before `announce`, by a client of the pool: where it takes the master to be."""
+        """To be set before `announce`, by a client of the pool: where it expects the master."""
         if isinstance(config.discovery, EtcdDiscovery):
             from launch.discovery.etcd import EtcdRegistration
 
             self._registration = EtcdRegistration(config.discovery, config.name)
 
     def about(self) -> dict[str, Any]:
-        """Version and namespace, for a node's `/health`: where the file is all there is, this is how others learn them."""
+        """Version and namespace, for a node's `/health`: with static discovery, this is how others learn them."""
         namespace = self.namespace.described() if self.namespace is not None else {}
         return {"version": pd_cache.__version__, **namespace}
 
     def announce(self, address: str) -> None:
-        """Tell the others that this node can be used, at `address`. Returns at once, whatever etcd does."""
+        """Announce that this node can be used, at `address`. Returns at once, whatever etcd does."""
         record = describe_node(self._config, self._node, address, self.namespace)
         record = msgspec.structs.replace(record, master=self.master)
         if self._registration is not None and not self._announced:
@@ -121,7 +121,7 @@ class Member:
             self._registration.announce(record)
 
     def leave(self) -> None:
-        """Tell the others that it is going. Waits no longer than a call to etcd may take. May be called twice."""
+        """Announce that this node leaves. Waits no longer than a call to etcd may take. May be called twice."""
         if self._registration is not None:
             self._registration.close()
 
@@ -133,7 +133,7 @@ class Member:
 
 
 def describe_node(config: ClusterConfig, node: Node, address: str, namespace: Namespace | None = None) -> NodeRecord:
-    """The record of a node of the file that answers at `address`."""
+    """Returns the record of a node of the file that answers at `address`."""
     capacity, model = Capacity(), None
     if isinstance(node, EngineNode) and config.engine is not None:
         if isinstance(config.engine, ReferenceEngineConfig):
@@ -158,7 +158,7 @@ def describe_node(config: ClusterConfig, node: Node, address: str, namespace: Na
 
 
 def file_records(config: ClusterConfig) -> list[NodeRecord]:
-    """What the file itself tells of its nodes."""
+    """Returns what the file itself says about its nodes."""
     records = []
     for node in config.nodes:
         scheme = "http://" if node.role in ("prefill", "decode", "proxy") else ""
@@ -176,16 +176,16 @@ def _url_known(config: ClusterConfig, node: CacheServerNode) -> bool:
 
 
 def known_master(config: ClusterConfig) -> str | None:
-    """What Mooncake's clients are given, as far as the file alone tells it."""
+    """Returns the master's address for Mooncake's clients, as far as the file alone gives it."""
     written = any(isinstance(node, MasterNode) and node.port for node in config.nodes)
     return config.master_address if config.masters.ha or written else None
 
 
 def find_master(config: ClusterConfig, timeout_s: float) -> ClusterConfig:
-    """The same cluster with its masters in it: the file's own, or those that registered.
+    """Returns the same cluster with its masters in it: the file's own, or those that registered.
 
-    ConfigError if no master is found within `timeout_s`. Elected ones are found without us; what they promise is not, and
-    is waited for no longer than a few seconds.
+    Raises ConfigError if no master is found within `timeout_s`. Clients find elected masters by themselves, but not what these
+    promise; that is waited for, but no longer than a few seconds.
     """
     discovery, elected = config.discovery, config.masters.ha
     if not isinstance(discovery, EtcdDiscovery) or (config.by_role("master") if elected else known_master(config)):

@@ -1,10 +1,10 @@
 """Whether a master and etcd agree on who leads.
 
-Mooncake's masters elect a leader by a key in etcd, which lives as long as the leader renews its lease. An etcd that dies and comes
-back costs an election. One that loses data can leave masters in a state that they never end (measured; docs/mooncake.md): a leader
-whose key is gone goes on to say that it leads, and nobody finds it; a standby that has followed a log of operations which is lost
-takes the key again and again, and refuses to serve. Master and etcd then differ for good. A master that is started anew takes part
-in a new election.
+Mooncake's masters elect a leader by a key in etcd, which lives as long as the leader renews its lease. An etcd that dies and comes back
+costs an election. An etcd that loses data can leave masters in a state that never ends (measured; docs/mooncake.md). A leader whose key
+is gone goes on saying that it leads, but no client finds it. A standby that has followed a log of operations that is lost takes the key
+again and again, and refuses to serve. Master and etcd then disagree for good. A master that is started anew takes part in a new
+election.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from launch.discovery.etcd import _Connector, _Lost
 from pd_cache.config import EtcdDiscovery
 
 DISAGREES_S = 30.0
-"""An election that goes well leaves them at odds for a second or two, and for longer where the next leader has many keys to take
-over: to start it anew then would lose them."""
+"""In an election that goes well, they disagree for a second or two, and for longer if the next leader has many keys to take over.
+Starting it anew then would lose these keys."""
 _POLL_S = 1.0
 
 
 class ElectionWatch:
-    """Compares the leader's key with what our master says, on a thread of its own, from entering the context to leaving it."""
+    """Compares the leader's key with what our master says, on a thread of its own that runs while the context is entered."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class ElectionWatch:
         leads: Callable[[], bool | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`address`: `host:port` of our master. `leads`: whether it says that it leads, or prepares to; None where it does not
-        answer. `clock`: seconds. ConfigError as of `EtcdRegistration`."""
+        """`address`: `host:port` of our master. `leads`: whether it says that it leads, or prepares to; None if it does not
+        answer. `clock`: seconds. Raises ConfigError as `EtcdRegistration` does."""
         self._connector = _Connector(settings)
         self._key = f"mooncake-store/{cluster}/master_view"
         self._address = address
@@ -42,18 +42,18 @@ class ElectionWatch:
         self._clock = clock
         self._at_odds_since: float | None = None
         self._revision = 0
-        """Of the key when it was read last."""
+        """The key's revision when it was read last."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="election-watch", daemon=True)
 
     @property
     def lost(self) -> bool:
-        """Whether etcd and our master have answered, and differed, for `DISAGREES_S` seconds."""
+        """Whether etcd and our master have both answered, and have disagreed, for `DISAGREES_S` seconds."""
         since = self._at_odds_since
         return since is not None and self._clock() - since >= DISAGREES_S
 
     def begin_anew(self) -> None:
-        """Count from now: something was done about it."""
+        """To be called when something was done about it: counts from now."""
         self._at_odds_since = None
 
     def look(self) -> None:
@@ -68,7 +68,7 @@ class ElectionWatch:
             with self._connector.client() as client:
                 value, about = client.get(self._key)
         except _Lost:
-            return True  # without etcd nobody can lead, and a new start would not help
+            return True  # without etcd no master can lead, and a new start would not help
         leads = self._leads()
         if leads is None:
             return True

@@ -1,8 +1,8 @@
 """Registration and watching in etcd, each on a thread of its own that outlives every outage.
 
-Of the package etcd3 its client and its stubs are used. Not its `Watcher`: that one reconnects for ever, also after
-`close()`, and tells nobody when a stream broke. Ours lists, watches from the revision of the list on, and begins again whatever
-happened, so that a lost stream, a compaction and an etcd that came back empty are one case.
+Of the package etcd3, its client and its stubs are used, but not its `Watcher`: that reconnects for ever, also after `close()`, and does
+not report when a stream breaks. Ours lists, watches from the revision of the list on, and begins again after any failure. So a lost
+stream, a compaction and an etcd that came back empty are one case.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LONGEST_TICK_S = 1.0
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # etcd is in our own network
     ("grpc.use_local_subchannel_pool", 1),  # a new client connects at once, whatever the last one met
-    ("grpc.max_receive_message_length", 64 << 20),  # grpc's 4 MiB are three values as large as etcd takes, and no list
+    ("grpc.max_receive_message_length", 64 << 20),  # grpc's 4 MiB would hold three large values, no list
 )
 
 
@@ -44,7 +44,7 @@ class _Connector:
     """Opens clients, at the next endpoint each time."""
 
     def __init__(self, settings: EtcdDiscovery) -> None:
-        """ConfigError for a password or certificate that cannot be read."""
+        """Raises ConfigError for a password or certificate that cannot be read."""
         self._etcd3 = load_etcd3()
         self._settings = settings
         self._turn = random.randrange(len(settings.endpoints))
@@ -59,12 +59,12 @@ class _Connector:
         for file in filter(None, self._files.values()):
             if not Path(file).is_file():
                 raise ConfigError(f"discovery.tls: {file} is no file on this machine")
-        # an interval of keep-alives must hold a call that fails
+        # an interval of keep-alives must leave time for a call that fails
         self.timeout_s = min(settings.timeout_s, settings.ttl_s / 3)
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Any]:
-        """A client, logged in if there is a user. Inside, whatever goes wrong between us and etcd is `_Lost`."""
+        """Yields a client, logged in if there is a user. Inside, every failure between us and etcd becomes `_Lost`."""
         endpoint = self._settings.endpoints[self._turn % len(self._settings.endpoints)]
         etcd3 = self._etcd3
         client = None
@@ -112,7 +112,7 @@ class _Pause:
 
 
 def prefix_of(cluster: str, folder: str = "nodes") -> str:
-    """Where a cluster's nodes, or what else it keeps there, are in etcd; the name of each follows."""
+    """Returns the prefix in etcd of a cluster's nodes, or of other entries of the cluster; the name of each follows."""
     return f"/pd-cache/{cluster}/{folder}/"
 
 
@@ -120,7 +120,7 @@ class EtcdRegistration:
     """Keeps one node's record in etcd under a lease, until closed. Thread-safe."""
 
     def __init__(self, settings: EtcdDiscovery, cluster: str, *, folder: str = "nodes") -> None:
-        """Nothing is sent yet. `folder`: as of `prefix_of`. ConfigError as of the settings' files."""
+        """Nothing is sent yet. `folder`: see `prefix_of`. Raises ConfigError for files of the settings that cannot be read."""
         self._connector = _Connector(settings)
         self._ttl_s = settings.ttl_s
         self._prefix = prefix_of(cluster, folder)
@@ -134,7 +134,7 @@ class EtcdRegistration:
         """Set while the record is in etcd, as far as we know."""
 
     def announce(self, record: NodeRecord) -> None:
-        """Register, now and again whenever the lease was lost. Returns at once; call it once."""
+        """Register, now, and again whenever the lease is lost. Returns at once; call it once."""
         assert self._thread is None, "announced already"
         self._thread = threading.Thread(target=self._run, args=(record,), name="discovery-register", daemon=True)
         self._thread.start()
@@ -165,12 +165,12 @@ class EtcdRegistration:
                 log.log(level, "cannot register in etcd: %s; serving goes on", error)
                 self._away = True
                 pause.wait()
-            except Exception:  # the edge: a registration that ends is a node that nobody finds
+            except Exception:  # the edge: if registration ended, nobody would find the node
                 log.exception("registering in etcd failed; it is tried again")
                 pause.wait()
 
     def _keep(self, client: Any, record: NodeRecord) -> None:
-        """Keep the lease alive, or get a new one, and see to it that the record is there."""
+        """Keep the lease alive, or get a new one, and make sure that the record is there."""
         if self._lease is not None and not any(answer.TTL > 0 for answer in client.refresh_lease(self._lease)):
             log.warning("the lease in etcd was lost; registering again")
             self._lease = None
@@ -187,7 +187,7 @@ class EtcdRegistration:
         client.put(self._prefix + record.name, record.encode(), lease=self._lease)
 
     def _stays(self, found: bytes, record: NodeRecord) -> bool:
-        """False for what is no record, and can go. Another node's stays: two that overwrite each other help nobody."""
+        """Whether a value stays. One that is not a record does not. Another process's record does: two must not overwrite each other."""
         try:
             other = decode_record(found)
         except RecordError:
@@ -229,7 +229,7 @@ class EtcdWatch:
         seeds: Iterable[NodeRecord] = (),
         on_change: Callable[[View], None] | None = None,
     ) -> None:
-        """Begin to follow. `folder`: as of `prefix_of`. `seeds`: nodes to believe in until etcd was read for the first time.
+        """Begin to follow. `folder`: see `prefix_of`. `seeds`: nodes to believe in until etcd was read for the first time.
 
         `on_change` is called with each new view, one after the other, on threads of ours: it must return quickly.
         """
@@ -237,7 +237,7 @@ class EtcdWatch:
         self._prefix = prefix_of(cluster, folder)
         self._tick_s = min(_LONGEST_TICK_S, settings.ttl_s / 4)
         self._on_change = on_change
-        # a node that is alive registers again within two pauses and a call; its lease allows it this long anyway
+        # a live node registers again within two pauses and a call; its lease allows it that much time anyway
         self._membership = Membership(settings.ttl_s + _LONGEST_PAUSE_S, seeds)
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -252,16 +252,16 @@ class EtcdWatch:
             thread.start()
 
     def view(self) -> View:
-        """What is known."""
+        """Returns what is known."""
         with self._lock:
             return self._membership.view()
 
     def wait_synced(self, timeout: float) -> bool:
-        """Wait until etcd was read once; False after `timeout` seconds."""
+        """Wait until etcd has been read once. Returns False after `timeout` seconds."""
         return self._synced.wait(timeout)
 
     def close(self) -> None:
-        """End the threads; calls under way are broken off."""
+        """End the threads; calls under way are cut off."""
         self._closed.set()
         self._break_off()
         for thread in self._threads:
@@ -284,7 +284,7 @@ class EtcdWatch:
                     self._read(client, pause)
             except _Lost as error:
                 self._lost(str(error))
-            except Exception:  # the edge: a watch that ends is a view that is never fresh again
+            except Exception:  # the edge: if the watch ended, the view would never be fresh again
                 log.exception("following etcd failed; it is tried again")
                 self._lost("see above")
             finally:
@@ -301,20 +301,20 @@ class EtcdWatch:
                 return
             for response in stream:
                 if response.canceled or response.compact_revision:
-                    return  # what lies between is gone: list again
+                    return  # the changes in between are gone: list again
                 if response.events:  # the first response says only that the watch was made
                     self._apply(response.events)
         finally:
             stream.cancel()
 
     def _tick(self) -> None:
-        """Look after etcd and the doubted: a stream of changes says nothing when its other end is gone."""
+        """Check on etcd and the doubted nodes: a stream of changes is silent when its other end is gone."""
         while not self._closed.wait(self._tick_s):
             client = self._client
             if client is not None and self._stream is not None:
                 try:
                     client.get(self._prefix)
-                except Exception as error:  # noqa: BLE001 - whatever it is, we do not hear from etcd
+                except Exception as error:  # noqa: BLE001 - whatever the error is, etcd does not answer
                     if client is self._client and not self._closed.is_set():
                         self._lost(f"{type(error).__name__}: {error}")
                         self._break_off()
@@ -370,7 +370,7 @@ class EtcdWatch:
                 self._publish()
 
     def _publish(self, before: View | None = None) -> None:
-        """Under the lock, so that views arrive in their order. What became unreadable since `before` is logged."""
+        """Publish the view, under the lock, so that views arrive in order. Logs what became unreadable since `before`."""
         view = self._membership.view()
         if before is not None:
             for name, why in sorted(set(view.unreadable) - set(before.unreadable)):
@@ -393,7 +393,7 @@ def _name(key: bytes, prefix: str) -> str:
 
 
 def _read(kv: Any, prefix: str) -> tuple[str, NodeRecord | str]:
-    """A pair's name, and its record or why it is none."""
+    """Returns a pair's name, and its record or the reason why it is not one."""
     name = _name(kv.key, prefix)
     try:
         record = decode_record(kv.value)

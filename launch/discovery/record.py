@@ -1,4 +1,4 @@
-"""What a node says about itself, and what two nodes that never share a hit differ in. Pure."""
+"""What a node says about itself, and how two nodes that never share a hit differ. Pure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from pd_cache.errors import PdCacheError
 from pd_cache.tokens import Namespace
 
 MAX_RECORD = 64 << 10
-"""Bytes of a record; ours have about one thousand."""
+"""Most bytes of a record; ours have about one thousand."""
 
 _HOST = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._*-]+)"
 _PORT = r":[0-9]{1,5}"
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-"""Bounded so that every program can compute with it, also one that has only floating point numbers."""
+"""Bounded so that every program can compute with it, also one that has only floating-point numbers."""
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=86_400_000)]
 Address = Annotated[
     str,
     msgspec.Meta(pattern=rf"^(((https?|tcp)://)?{_HOST}{_PORT}|ipc://[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300),
 ]
 Line = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
-"""Text that a log and a terminal can show as it is."""
+"""Matches text that a log and a terminal can show as it is."""
 
 _EXPECTED = {
     "master": (re.compile(rf"{_HOST}{_PORT}"), "a master's address is host:port"),
@@ -38,7 +38,7 @@ _EXPECTED = {
     "decode": (re.compile(rf"https?://{_HOST}{_PORT}"), "a decode node's address is http://host:port"),
     "proxy": (re.compile(rf"https?://{_HOST}{_PORT}"), "a proxy's address is http://host:port"),
 }  # fmt: skip
-"""By role. The address of a role that this version does not know may have any of the forms."""
+"""The form of an address, by role. For a role that this version does not know, any of the forms is allowed."""
 
 
 class RecordError(PdCacheError):
@@ -46,7 +46,7 @@ class RecordError(PdCacheError):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node has room for; 0 where it has none of it or does not say."""
+    """What a node has room for; 0 if it has none or does not say."""
 
     segment_bytes: Count = 0
     """Memory that it gives to the pool."""
@@ -63,13 +63,13 @@ class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     fingerprint: Annotated[Line, msgspec.Meta(max_length=64)] | None = None
-    """Of the namespace; nodes share hits where it is equal. None where the node keeps no cache, or cannot say."""
+    """The namespace's; nodes share hits if theirs are equal. None if the node keeps no cache, or cannot say."""
     namespace: dict[Line, Line | int] | None = None
-    """The namespace in words, field by field."""
+    """The namespace, field by field."""
 
     @property
     def cache_namespace(self) -> Namespace | None:
-        """The namespace as this version understands it; None where there is none or it has other fields."""
+        """The namespace as this version understands it; None if there is none or it has other fields."""
         if self.namespace is None:
             return None
         try:
@@ -85,13 +85,13 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     name: Name
     role: Name
     address: Address
-    """`http://host:port` of what speaks HTTP, `host:port` of what does not; of a cache server what its engines connect to."""
+    """`http://host:port` if it speaks HTTP, `host:port` if not; for a cache server the address to which its engines connect."""
     metrics: Annotated[str, msgspec.Meta(pattern=rf"^http://{_HOST}{_PORT}\Z", max_length=300)] | None = None
     """Where its metrics are, if not at `address`."""
     lease_ttl_ms: Milliseconds = 0
-    """Of a master: for how long it protects a key that was looked up."""
+    """For a master: how long it protects a key that was looked up."""
     master: Annotated[Line, msgspec.Meta(max_length=2048)] | None = None
-    """Of a client of the pool: where it takes the master to be."""
+    """For a client of the pool: where it expects the master."""
     instance: Annotated[Line, msgspec.Meta(max_length=64)] = ""
     """Differs from one start of the node to the next."""
     model: Annotated[Line, msgspec.Meta(max_length=1024)] | None = None
@@ -100,12 +100,12 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """Returns the record as JSON."""
         return msgspec.json.encode(self)
 
 
 class About(Namespaced, frozen=True, kw_only=True):
-    """What a node's `/health` says of it, as far as others use it."""
+    """What a node's `/health` says about it, as far as others use it."""
 
     version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
 
@@ -121,7 +121,7 @@ def decode_record(raw: bytes) -> NodeRecord:
     expected, words = _EXPECTED.get(record.role, (None, ""))
     if expected is not None and not expected.fullmatch(record.address):
         raise RecordError(f"{words}, not {record.address}")
-    if not _port_of(record.address) and record.role != "store":  # a segment is a name, nobody connects to it
+    if not _port_of(record.address) and record.role != "store":  # a segment's address is only a name
         raise RecordError(f"{record.address} is no address: port 0")
     if record.metrics is not None:
         _port_of(record.metrics)
@@ -139,7 +139,7 @@ def _port_of(address: str) -> int:
 
 
 def read_about(body: bytes | str) -> About:
-    """Returns what a `/health` says about its node; an empty `About` where it says nothing that can be read."""
+    """Returns what a `/health` says about its node; an empty `About` if it says nothing that can be read."""
     try:
         return decode_json(body, About)
     except UndecodableError:
@@ -147,9 +147,9 @@ def read_about(body: bytes | str) -> About:
 
 
 def differences(records: Iterable[NodeRecord]) -> dict[str, str]:
-    """For each node that shares no hit with most: in what it differs, in words, by the node's name.
+    """Returns, by name, how each node differs that shares no hit with most of the others.
 
-    That is its namespace, or that it follows a master which has moved since it was started.
+    It differs in its namespace, or it follows a master that has moved since the node was started.
     """
     nodes = list(records)
     masters = sorted(record.address for record in nodes if record.role == "master")

@@ -1,7 +1,7 @@
 """Clocks: whether this machine's is kept in step, and how far the nodes' are from it.
 
-Nothing in pd-cache compares the clocks of two machines: leases and deadlines are counted by whoever grants them. What suffers is
-reading logs and metrics of several machines side by side, and certificates, which a clock that is far off holds for expired.
+Nothing in pd-cache compares the clocks of two machines: each lease or deadline is timed by the process that grants it. What suffers is
+reading logs and metrics of several machines side by side, and certificates, which look expired to a clock that is far off.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from launch.doctor.finding import Finding, ok, skipped, warning
 
 _TIME_ERROR = 5
-"""adjtimex's answer where nothing keeps the kernel's clock in step."""
+"""adjtimex's answer if nothing keeps the kernel's clock in step."""
 _TIMEX_BYTES = 256
-"""More than a `struct timex` has on any platform."""
+"""Bytes; more than a `struct timex` has on any platform."""
 _NOTICEABLE_S = 2.0
-"""The header that tells a node's time has whole seconds."""
+"""The header with a node's time has whole seconds."""
 _TIMEOUT_S = 2.0
 _AT_A_TIME = 16
 _WHY = "logs and metrics of several machines cannot be read side by side, and certificates may count as expired; leases do not suffer"
@@ -30,7 +30,7 @@ _REPAIR = "chronyc tracking   # or timedatectl set-ntp true"
 
 
 def clock_finding(answer: int | None = None) -> Finding:
-    """Whether the kernel's clock is kept in step. `answer`: of adjtimex, asked if None."""
+    """Whether the kernel's clock is kept in step. `answer`: of adjtimex, which is called if this is None."""
     check = "clock.synchronized"
     told = _adjtimex() if answer is None else answer
     if told is None or told < 0:
@@ -41,7 +41,7 @@ def clock_finding(answer: int | None = None) -> Finding:
 
 
 def skew_findings(nodes: Mapping[str, str]) -> Iterator[Finding]:
-    """Compare with the clocks of `nodes`, URLs by name that answer HTTP; whoever does not answer is left out."""
+    """Compare with the clocks of `nodes`, a mapping from name to URL. Nodes that do not answer are left out."""
     with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-doctor") as threads:
         for name, offset in zip(nodes, threads.map(offset_of, nodes.values()), strict=True):
             if offset is not None:
@@ -58,7 +58,7 @@ def skew_finding(name: str, offset: float) -> Finding:
 
 
 def offset_of(url: str) -> float | None:
-    """Seconds that the clock of whoever answers is ahead, by the Date of the answer; None where it does not tell."""
+    """Returns how many seconds the answering machine's clock is ahead, by the Date of the answer; None if there is none."""
     try:
         parts = urllib.parse.urlsplit(url)
         connection: http.client.HTTPConnection
@@ -83,7 +83,7 @@ def offset_of(url: str) -> float | None:
 
 
 def offset(header: str | None, before: float, after: float) -> float | None:
-    """By how much a Date lies outside of `before` and `after`, between which it was made; it was cut to whole seconds."""
+    """Returns by how much a Date, cut to whole seconds, lies outside `before` and `after`, between which it was made."""
     if header is None:
         return None
     told = email.utils.parsedate_to_datetime(header).timestamp()
@@ -97,4 +97,4 @@ def _adjtimex() -> int | None:
         adjtimex = ctypes.CDLL(None, use_errno=True).adjtimex
     except (OSError, AttributeError):
         return None
-    return int(adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES)))  # all zeros: it only reads
+    return int(adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES)))  # all zeros: this only reads

@@ -1,4 +1,4 @@
-"""What the cluster's nodes say: who answers, which versions and namespaces they have, who leads, who gives memory."""
+"""Checks what the cluster's nodes say: which of them answer, their versions and namespaces, which master leads, who gives memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UP = "pd-cache up -c FILE"
 
 
 def discovery_finding(config: ClusterConfig, status: ClusterStatus) -> Finding:
-    """Whether what discovery says is fresh."""
+    """Whether discovery's view is fresh."""
     check, kind = "cluster.discovery", str(config.discovery.__struct_config__.tag)
     if status.source == kind:
         return ok(check, f"{kind}: {len(status.nodes)} nodes")
@@ -35,7 +35,7 @@ def record_findings(status: ClusterStatus) -> Iterator[Finding]:
 
 
 def node_findings(status: ClusterStatus) -> Iterator[Finding]:
-    """Who answers, as `pd-cache status` sees it. Where nobody does, that is one finding."""
+    """Which nodes answer, as `pd-cache status` sees it. If none does, that is one finding."""
     check = "cluster.node"
     asked = [row for row in status.nodes if row.asked]
     if asked and not any(row.up for row in asked):
@@ -60,7 +60,7 @@ def node_findings(status: ClusterStatus) -> Iterator[Finding]:
 
 
 def version_findings(rows: Iterable[NodeStatus]) -> Iterator[Finding]:
-    """Nodes whose pd-cache is another than this one."""
+    """Nodes with another version of pd-cache than this one."""
     check, ours = "cluster.version", pd_cache.__version__
     told = [row for row in rows if row.record.version]
     same = [row.name for row in told if row.record.version == ours]
@@ -76,7 +76,7 @@ def version_findings(rows: Iterable[NodeStatus]) -> Iterator[Finding]:
 
 
 def fingerprint_findings(rows: Sequence[NodeStatus]) -> Iterator[Finding]:
-    """Nodes that never share a hit with the others. Those that serve another model are not meant to."""
+    """Nodes that never share a hit with the others. Nodes that serve another model are not meant to."""
     check = "cluster.fingerprint"
     known = [row for row in rows if row.record.fingerprint]
     if known and not any(row.difference for row in known):
@@ -115,7 +115,7 @@ def master_findings(config: ClusterConfig, rows: Iterable[NodeStatus]) -> Iterat
 
 
 def leader(rows: Iterable[NodeStatus]) -> NodeStatus | None:
-    """The master that leads; None where none says so."""
+    """Returns the master that leads; None if none says so."""
     return next((row for row in rows if row.leads == LEADER), None)
 
 
@@ -149,5 +149,5 @@ def segment_findings(rows: Iterable[NodeStatus], segments: Sequence[Segment]) ->
 
 
 def unknown_segments(reason: str) -> Finding:
-    """In place of everything that the list of segments would tell."""
+    """The finding in place of all those that need the list of segments."""
     return skipped("cluster.segments", reason)

@@ -10,13 +10,13 @@ from pd_cache.config import ClusterConfig, Node
 from pd_cache.server.descriptors import descriptor_limits
 
 _ANY_NODE = 4096
-"""What other nodes do with: connections to all others, shared memory, files of a disk tier."""
+"""Enough for all other nodes: connections to every node, shared memory, files of a disk tier."""
 
 
 def descriptor_finding(
     config: ClusterConfig | None, mine: Iterable[Node], limits: tuple[int, int] | None = None
 ) -> Finding:
-    """Judge the limits of this process, which services may not have. `mine`: the nodes of this machine; `limits`: soft and hard, looked
+    """Judges the limits of this process; services may have others. `mine`: the nodes of this machine; `limits`: soft and hard, looked
     up if None."""
     check = "limits.descriptors"
     soft, hard = descriptor_limits() if limits is None else limits

@@ -51,7 +51,7 @@ _MASTER_S = 5.0
 
 
 def examine(config: ClusterConfig | None, file: Path | None, root: Path = Path("/")) -> Report:
-    """Check everything that can be. Takes seconds; where segments hang, up to about a minute."""
+    """Check everything that can be checked. Takes seconds; if segments hang, up to about a minute."""
     findings = list(_findings(config, root))
     if file is not None:
         given = f"-c {shlex.quote(str(file))}"
@@ -152,13 +152,13 @@ def _segments(metrics: str | None) -> list[Segment] | None:
 
 
 def _mounted(config: ClusterConfig, host: str, segments: list[Segment] | None) -> bool:
-    """Whether the pool has all the memory that the nodes of a host promise."""
+    """Whether the pool has all the memory that a host's nodes promise."""
     promised = sum(config.segment_size(node) for node in config.nodes if node.host == host)
     return sum(segment.size_bytes for segment in segments or () if segment.host == host) >= promised
 
 
 def _held(status: ClusterStatus, segments: list[Segment] | None) -> set[str]:
-    """Addresses that answered as the node that the file has there."""
+    """Addresses at which the node answered that the file has there."""
     held = {segment.segment_name for segment in segments or ()}
     for row in status.nodes:
         if row.up:
@@ -167,7 +167,7 @@ def _held(status: ClusterStatus, segments: list[Segment] | None) -> set[str]:
 
 
 def _own_host(config: ClusterConfig) -> str:
-    """The address that the cluster knows this machine by; where it does not, the one that packets to the master come from."""
+    """Returns the address by which the cluster knows this machine, or else the one from which packets to the master come."""
     mine = local_nodes(config)
     if mine:
         return mine[0].host

@@ -1,7 +1,7 @@
 """Whether Mooncake's clients on this machine can be reached at addresses that the file does not name.
 
-They listen on all addresses, whatever `host` says, and ask nobody who they are; only a firewall can narrow that. Whether one
-does is tried: by a connection from here to each other address of this machine.
+They listen on all addresses, whatever `host` says, and ask for no key; only a firewall can narrow that. To see whether one does, this
+connects from here to each other address of this machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LISTENS = "0A"
 
 
 def listening_findings(nodes: Iterable[Node], root: Path = Path("/")) -> Iterator[Finding]:
-    """What `nodes`, those of this machine, listen on beyond their `host`."""
+    """Checks where `nodes`, those of this machine, listen beyond their `host`."""
     ports = wide_ports(root)
     if not ports:
         yield skipped(_CHECK, "no Mooncake client runs here")
@@ -40,7 +40,7 @@ def listening_findings(nodes: Iterable[Node], root: Path = Path("/")) -> Iterato
 
 
 def verdict(reached: Iterable[Reach], written: Iterable[str]) -> Finding:
-    """What connections to the addresses that the file does not name came to."""
+    """Judges the outcome of connections to the addresses that the file does not name."""
     taken = sorted({one.target.address.rpartition(":")[0] for one in reached if one.ok})
     if not taken:
         return ok(_CHECK, "Mooncake's ports can be reached at no address that the file does not name")
@@ -55,7 +55,7 @@ def verdict(reached: Iterable[Reach], written: Iterable[str]) -> Finding:
 
 
 def wide_ports(root: Path = Path("/")) -> set[int]:
-    """Ports in the range of Mooncake's clients on which something here listens at all addresses."""
+    """Returns the ports, in the range of Mooncake's clients, on which a process of this machine listens at all addresses."""
     first, last = _range()
     found = set()
     for name in ("tcp", "tcp6"):
@@ -72,7 +72,7 @@ def wide_ports(root: Path = Path("/")) -> set[int]:
 
 
 def own_addresses(root: Path = Path("/")) -> set[str]:
-    """Addresses of this machine at which other machines could reach it."""
+    """Returns addresses of this machine at which other machines could reach it."""
     found: set[str] = set()
     before = ""
     for line in _lines(root / "proc/net/fib_trie"):
@@ -93,7 +93,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def _range() -> tuple[int, int]:
-    """What Mooncake's clients choose their ports from; theirs may have another environment."""
+    """Returns the range from which Mooncake's clients choose their ports, by this environment; theirs may differ."""
     values = (os.environ.get("MC_MIN_RPC_PORT", ""), os.environ.get("MC_MAX_RPC_PORT", ""))
     first, last = (
         int(value) if value.isdigit() else usual for value, usual in zip(values, (15000, 17000), strict=True)

@@ -1,4 +1,4 @@
-"""Ports of this machine, and who can connect to whom."""
+"""Ports of this machine, and which nodes can connect to which."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pd_cache.config import Node
 
 _SHOWN = 4
 _PEERS_S = 15.0
-"""A node tries what it knows before it answers: at most eight seconds of connections, after it has asked discovery."""
+"""A node tries the addresses that it knows before it answers: at most eight seconds of connections, after it has asked discovery."""
 _WHY_HERE = "what this machine cannot reach, its engines cannot load from or store to"
 _WHY_THERE = "a node that cannot reach another computes again what that one has, and its stores fail"
 MOONCAKE_PORTS = "Mooncake's clients listen on ports of 15000 to 17000, or of MC_MIN_RPC_PORT to MC_MAX_RPC_PORT"
@@ -44,7 +44,7 @@ def port_findings(nodes: Iterable[Node], held: Collection[str]) -> Iterator[Find
 
 
 def reach_findings(reached: Sequence[Reach]) -> Iterator[Finding]:
-    """What connections from here came to."""
+    """Judges the outcome of connections from here."""
     check = "network.from_here"
     good = [one for one in reached if one.ok]
     if good:
@@ -57,12 +57,12 @@ def reach_findings(reached: Sequence[Reach]) -> Iterator[Finding]:
 
 
 def reach_from_here(targets: Iterable[Target]) -> list[Reach]:
-    """Connect to each."""
+    """Connects to each target."""
     return asyncio.run(reach(targets))
 
 
 def peer_report(row: NodeStatus, access: Access = NOBODY) -> PeerReport | None:
-    """What a node says that it reaches; None where it says nothing, as vLLM and masters do. `access`: what proxies ask for."""
+    """Returns what a node says it reaches; None if it says nothing, like vLLM and masters. `access`: key and certificates for proxies."""
     answers = row.asked and not row.state.startswith("no answer")
     if (
         not answers
@@ -80,9 +80,9 @@ def peer_report(row: NodeStatus, access: Access = NOBODY) -> PeerReport | None:
 def peer_findings(
     rows: Iterable[NodeStatus], reports: Mapping[str, PeerReport], reached: Iterable[Reach], here: Collection[str]
 ) -> Iterator[Finding]:
-    """What nodes reach of each other, and of this machine.
+    """Judges which nodes reach each other and this machine.
 
-    `reports`: by the name of the node. `reached`: from here, so that what is dead is told once. `here`: this machine's hosts.
+    `reports`: by the name of the node. `reached`: from here, so that a dead address is reported once. `here`: this machine's hosts.
     """
     check = "network.from_nodes"
     dead = {one.target for one in reached if not one.ok}
@@ -115,7 +115,7 @@ def peer_findings(
 
 
 def advertised_findings(hosts: Collection[str], segments: Iterable[Segment]) -> Iterator[Finding]:
-    """Segments that only their own host can reach, in a cluster of several `hosts`."""
+    """Finds segments that only their own host can reach, in a cluster of several `hosts`."""
     if len({host for host in hosts if not _only_here(host)}) < 2:
         return
     for segment in segments:

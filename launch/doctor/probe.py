@@ -1,8 +1,8 @@
-"""A real put and get of 64 MiB to each segment of the pool, with the bytes compared and the bandwidth told.
+"""A real put and get of 64 MiB to each segment of the pool, with the bytes compared and the bandwidth measured.
 
-The objects have keys of their own, `pdc1/doctor/…`, which no namespace meets, and are removed whatever happened. They are
-not pinned, so that what a doctor that was killed leaves behind goes with the first eviction. A segment that has little room gets
-less: nobody's chunks are evicted for a test.
+The objects have keys of their own, `pdc1/doctor/…`, which no namespace uses, and are removed whatever happens. They are not pinned, so
+what a killed doctor leaves behind goes with the first eviction. A segment with little room gets less: no cached chunk is evicted for a
+test.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PREFIX = "pdc1/doctor"
 _OBJECT = 4 << 20
 _OBJECTS = 16
 _DEADLINE_S = 15.0
-"""Of a put and of a get."""
+"""Seconds of a put and of a get."""
 _OPEN_S = 10.0
 _CONTROL_S = 2.0
 _MOST_HUNG = 3
-"""Segments that may hang; each holds 64 MiB until its call returns. After so many the others are not tried."""
+"""How many segments may hang; each holds 64 MiB until its call returns. After so many, the others are not tried."""
 _SLOW = {"tcp": 0.1e9, "rdma": 1e9}
 _CHECK = "transfer.segment"
 _WHY = "chunks that lie there cannot be used, and those that land there are lost"
@@ -50,7 +50,7 @@ def probe_findings(
 ) -> Iterator[Finding]:
     """Probe one segment after the other, so that each has the network for itself.
 
-    `host`: the address that this machine is reached at. Objects are removed also where the caller is interrupted.
+    `host`: the address at which this machine is reached. Objects are removed also if the caller is interrupted.
     """
     hung = 0
     store: MooncakeStore | None = None
@@ -88,7 +88,7 @@ def probe_findings(
 
 
 def _open(config: ClusterConfig, host: str) -> tuple[MooncakeStore, StagingPool]:
-    """A full client, also where engines share one: what it does not reach, other machines' clients do not either."""
+    """A full client, also where engines share one: a segment that it does not reach is out of reach for other machines' clients, too."""
     deadline = int(_DEADLINE_S * 1000)
     settings = msgspec.structs.replace(
         config.transfer,
@@ -113,7 +113,7 @@ class _Probe:
     def __init__(
         self, store: MooncakeStore, pool: StagingPool, segment: Segment, objects: int, master_metrics: str
     ) -> None:
-        """`pool`: of `_OBJECTS` slots, all of them free."""
+        """`pool`: has `_OBJECTS` slots, all of them free."""
         self._store = store
         self._pool = pool
         self._segment = segment
@@ -178,7 +178,7 @@ class _Probe:
         return _Outcome(_judged(self._segment, total, total / put_s, total / get_s), False)
 
     def _elsewhere(self) -> int:
-        """How many objects landed in another segment; 0 where the master does not tell."""
+        """Returns how many objects landed in another segment; 0 if the master does not say."""
         keys = ",".join(urllib.parse.quote(key) for key in self._keys)
         try:
             found = read_places(fetch(f"{self._metrics}/batch_query_keys?keys={keys}"), self._keys)

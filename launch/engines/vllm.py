@@ -40,21 +40,21 @@ def serve_vllm(
     ready: Callable[[str, Namespace | None], None],
     on_stop: Callable[[], None],
 ) -> None:
-    """Run vLLM until SIGTERM. RoleError if it is not installed, ends by itself or is not ready in time.
+    """Run vLLM until SIGTERM. Raises RoleError if it is not installed, ends by itself or is not ready in time.
 
-    `ready` gets its base URL and the namespace of its cache. `on_stop` is called first of all when it has to end, so that no
-    proxy sends anything more; it must not raise.
+    `ready` gets its base URL and the namespace of its cache. When it has to end, `on_stop` is called first, so that no
+    proxy sends anything more. It must not raise.
     """
     settings = config.supervisor
     with stop_on_signals() as stop, temporary_folder() as folder:
         file, namespace = folder / "cluster.yaml", folder / "namespace.json"
         file.write_text(dump_config(config), encoding="utf-8")
-        # vLLM starts processes of its own, which a guard ends with it, however that ends
+        # vLLM starts processes of its own; a guard ends them with it, however it ends
         guarded = LocalProcesses(settings.stop_grace_s)
         variables = environment(engine, node, namespace)
         program = Program(node.name, tuple(command(engine, node, file, namespace)), variables)
         output = _Output()
-        # it has to be gone before whoever stops us loses patience
+        # it has to be gone before the process that stops us loses patience
         vllm = ForeignProgram("vLLM", lambda: guarded.spawn(program, output.pass_on), 0.8 * settings.stop_grace_s)
         with contextlib.closing(guarded), vllm:
             try:
@@ -70,7 +70,7 @@ def serve_vllm(
 
 
 def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path, namespace_file: Path) -> list[str]:
-    """`vllm serve` for a node of `file`, without secrets: `environment` has them. RoleError if there is no vLLM."""
+    """Returns the command `vllm serve` for a node of `file`. `environment` has its secrets. Raises RoleError if there is no vLLM."""
     arguments = {
         name: value
         for name, value in _arguments(engine, node).items()
@@ -101,7 +101,7 @@ def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path
 
 
 def environment(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, namespace_file: Path) -> dict[str, str]:
-    """What is added to the environment of a node's vLLM: the file's own, and the secrets of its arguments."""
+    """Returns what is added to the environment of a node's vLLM: the file's own, and the secrets of its arguments."""
     arguments = _arguments(engine, node)
     secrets = {}
     for name, variable in SECRET_VARIABLES.items():
@@ -117,7 +117,7 @@ def _arguments(engine: VllmEngineConfig, node: PrefillNode | DecodeNode) -> dict
 
 
 def flags(arguments: Mapping[str, Argument]) -> Iterator[str]:
-    """Arguments of the file as `vllm serve` takes them."""
+    """Returns arguments of the file in the form that `vllm serve` takes."""
     for name, value in arguments.items():
         if isinstance(value, bool):
             yield f"--{name}" if value else f"--no-{name}"
@@ -128,8 +128,8 @@ def flags(arguments: Mapping[str, Argument]) -> Iterator[str]:
 
 
 def executable(name: str) -> str:
-    """Where the program is: beside this Python, or in PATH. RoleError if it is in neither."""
-    beside = Path(sys.executable).parent / name  # which is the program itself where `name` is a path
+    """Returns the program's path: beside this Python, or in PATH. Raises RoleError if it is in neither."""
+    beside = Path(sys.executable).parent / name  # this is the program itself if `name` is an absolute path
     found = str(beside) if beside.is_file() else shutil.which(name)
     if found is None:
         raise RoleError(f"{name} is not installed: neither beside {sys.executable} nor in PATH")
@@ -137,7 +137,7 @@ def executable(name: str) -> str:
 
 
 class _Output:
-    """Passes on what vLLM prints, and remembers what the connector refused: the reason stands many lines before the end."""
+    """Passes on what vLLM prints, and remembers what the connector refused: the reason comes many lines before the end."""
 
     def __init__(self) -> None:
         self.refusal = ""
@@ -149,7 +149,7 @@ class _Output:
 
 
 def healthy(host: str, port: int) -> bool:
-    """Whether a vLLM serves there."""
+    """Whether a vLLM serves at that address."""
     try:
         with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=2) as answer:
             return bool(answer.status == 200)

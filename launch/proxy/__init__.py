@@ -3,17 +3,17 @@
 What it promises:
 
 1. A request is answered within `request_timeout_s`, whatever the nodes do.
-2. The prefill hop is an optimisation: when it fails, the decode node computes the prompt itself, and where it would gain
-   nothing (`direct`) it is left out. Only what the prefill node says about the *request* (4xx) is final.
-3. Until the first byte of the answer, a node that fails is replaced by another; after it, the client is told.
+2. The prefill hop is an optimisation: when it fails, the decode node computes the prompt itself. It is left out if it would gain
+   nothing (`direct`). Only what the prefill node says about the *request* (4xx) is final.
+3. Until the first byte of the answer, a node that fails is replaced by another; after it, the client gets an error.
 4. What the prefill node hands over (`kv_transfer_params`) is forwarded unread, and never taken from a client.
 5. A client that goes away takes its upstream connections with it.
 6. Nodes come and go with discovery's view (`fleet`). Neither discovery nor the pool is ever waited for.
 
-Pure: `routing` (which node next), `attempts` (when to stop, and whose fault it was), `budget` (how many retries), `prefixes` (who
-has seen a prompt), `breaker` (whom to leave alone), `admission` (how many at a time), `completion` (what a request says).
-`completions` is a request's way over the two hops, `delivery` how it ends, `bodies` how it arrives, `keys` who sent it, `overview`
-what the proxy says of itself. `hops` talks to nodes, `health` asks how they are, `app` holds it all together.
+Pure: `routing` (which node next), `attempts` (when to stop, and which side is at fault), `budget` (how many retries), `prefixes` (which
+nodes have seen a prompt), `breaker` (which nodes to leave alone), `admission` (how many requests at a time), `completion` (what a
+request says). `completions` takes a request over the two hops, `delivery` ends it, `bodies` reads it, `keys` identifies the client,
+`overview` reports on the proxy. `hops` talks to nodes, `health` checks them, `app` holds it all together.
 """
 
 from launch.proxy.app import Proxy

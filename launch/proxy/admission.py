@@ -20,11 +20,11 @@ class Admission:
         """Set when no more are let in."""
 
     def running(self) -> int:
-        """Requests that are in."""
+        """How many requests are in."""
         return self._running.total()
 
     def check(self, client: str) -> None:
-        """ApiError 503 if the proxy is full or closing, 429 if the client has its share. Holds no place."""
+        """Raises ApiError 503 if the proxy is full or closing, 429 if the client has its share. Takes no place."""
         if self.closing:
             raise overloaded("The proxy is shutting down")
         if self.running() >= self._max_requests:
@@ -39,7 +39,7 @@ class Admission:
 
     @contextmanager
     def admitted(self, client: str) -> Iterator[None]:
-        """Hold a place while the block runs. ApiError as of `check`."""
+        """Hold a place while the block runs. Raises ApiError as `check` does."""
         self.check(client)
         self._running[client] += 1
         try:

@@ -10,7 +10,7 @@ from pd_cache.errors import PdCacheError
 
 
 class ApiError(PdCacheError):
-    """Something the client is told: an HTTP status and an error object."""
+    """An error for the client: an HTTP status and an error object."""
 
     def __init__(
         self,

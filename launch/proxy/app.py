@@ -39,7 +39,7 @@ MAX_BODY = LARGEST_BODY
 _FEW_RETRIES = 100
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _request_id: ContextVar[str] = ContextVar("request_id")
-"""Set at the edge, for the handler within."""
+"""Set at the edge, for the handler inside."""
 
 
 class Proxy:
@@ -55,10 +55,10 @@ class Proxy:
         peers: Peers | None = None,
         connections: Connections | None = None,
     ) -> None:
-        """It knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node, by default none.
+        """The proxy knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node; by default none does.
 
-        `master`: where the pool's master is, for lookups. `files`: those that are followed while the proxy runs, to which it adds
-        its files of keys. `peers` answers `/peers`. `connections`: those of the listener, if it keeps count of them. ConfigError for a file of keys that cannot be used.
+        `master`: where the pool's master is, for lookups. `files`: the watcher of files, to which the proxy adds its key files. `peers`
+        answers `/peers`. `connections`: those of the listener, if it counts them. Raises ConfigError for a key file that cannot be used.
         """
         self.metrics = ProxyMetrics()
         self.connections = Connections(0) if connections is None else connections
@@ -78,11 +78,11 @@ class Proxy:
         self._overview = Overview(self._fleet, self._keys, self._admission, self.metrics, peers)
 
     def update(self, view: View) -> None:
-        """From now on the view's nodes are used. On the event loop's thread, once that runs."""
+        """Use the view's nodes from now on. Call it on the event loop's thread, once that runs."""
         self._fleet.update(view)
 
     def app(self) -> web.Application:
-        """A new application. Run it with `handler_cancellation=True`, or clients that go away are noticed late."""
+        """Returns a new application. Run it with `handler_cancellation=True`, or clients that go away are noticed late."""
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._edge])
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post(CHAT, self._complete)
@@ -113,7 +113,7 @@ class Proxy:
     async def _told(
         self, request: web.Request, request_id: str, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """What the handler answers; what it raises, in the shape that OpenAI's clients understand."""
+        """Returns what the handler answers; turns what it raises into an error that OpenAI's clients understand."""
         response: web.StreamResponse
         try:
             response = await handler(request)
@@ -124,7 +124,7 @@ class Proxy:
             response = ApiError(error.status, what, code=error.reason.lower().replace(" ", "_")).response()
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
-        except Exception:  # the edge: a client is told in OpenAI's shape, whatever went wrong
+        except Exception:  # the edge: whatever went wrong, the client gets an error in OpenAI's shape
             log.exception("request %s: unexpected error", request_id)
             response = ApiError(500, "Internal error of the proxy", code="internal_error").response()
         if not response.prepared:
@@ -140,7 +140,7 @@ class Proxy:
     async def _answered(
         self, request: web.Request, answer: Callable[[Exchange], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """`answer`, for a client with a key, counted and logged."""
+        """Does `answer` for a client with a key, counted and logged."""
         exchange = Exchange(request, _request_id.get(), self._retries, self.connections)
         status = 499
         try:
@@ -162,7 +162,7 @@ class Proxy:
 
     async def _read_and_complete(self, exchange: Exchange) -> web.StreamResponse:
         config = self._config
-        self._admission.check(exchange.client)  # rather than read a body only to refuse it
+        self._admission.check(exchange.client)  # so that no body is read only to be refused
         with self._bodies.held() as memory:
             limit_s = min(config.body_timeout_s, config.request_timeout_s)
             body = await read_body(exchange.request, memory, self._bodies, MAX_BODY, limit_s)
@@ -183,7 +183,7 @@ class Proxy:
 
     async def _with_session(self, app: web.Application) -> AsyncIterator[None]:
         config = self._config
-        # a request holds one connection at a time; the rest is for health checks and those that are being closed
+        # a request holds one connection at a time; the rest is for health checks and connections that are being closed
         session = self._nodes.session = new_session(config.max_requests + 128, config.connect_timeout_s)
         checks = HealthChecks(
             self._fleet.pools.values(), config.health_interval_s, config.health_timeout_s, self._fleet.told_namespace

@@ -1,12 +1,12 @@
-"""One request's way over the nodes: which is tried next, when it ends, and whose fault a failure was. Pure.
+"""One request's way over the nodes: which node is tried next, when to stop, and whose fault a failure was. Pure.
 
 A node that cannot be connected to, or that is too slow, is at fault itself. A failure after the request was sent (an error, a lost
-connection, an answer that is none) may be the request's own doing, and a client can send such requests all day. So it is held
-against the node only when another node then answers the same request well. A request that two nodes fail is answered with its
-error, and no node is blamed.
+connection, an invalid answer) may be the request's own fault, and a client can send such requests all day. So it counts against the
+node only when another node then answers the same request well. A request that two nodes fail is answered with its error, and no node is
+blamed.
 
-A lost connection may mean that the request brought the node down. No request gets to lose more than two nodes, of either kind. Nodes
-that have answered nobody for a while do not count here: a broken group of prefill nodes must not stop decode nodes from answering.
+A lost connection may mean that the request brought the node down. No request may lose more than two nodes, of either kind. Nodes that
+have answered nobody for a while do not count here: a broken group of prefill nodes must not stop decode nodes from answering.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from launch.proxy.prefixes import Prompt
 from launch.proxy.routing import NO_PROMPT, NodePool, Reason
 
 _MOST = 2
-"""Nodes that may fail a request once it was sent to them."""
+"""How many nodes may fail a request after it was sent to them."""
 
 
 class Trial:
-    """What one request did so far, to nodes of all kinds."""
+    """What one request has done so far to nodes of all kinds."""
 
     def __init__(self, budget: RetryBudget) -> None:
         self.budget = budget
         self.lost = 0
-        """Trustworthy nodes whose connection was lost with the request in hand."""
+        """How many trustworthy nodes lost their connection while they had the request."""
 
     @property
     def deadly(self) -> bool:
-        """Whether it may be sent to no other node."""
+        """Whether it must not be sent to any other node."""
         return self.lost >= _MOST
 
 
@@ -54,7 +54,7 @@ class Attempts:
         return self._failures >= _MOST or self._trial.deadly
 
     def next(self, now: float) -> str | None:
-        """The node to try now. None if none is left, or if the request has done enough."""
+        """Returns the node to try now. None if none is left, or if the request has done enough."""
         if self._over or self.blamed:
             return None
         budget, again = self._trial.budget, self._failures > 0
@@ -82,7 +82,7 @@ class Attempts:
             self._trial.lost += trusted and reason == "disconnected"
 
     def answered(self, node: str, now: float, *, well: bool) -> None:
-        """Note that the node that `next` gave answered: `well`, or with a refusal, which clears nobody else."""
+        """Note that the node that `next` gave answered: `well`, or with a refusal, which proves nothing about the nodes before."""
         if not well:
             self._pool.reached(node)
             return

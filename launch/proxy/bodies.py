@@ -20,15 +20,15 @@ class Body:
         """Bytes."""
         self.complete = False
         self.give_up: Callable[[], None] = lambda: None
-        """Ends the reading of one that is not complete."""
+        """Ends the reading of a body that is not complete."""
         self.given_up = False
 
 
 class BodyBudget:
     """Bytes for all bodies together. Pure.
 
-    Where they are used up, the largest body that is still arriving is given up: the one that gains the most for others, and never
-    one of many small ones that wait because somebody sends large ones slowly.
+    When they are used up, the largest body that is still arriving is given up: that frees the most for others, and never hits one of
+    many small bodies that wait because a client sends large ones slowly.
     """
 
     def __init__(self, limit: int) -> None:
@@ -36,11 +36,11 @@ class BodyBudget:
         self._limit = limit
         self._bodies: set[Body] = set()
         self.used = 0
-        """Bytes."""
+        """Bytes in use."""
 
     @contextmanager
     def held(self) -> Iterator[Body]:
-        """A body, whose memory is given back when the block ends."""
+        """Accounts for a body, whose memory is given back when the block ends."""
         body = Body()
         self._bodies.add(body)
         try:
@@ -50,7 +50,7 @@ class BodyBudget:
             self.release(body)
 
     def grow(self, body: Body, count: int) -> bool:
-        """Note `count` more bytes of a body that arrives. False if it is to be given up itself."""
+        """Note `count` more bytes of a body that arrives. Returns False if this body itself is to be given up."""
         if body.given_up:
             return False
         while self.used + count > self._limit:
@@ -66,21 +66,21 @@ class BodyBudget:
         return True
 
     def release(self, body: Body) -> None:
-        """Give its memory back: the body is needed no more."""
+        """Give a body's memory back, because the body is not needed any more."""
         self.used -= body.size
         body.size = 0
 
 
 async def read_body(request: web.Request, body: Body, budget: BodyBudget, most: int, limit_s: float) -> bytes:
-    """The whole body of a request, of at most `most` bytes, within `limit_s`.
+    """Returns the whole body of a request, of at most `most` bytes, within `limit_s`.
 
-    ApiError: 413 if it is larger, 408 if it comes too slowly, 503 if the budget has no room for it, 400 if it cannot be read.
-    ClientGone if the client hung up.
+    Raises ApiError: 413 if it is larger, 408 if it comes too slowly, 503 if the budget has no room for it, 400 if it cannot be read.
+    Raises ClientGone if the client hung up.
     """
     if (request.content_length or 0) > most:
         raise _too_large(most)
     reading = asyncio.ensure_future(_read(request, body, budget, most))
-    body.give_up = reading.cancel  # type: ignore[assignment]  # that it returns a bool is nothing to us
+    body.give_up = reading.cancel  # type: ignore[assignment]  # the bool that it returns is not used
     try:
         await asyncio.wait({reading}, timeout=limit_s)
     finally:
@@ -88,7 +88,7 @@ async def read_body(request: web.Request, body: Body, budget: BodyBudget, most: 
             reading.cancel()
             await asyncio.wait({reading})
         if not reading.cancelled():
-            reading.exception()  # retrieved, also where the client's disconnect came first
+            reading.exception()  # retrieved even if the client's disconnect came first
         body.complete = True
     if body.given_up:
         raise overloaded("Requests that are being read take all the memory that there is for them")

@@ -1,17 +1,17 @@
-"""How many requests may be sent a second time. Pure: the time comes from the caller."""
+"""Limits how many requests may be sent a second time. Pure: the time comes from the caller."""
 
 from __future__ import annotations
 
 
 class RetryBudget:
-    """A token bucket over all requests: each one that arrives puts in a fraction of a retry, and time puts in a few more.
+    """A token bucket over all requests: each request that arrives adds a fraction of a retry, and each second adds a few more.
 
-    Where every request fails, nodes get that fraction more requests, not twice as many. A full bucket lasts for as many requests
-    as a node can have in hand when it dies.
+    If every request fails, nodes get only that fraction more requests, not twice as many. A full bucket lasts for as many requests as a
+    node can have when it dies.
     """
 
     def __init__(self, burst: int, *, fraction: float = 0.2, per_second: float = 10.0) -> None:
-        """`burst`: the most retries that can be saved up. It starts full."""
+        """`burst`: the most retries that can be saved up. The bucket starts full."""
         self._burst = float(burst)
         self._fraction = fraction
         self._per_second = per_second
@@ -28,7 +28,7 @@ class RetryBudget:
         return self._left >= 1.0
 
     def take(self, now: float) -> None:
-        """Note a retry; `allows` said that there may be one."""
+        """Note a retry that `allows` has permitted."""
         self._fill(now, -1.0)
 
     def _fill(self, now: float, more: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""What a completion request says, and what each hop is sent of it. Pure.
+"""What a completion request says, and what each hop gets of it. Pure.
 
 Only the fields that matter here are decoded. All others keep their bytes: a prompt of 128k token ids is not turned into
 Python numbers and back, and no number changes its spelling.
@@ -41,11 +41,11 @@ _UNTOLD = (
 """Fields that decide on the prompt, too, and that `/tokenize` does not take."""
 _ISOLATION = ("model", "cache_salt")
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens")
-"""Fields that contradict `stream: false` and `max_tokens: 1`; nodes refuse them beside those."""
+"""Fields that contradict `stream: false` and `max_tokens: 1`; nodes refuse them together with those."""
 
 
 class Handoff(msgspec.Struct, frozen=True):
-    """What of a prefill node's answer the decode node is given."""
+    """The part of a prefill node's answer that the decode node gets."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
@@ -69,14 +69,14 @@ class Completion:
     """The body of a request for a completion."""
 
     def __init__(self, body: bytes, *, prompt: Literal["prompt", "messages"] = "prompt") -> None:
-        """`prompt`: the field that holds it. ApiError 400 if no node could make sense of the body."""
+        """`prompt`: the field that holds it. Raises ApiError 400 if no node could use the body."""
         try:
             body.decode()  # raw fields are not checked for this
             self._fields: dict[str, msgspec.Raw] = decode_json(body, dict[str, msgspec.Raw])
         except ValueError as error:
             what = "must be a JSON object" if body.lstrip()[:1] != b"{" else "is not valid JSON"
             raise ApiError(400, f"The body {what}: {error}", code="invalid_json") from None
-        self._fields.pop(_TRANSFER, None)  # says which memory to read: between nodes only
+        self._fields.pop(_TRANSFER, None)  # it says which memory to read, and is for nodes only
         self._chat = prompt == "messages"
         self._prompt = bytes(self._fields.get(prompt, b"null"))
         if self._prompt == b"null":
@@ -97,11 +97,11 @@ class Completion:
             )
 
     def prompt(self) -> Prompt:
-        """What routing knows of the prompt."""
+        """What routing needs to know of the prompt."""
         return read_prompt(self._prompt, b"\0".join(bytes(self._fields.get(name, b"")) for name in _ISOLATION))
 
     def plain(self) -> bool:
-        """Whether `/tokenize` tells the prompt's tokens, and these all that it is: no images, no documents."""
+        """Whether the tokens that `/tokenize` returns identify the prompt: it has no images and no documents."""
         if any(bytes(self._fields.get(name, b"null")) != b"null" for name in _UNTOLD):
             return False
         try:
@@ -110,7 +110,7 @@ class Completion:
             return False
 
     def token_ids(self) -> list[int] | None:
-        """The prompt's token ids, where it is given as such."""
+        """The prompt's token ids, if it is given as token ids."""
         if not is_token_ids(self._prompt):
             return None
         try:
@@ -119,22 +119,22 @@ class Completion:
             return None
 
     def model(self) -> str | None:
-        """Whose answer is asked for; None where it is not said, or not in a string."""
+        """The model that should answer; None if none is named, or not by a string."""
         try:
             return decode_json(bytes(self._fields.get("model", b"null")), str | None)
         except UndecodableError:
             return None
 
     def cache_salt(self) -> str | None:
-        """What keeps the request's cache apart from others'. ValueError for what is no salt."""
+        """The salt that keeps the request's cache apart from others'. Raises ValueError if it is not a valid salt."""
         return decode_json(bytes(self._fields.get("cache_salt", b"null")), str | None)
 
     def for_tokenize(self) -> bytes:
-        """The body for a node's `/tokenize`."""
+        """Returns the body for a node's `/tokenize`."""
         return msgspec.json.encode({name: raw for name, raw in self._fields.items() if name in _TOKENIZED})
 
     def for_prefill(self) -> bytes:
-        """The body for the prefill node: one token, not streamed, with the promise that another node decodes."""
+        """Returns the body for the prefill node: one token, not streamed, and marked for decoding on another node."""
         fields = {name: raw for name, raw in self._fields.items() if name not in _NOT_FOR_PREFILL}
         if "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = _ONE
@@ -142,7 +142,7 @@ class Completion:
         return msgspec.json.encode(fields)
 
     def for_decode(self, handoff: Handoff | None) -> bytes:
-        """The client's body, with what the prefill node handed over."""
+        """Returns the client's body, with what the prefill node handed over."""
         return msgspec.json.encode({**self._fields, **({_TRANSFER: handoff.kv_transfer_params} if handoff else {})})
 
 
@@ -151,7 +151,7 @@ class _Tokenized(msgspec.Struct, frozen=True):
 
 
 def read_tokens(answer: bytes) -> list[int]:
-    """What a node's `/tokenize` answered. ValueError if it is nothing of the kind."""
+    """Reads the answer of a node's `/tokenize`. Raises ValueError for anything else."""
     return decode_json(answer, _Tokenized).tokens
 
 
@@ -160,10 +160,10 @@ class _Models(msgspec.Struct, frozen=True):
 
 
 def read_models(answer: bytes) -> list[msgspec.Raw]:
-    """The entries of a node's `/v1/models`. ValueError if it is nothing of the kind."""
+    """Reads the entries of a node's `/v1/models`. Raises ValueError for anything else."""
     return decode_json(answer, _Models).data
 
 
 def read_handoff(answer: bytes) -> Handoff:
-    """A prefill node's answer. ValueError if it is none."""
+    """Reads a prefill node's answer. Raises ValueError for anything else."""
     return decode_json(answer, Handoff)

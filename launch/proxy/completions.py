@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 CHAT = "/v1/chat/completions"
 _MAX_ANSWER = 4 << 20
-"""Bytes of a prefill node's answer."""
+"""Most bytes of a prefill node's answer."""
 _NO_TOKENIZE_S = 30.0
 _MOST_SLOW = 3
 
@@ -43,12 +43,12 @@ class Completions:
         self._metrics = metrics
         self._prefill_timeout_s = prefill_timeout_s
         self._tokenize_after = 0.0
-        """No node is asked for tokens before."""
+        """Until then, no node is asked for tokens."""
         self._slow_to_tokenize = 0
-        """Texts in a row whose tokens were not told in time."""
+        """How many texts in a row got no tokens in time."""
 
     async def serve(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
-        """Answer the request. ApiError for what no node could answer, HopError if the answer breaks off."""
+        """Answer the request. Raises ApiError for a request that no node could answer, HopError if the answer breaks off."""
         prepared = await self._prepare(exchange, body)
         if isinstance(prepared, Refusal):
             return passed_on(prepared)
@@ -57,7 +57,7 @@ class Completions:
         return await decoding
 
     async def _prepare(self, exchange: Exchange, body: bytes) -> bytes | Refusal:
-        """What the decode node is sent, after the prefill node did its part; or a prefill node's refusal."""
+        """Returns the body for the decode node, after the prefill node did its part; or a prefill node's refusal."""
         completion = Completion(body, prompt="messages" if exchange.path == CHAT else "prompt")
         prompt = completion.prompt()
         exchange.model = self._fleet.served(completion.model(), exchange.started)
@@ -83,7 +83,7 @@ class Completions:
     # --- the prefill hop -----------------------------------------------------------------------------------------
 
     async def _prefill(self, exchange: Exchange, body: bytes, prompt: Prompt) -> Refusal | Handoff | None:
-        """What a prefill node handed over; its refusal of the request; None if all of them failed."""
+        """Returns what a prefill node handed over, or its refusal of the request; None if all of them failed."""
         until = time.monotonic() + self._prefill_timeout_s
         pool = self._pools["prefill"]
         attempts = Attempts(pool, exchange.trial, prompt, exchange.model)
@@ -92,7 +92,7 @@ class Completions:
                 with pool.working(node, prompt):
                     answer = await asyncio.wait_for(self._prefill_at(exchange, node, body), left)
             except asyncio.TimeoutError:
-                # a second node that got only what the first had left of the time is not to blame
+                # a second node that had only the rest of the first one's time is not to blame
                 whole = left > self._prefill_timeout_s / 2
                 failure = HopError("timeout", f"no answer within {left:.3g} s")
                 self._nodes.failed(exchange, "prefill", node, attempts if whole else None, failure)
@@ -129,7 +129,7 @@ class Completions:
                     try:
                         answer = await self._nodes.send(exchange, "decode", node, "POST", body)
                         await check_status(answer)
-                        first = await read_some(answer)  # a node that dies before it can still be replaced
+                        first = await read_some(answer)  # a node that dies before this can still be replaced
                     except HopError as error:
                         self._nodes.failed(exchange, "decode", node, attempts, error)
                         failures.append(error)
@@ -147,7 +147,7 @@ class Completions:
         return self._given_up(exchange, attempts, failures)
 
     def _given_up(self, exchange: Exchange, attempts: Attempts, failures: list[HopError]) -> web.Response:
-        """The answer to a request that no decode node answered."""
+        """Returns the answer to a request that no decode node answered."""
         refusals = {error.reason: error.refusal for error in failures if error.refusal is not None}
         if attempts.blamed:
             if "error" in refusals:
@@ -165,7 +165,7 @@ class Completions:
     async def _relay(
         self, exchange: Exchange, node: str, answer: aiohttp.ClientResponse, first: bytes
     ) -> web.StreamResponse:
-        """The node's answer, from its first bytes on, as it comes. HopError if it breaks off."""
+        """Passes on the node's answer as it comes, from its first bytes on. Raises HopError if it breaks off."""
         response = web.StreamResponse(status=answer.status, headers=client_headers(answer))
         response.headers[ID_HEADER] = exchange.id
         exchange.response = response
@@ -186,7 +186,7 @@ class Completions:
     # --- a text's tokens -----------------------------------------------------------------------------------------
 
     async def _tokenize(self, exchange: Exchange, completion: Completion) -> list[int] | None:
-        """A prompt's token ids, by a decode node. None if it does not tell."""
+        """Returns a prompt's token ids, from a decode node; None if it does not return them."""
         now = time.monotonic()
         node = self._pools["decode"].out_of_turn(now, exchange.model)
         if node is None or now < self._tokenize_after:
@@ -205,7 +205,7 @@ class Completions:
                 answer.close()
         except asyncio.CancelledError:
             if exchange.request.transport is not None:  # it was too slow; else the client went away
-                self._slow_to_tokenize += 1  # once may be that text's own fault
+                self._slow_to_tokenize += 1  # a single time may be that text's own fault
                 if self._slow_to_tokenize == _MOST_SLOW:
                     self._slow_to_tokenize = 0
                     self._tokenize_after = now + _NO_TOKENIZE_S

@@ -1,7 +1,7 @@
-"""Clients' connections: how many there may be, and how long one may keep us waiting. Pure: the time comes from the caller.
+"""Clients' connections: how many there may be, and how long each may keep us waiting. Pure: the time comes from the caller.
 
 The HTTP server has one deadline, for a connection without a request. It has none for a head that comes byte by byte after that, none
-for a client that does not read, and no limit on how many connections there are.
+for a client that does not read, and no limit on the number of connections.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from enum import Enum
 
 _PATIENCE_S = 3.0
-"""For so long a client that owes us something is not cut off for another one's sake."""
+"""For so long, a client that owes us a request is not cut off to make room for another."""
 
 
 class Why(Enum):
@@ -33,7 +33,7 @@ class _Stage(Enum):
 
 
 class Connection:
-    """One of them."""
+    """The state of one client's connection."""
 
     def __init__(self, close: Callable[[], None], now: float) -> None:
         self.close = close
@@ -41,9 +41,9 @@ class Connection:
         self.since = now
         """When its stage began."""
         self.waiting_since = now
-        """Since when it has no request that is being answered."""
+        """Since when no request of it is being answered."""
         self.writing_since: float | None = None
-        """When a write began that has not ended."""
+        """When the present write began; None if there is none."""
         self.transport: Hashable = None
 
 
@@ -59,8 +59,8 @@ class Connections:
         write_s: float = 30.0,
         on_close: Callable[[Why], None] = lambda why: None,
     ) -> None:
-        """`limit`: connections at a time. One more takes the place of the one whose client owes a request for longest, if it has
-        for a while; else it is not taken yet."""
+        """`limit`: connections at a time. When it is reached, a new connection takes the place of the one whose client has owed a
+        request for longest, if that one has owed it for a while. Otherwise the new one has to wait."""
         self._limit = limit
         self._header_s = header_s
         self._idle_s = idle_s
@@ -68,14 +68,14 @@ class Connections:
         self.on_close = on_close
         self._all: set[Connection] = set()
         self._waiting: dict[Connection, None] = {}
-        """Those whose client owes us a request, or the rest of one: who does for longest comes first."""
+        """Connections whose client owes us a request, or the rest of one; the one that has owed it for longest comes first."""
         self._by_transport: dict[Hashable, Connection] = {}
 
     def __len__(self) -> int:
         return len(self._all)
 
     def has_room(self, now: float) -> bool:
-        """Whether another connection may be taken. Ends one, if that makes the room."""
+        """Whether another connection may be taken. Ends one to make room, if that is allowed."""
         if len(self._all) < self._limit:
             return True
         longest = next(iter(self._waiting), None)
@@ -86,14 +86,14 @@ class Connections:
         return True
 
     def opened(self, close: Callable[[], None], now: float) -> Connection:
-        """A new connection, which `close` ends. There is room for it."""
+        """Note a new connection, which `close` ends. There must be room for it."""
         connection = Connection(close, now)
         self._all.add(connection)
         self._waiting[connection] = None
         return connection
 
     def carries(self, connection: Connection, transport: Hashable) -> None:
-        """Requests of this connection will be known by `transport`."""
+        """Note that requests of this connection will be known by `transport`."""
         connection.transport = transport
         self._by_transport[transport] = connection
 
@@ -124,25 +124,25 @@ class Connections:
             self._waiting[connection] = None
 
     def writing(self, transport: Hashable, now: float) -> None:
-        """Note that bytes are about to be written, which waits where the client does not read."""
+        """Note that bytes are about to be written, which waits if the client does not read."""
         connection = self._by_transport.get(transport)
         if connection is not None:
             connection.writing_since = now
 
     def wrote(self, transport: Hashable) -> None:
-        """Note that they were."""
+        """Note that the bytes were written."""
         connection = self._by_transport.get(transport)
         if connection is not None:
             connection.writing_since = None
 
     def closed(self, connection: Connection) -> None:
-        """Note its end."""
+        """Note the connection's end."""
         self._all.discard(connection)
         self._waiting.pop(connection, None)
         self._by_transport.pop(connection.transport, None)
 
     def close_overdue(self, now: float) -> None:
-        """End those that keep us waiting for too long."""
+        """End connections that keep us waiting for too long."""
         for connection in list(self._all):
             why = self._overdue(connection, now)
             if why is not None:
@@ -150,7 +150,7 @@ class Connections:
                 self._end(connection)
 
     def close_all(self) -> None:
-        """End all."""
+        """End all connections."""
         for connection in list(self._all):
             self._end(connection)
 

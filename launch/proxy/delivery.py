@@ -16,7 +16,7 @@ from launch.proxy.metrics import ProxyMetrics
 log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0
-"""How long a client may take to be told that its stream broke."""
+"""How long sending a client the news that its stream broke may take."""
 
 
 class Deliveries:
@@ -29,7 +29,7 @@ class Deliveries:
     async def finish(
         self, exchange: Exchange, serving: Awaitable[web.StreamResponse], limit_s: float
     ) -> web.StreamResponse:
-        """`serving`, within `limit_s` and ended with the client's connection. ApiError where the client is to be answered that."""
+        """Runs `serving` within `limit_s`, and ends it with the client's connection. Raises ApiError for the client to get."""
         task = self._task(serving)
         # A task of its own, so that the deadline, a shutdown (`drain` cancels it) and the client's disconnect (cancels us)
         # can be told apart.
@@ -51,12 +51,12 @@ class Deliveries:
             return await self._cut(exchange, ApiError(502, what, code="node_failed"))
         except ClientGone:
             raise
-        except Exception:  # the edge: a client is told in OpenAI's shape, whatever went wrong
+        except Exception:  # the edge: whatever went wrong, the client gets an error in OpenAI's shape
             log.exception("request %s: unexpected error", exchange.id)
             return await self._cut(exchange, ApiError(500, "Internal error of the proxy", code="internal_error"))
 
     async def drain(self, limit_s: float) -> None:
-        """Let requests end for `limit_s`, then end them."""
+        """Wait up to `limit_s` for requests to end, then end them."""
         if self.running:
             await asyncio.wait(self.running, timeout=limit_s)
         for task in self.running:
@@ -74,10 +74,10 @@ class Deliveries:
         self.running.discard(task)
         self._metrics.running.set(len(self.running))
         if not task.cancelled():
-            task.exception()  # retrieved, also where the client's disconnect came first
+            task.exception()  # retrieved even if the client's disconnect came first
 
     async def _cut(self, exchange: Exchange, error: ApiError) -> web.StreamResponse:
-        """Tell the client: by a status before the first byte, by an event in a stream, by breaking off otherwise."""
+        """Report an error to the client: by a status before the first byte, by an event in a stream, otherwise by breaking off."""
         response = exchange.response
         if response is None or not response.prepared:
             raise error

@@ -1,4 +1,4 @@
-"""One request on its way through the proxy, and what of it, and of its answer, each side may see."""
+"""One request on its way through the proxy, and which parts of it and of its answer each side may see."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ class Exchange:
         self.path = request.path
         self.trial = Trial(budget)
         self.client = ""
-        """Who asks, where keys tell."""
+        """The client's name, if keys identify it."""
         self.nodes: dict[str, str] = {}
         self.model: str | None = None
-        """What the nodes that are asked must serve; None for any."""
+        """The model that the nodes must serve; None for any."""
         self.forget_body: Callable[[], None] = lambda: None
-        """To be called when the body is needed no more."""
+        """To be called when the body is not needed any more."""
         self.response: web.StreamResponse | None = None
         """Set when the first byte is about to be sent."""
         self.event_ended = True
         """Whether what was sent so far ends with a blank line, as each server-sent event does."""
 
     def told(self) -> str:
-        """For the log: who asked, and which nodes answered."""
+        """For the log: which client asked, and which nodes answered."""
         parts = {**({"client": self.client} if self.client else {}), **self.nodes}
         return " ".join(f"{name}={value}" for name, value in parts.items())
 
     def headers(self, guarded: bool, node_key: str | None) -> dict[str, str]:
-        """For a node. Where the proxy is `guarded` by keys of its own, they stay here; nodes with one get `node_key`."""
+        """Returns the headers for a node. If the proxy is `guarded` by keys, these stay here. Nodes with a key get `node_key`."""
         headers = {name: self.request.headers[name] for name in _TO_NODE if name in self.request.headers}
         if guarded:
             headers.pop("Authorization", None)
         if node_key is not None:
             headers["Authorization"] = f"Bearer {node_key}"
-        # bytes go through as they come: what we would accept, the client might not
+        # bytes go through as they come: the client might not accept every encoding that we would
         return {**headers, ID_HEADER: self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
 
     async def write(self, data: bytes) -> None:

@@ -24,21 +24,21 @@ class _Watch(NamedTuple):
 
 
 class WatchedFiles:
-    """Loads files, and loads them again when they change. What cannot be used is logged, and what was loaded before stays."""
+    """Loads files, and loads them again when they change. If a file cannot be used, that is logged, and what was loaded before stays."""
 
     def __init__(self) -> None:
         self._watches: list[_Watch] = []
         self._seen: dict[str, _Signature] = {}
 
     def add(self, what: str, files: Sequence[str], load: Callable[[], None]) -> None:
-        """Call `load` now, and whenever one of `files` changes, then on another thread. It raises ConfigError, and changes nothing
-        then. `what` names the files in the log."""
-        self._seen[what] = _signature(files)  # first: what changes while it is read is read again
+        """Call `load` now, and on another thread whenever one of `files` changes. It must raise ConfigError if a file cannot be used, and
+        then change nothing. `what` names the files in the log."""
+        self._seen[what] = _signature(files)  # first: a file that changes while it is read is read again
         load()
         self._watches.append(_Watch(what, files, load))
 
     def look(self) -> None:
-        """Load what changed since the last look."""
+        """Load the files that changed since the last look."""
         for watch in self._watches:
             signature = _signature(watch.files)
             if signature == self._seen[watch.what]:
@@ -52,14 +52,14 @@ class WatchedFiles:
                 log.info("%s changed, and was read again", watch.what)
 
     async def follow(self) -> None:
-        """Look every two seconds, for ever. On a thread: a file may lie on a server that does not answer."""
+        """Look every two seconds, for ever. Looks on a thread, because a file may lie on a server that does not answer."""
         while self._watches:
             await asyncio.sleep(_LOOK_S)
             await asyncio.to_thread(self.look)
 
 
 def _signature(files: Sequence[str]) -> _Signature:
-    """Differs once a file was written, replaced, or removed. Links are followed, as secrets are mounted through them."""
+    """Returns a value that changes when a file is written, replaced or removed. Follows links, because secrets are mounted through them."""
     found: list[tuple[int, int, int] | None] = []
     for file in files:
         try:

@@ -28,7 +28,7 @@ class HealthChecks:
         timeout_s: float,
         on_namespace: Callable[[str, Namespaced], None],
     ) -> None:
-        """`on_namespace` gets a node's URL and what it says about its cache, on every check that it answers."""
+        """`on_namespace` gets a node's URL and what the node says about its cache, at every check that the node answers."""
         self._pools = list(pools)
         self._interval_s = interval_s
         self._timeout_s = timeout_s
@@ -56,7 +56,7 @@ class HealthChecks:
                 why = f"no answer within {self._timeout_s:g} s"
             except HopError as error:
                 if error.reason == "exhausted":
-                    return  # ours, and no word about the node
+                    return  # our own trouble, which says nothing about the node
                 why = f"{error.reason}: {error}"
         if self._well.get(url, True) != (not why):
             log.warning("node %s: %s", url, f"not well: {why}" if why else "well again")
@@ -64,7 +64,7 @@ class HealthChecks:
         pool.checked(url, alive=not why)
 
     async def _ask(self, session: aiohttp.ClientSession, url: str) -> str:
-        """Why the node is not well; empty if it is."""
+        """Returns why the node is not well; empty if it is."""
         answer = await send(session, "GET", f"{url}/health", {"Accept-Encoding": "identity"}, None)
         try:
             if answer.status >= 500:

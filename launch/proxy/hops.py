@@ -17,7 +17,7 @@ from launch.proxy.routing import Reason
 from pd_cache.errors import PdCacheError
 
 _KEEPALIVE_S = 4.0
-"""Below the 5 s after which a uvicorn node closes an idle connection, so that no request meets a closing one."""
+"""Less than the 5 s after which a uvicorn node closes an idle connection, so that no request meets a closing connection."""
 _LARGE_BODY = 1 << 20
 _SILENCE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -26,30 +26,30 @@ _SILENCE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
 )
-"""A host that lost its power or its cable says nothing, not even that the connection is over. The kernel asks it, and ends the
-connection after 10 s without an answer: the request fails then, and not at its deadline. A node that only computes for long
-has a kernel that answers."""
+"""A host that lost its power or its cable says nothing, not even that the connection is over. The kernel probes it, and ends the
+connection after 10 s without an answer. The request then fails at once, and not only at its deadline. A node that merely computes for
+long has a kernel that answers."""
 
 
 _MAX_REFUSAL = 4 << 20
 _REFUSAL_S = 2.0
 """How long the body of a refusal may take: there may be another node to ask."""
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
-"""What the kernel says where this process, or this machine, has no file descriptor, memory or port left."""
+"""The kernel's errors if this process, or this machine, has no file descriptor, memory or port left."""
 _TO_CLIENT = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
 
 
 class Refusal(NamedTuple):
-    """A node's answer that is no success, whole."""
+    """A node's whole answer that is not a success."""
 
     status: int
     headers: dict[str, str]
-    """Those that a client may see."""
+    """The headers that a client may see."""
     body: bytes
 
 
 class HopError(PdCacheError):
-    """A node that failed a request; `reason` says how, and `refusal` what it said, where that is fit for the client."""
+    """A node that failed a request; `reason` says how, and `refusal` has its answer, if that is fit for the client."""
 
     def __init__(self, reason: Reason, message: str, refusal: Refusal | None = None) -> None:
         super().__init__(message)
@@ -58,7 +58,7 @@ class HopError(PdCacheError):
 
 
 def new_session(connections: int, connect_timeout_s: float) -> aiohttp.ClientSession:
-    """The session for all nodes: at most `connections` in all, no limit per node, answers' bytes left as they are."""
+    """Returns the session for all nodes: at most `connections` in all, no limit per node, answers' bytes left as they are."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
             limit=connections, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_socket
@@ -85,21 +85,21 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
 async def send(
     session: aiohttp.ClientSession, method: str, url: str, headers: Mapping[str, str], body: bytes | None
 ) -> aiohttp.ClientResponse:
-    """A node's answer, its body unread. The caller closes it. HopError if none came."""
-    # the library warns about large bodies that are not a file
+    """Returns a node's answer, its body unread. The caller closes it. Raises HopError if none came."""
+    # the library warns about large bodies that are not files
     data = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY else body
     with _mapped():
         return await session.request(method, url, data=data, headers=headers, allow_redirects=False)
 
 
 async def read_some(answer: aiohttp.ClientResponse) -> bytes:
-    """What has arrived of the body, at least a byte; empty at its end. HopError if it broke off."""
+    """Returns what has arrived of the body, at least a byte; empty at its end. Raises HopError if it broke off."""
     with _mapped():
         return await answer.content.readany()
 
 
 async def read_all(answer: aiohttp.ClientResponse, limit: int) -> bytes:
-    """The whole body. HopError if it broke off or is longer than `limit` bytes."""
+    """Returns the whole body. Raises HopError if it broke off or is longer than `limit` bytes."""
     body = bytearray()
     while data := await read_some(answer):
         body += data
@@ -109,17 +109,17 @@ async def read_all(answer: aiohttp.ClientResponse, limit: int) -> bytes:
 
 
 def client_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
-    """What of a node's headers the client is given."""
+    """Returns the headers of a node's answer that the client gets."""
     return {name: answer.headers[name] for name in _TO_CLIENT if name in answer.headers}
 
 
 async def refusal_of(answer: aiohttp.ClientResponse) -> Refusal:
-    """An answer that is passed on whole. HopError if it breaks off or is too long."""
+    """Returns a whole answer, to be passed on. Raises HopError if it breaks off or is too long."""
     return Refusal(answer.status, client_headers(answer), await read_all(answer, _MAX_REFUSAL))
 
 
 async def check_status(answer: aiohttp.ClientResponse) -> None:
-    """Returns if the node answered the request, be it with a 4xx. HopError if the status says that it failed."""
+    """Returns if the node answered the request, even with a 4xx. Raises HopError if the status says that the node failed."""
     status = answer.status
     if 200 <= status < 300 or 400 <= status < 500:
         return

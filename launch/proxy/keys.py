@@ -1,4 +1,4 @@
-"""Who asks: the keys of clients, of those who watch the cluster, and of the nodes."""
+"""The keys of clients, of monitors of the cluster, and of the nodes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MAX_KEYS = 100_000
 
 
 def read_keys(file: str, field: str = "api_keys_file") -> dict[str, bytes]:
-    """The names of clients, and a digest of each one's key. A line is `NAME KEY`; `#` begins a comment.
+    """Reads the names of clients, and a digest of each one's key. A line is `NAME KEY`; `#` begins a comment.
 
-    ConfigError says which line cannot be used. The keys themselves are not kept.
+    Raises ConfigError, which says which line cannot be used. The keys themselves are not kept.
     """
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
@@ -49,7 +49,7 @@ def read_keys(file: str, field: str = "api_keys_file") -> dict[str, bytes]:
 
 
 def read_node_key(file: str) -> str:
-    """The one key that a file holds. ConfigError where that is not what it holds."""
+    """Reads the one key that a file holds. Raises ConfigError if the file holds anything else."""
     try:
         key = Path(file).read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
@@ -67,7 +67,7 @@ class Keys:
     """The keys in force."""
 
     def __init__(self, config: ProxyConfig, files: WatchedFiles) -> None:
-        """Reads the files that the configuration names, and again when `files` sees a change. ConfigError if one cannot be used."""
+        """Reads the files that the configuration names, again whenever `files` sees a change. Raises ConfigError for an unusable file."""
         self._config = config
         self._clients: Mapping[bytes, str] | None = None
         self._monitors: Mapping[bytes, str] | None = None
@@ -93,11 +93,11 @@ class Keys:
 
     @property
     def credentials(self) -> Credentials:
-        """What nodes are told about who asks."""
+        """What nodes get to know about the client."""
         return Credentials(self._clients is not None, self._node_key)
 
     def client(self, authorization: str | None) -> str:
-        """The client's name; the empty one where nobody needs a key. ApiError 401 for none or an unknown one."""
+        """Returns the client's name, which is empty if nobody needs a key. Raises ApiError 401 for a missing or unknown key."""
         if self._clients is None:
             return ""
         name = _find(self._clients, authorization)
@@ -106,13 +106,13 @@ class Keys:
         return name
 
     def may_watch(self, authorization: str | None) -> bool:
-        """Whether the client may see what names nodes."""
+        """Whether the client may see answers that name nodes."""
         if self._monitors is not None:
             return _find(self._monitors, authorization) is not None
         return self._clients is None or _find(self._clients, authorization) is not None
 
     def check_watcher(self, authorization: str | None) -> None:
-        """ApiError 401 for a client that may not see what names nodes."""
+        """Raises ApiError 401 for a client that may not see answers that name nodes."""
         if not self.may_watch(authorization):
             raise _refused()
 
@@ -124,7 +124,7 @@ def _by_digest(file: str | None, field: str) -> dict[bytes, str]:
 
 def _find(keys: Mapping[bytes, str], authorization: str | None) -> str | None:
     scheme, _, key = (authorization or "").partition(" ")
-    # found by its digest: how long that takes says nothing about a key that is nearly right
+    # found by its digest, so that the time this takes reveals nothing about a nearly right key
     name = keys.get(_digest(key.strip()))
     return name if scheme.lower() == "bearer" else None
 

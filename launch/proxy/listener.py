@@ -21,9 +21,9 @@ _BACKLOG = 1024
 _LOOK_S = 1.0
 _NO_ROOM_S = 0.02
 _SHUTDOWN: dict[str, Any] = {"ssl_shutdown_timeout": 2.0} if sys.version_info >= (3, 11) else {}
-"""A client that is told of the end of a TLS connection has so long to agree."""
+"""How long a client may take to confirm the end of a TLS connection."""
 _LINGER_S = 2.0
-"""How long the rest of a body that nobody wants is read, so that the client reads the answer."""
+"""How long the rest of an unwanted body is read, so that the client reads the answer."""
 
 
 class Listener:
@@ -36,7 +36,8 @@ class Listener:
         tls: ssl.SSLContext | None,
         header_timeout_s: float,
     ) -> None:
-        """`make_app` is called by `setup`, when the event loop runs. `header_timeout_s` bounds a TLS handshake; all other deadlines are those of `connections`."""
+        """`setup` calls `make_app` when the event loop runs. `header_timeout_s` bounds a TLS handshake; all other deadlines are those of
+        `connections`."""
         self._make_app = make_app
         self._runner: web.AppRunner | None = None
         self._connections = connections
@@ -45,10 +46,10 @@ class Listener:
         self._socket: socket.socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._handshakes: set[asyncio.Task[None]] = set()
-        """Under way; the event loop alone would forget them."""
+        """Tasks under way; the event loop alone would forget them."""
 
     async def start(self, host: str, port: int) -> str:
-        """Take connections from now on. The base URL. OSError if the address cannot be bound."""
+        """Take connections from now on. Returns the base URL. Raises OSError if the address cannot be bound."""
         loop = asyncio.get_running_loop()
         family, *_, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
         self._socket = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
@@ -58,7 +59,7 @@ class Listener:
         return f"{'http' if self._tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{bound}"
 
     async def setup(self) -> None:
-        """Start the application, which takes no connections yet."""
+        """Start the application. It takes no connections yet."""
         self._runner = web.AppRunner(
             self._make_app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0, lingering_time=_LINGER_S
         )
@@ -84,7 +85,7 @@ class Listener:
             self._connections.close_overdue(time.monotonic())
 
     async def _accept(self, listening: socket.socket) -> None:
-        """Take connections, for ever. Where there is no room the kernel keeps them, and they are not taken only to be dropped."""
+        """Take connections, for ever. While there is no room, the kernel keeps new ones waiting: none is taken only to be dropped."""
         loop = asyncio.get_running_loop()
         while True:
             while not self._connections.has_room(time.monotonic()):
@@ -114,7 +115,7 @@ class Listener:
 
 
 class _Served(asyncio.Protocol):
-    """Between a transport and the HTTP server's protocol: what arrives is noted."""
+    """Between a transport and the HTTP server's protocol: notes what arrives."""
 
     def __init__(self, inner: asyncio.Protocol, connections: Connections) -> None:
         self._inner = inner
@@ -123,7 +124,7 @@ class _Served(asyncio.Protocol):
         self._early: list[bytes] = []
 
     def serve(self, connection: Connection, transport: asyncio.BaseTransport) -> None:
-        """Requests come over `transport` from now on."""
+        """Note that requests come over `transport` from now on."""
         self._connections.carries(connection, transport)
         self._inner.connection_made(transport)
         self._connection = connection
@@ -133,7 +134,7 @@ class _Served(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._connection is None:
-            self._early.append(data)  # came with the end of the handshake
+            self._early.append(data)  # it came with the end of the handshake
             return
         self._connections.received(self._connection, time.monotonic())
         self._inner.data_received(data)
@@ -170,9 +171,9 @@ class _Plain(asyncio.Protocol):
 
 
 class _Secured(_Plain):
-    """One that begins with a TLS handshake.
+    """A connection that begins with a TLS handshake.
 
-    The handshake is ours to begin, and not the listening socket's, so that a connection counts from its first moment.
+    We begin the handshake, not the listening socket, so that a connection counts from its first moment.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""`/v1/models`: what decode nodes say that they serve, in one list.
+"""`/v1/models`: the models that decode nodes say they serve, in one list.
 
-It says nothing about how a node computes, so it never counts for or against one; only that it cannot be connected to does.
+The answer says nothing about how a node computes, so it never counts for or against the node. Only a refused connection does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LIST_S = 10.0
 _AT_ONE_S = 3.0
 _MAX_ANSWER = 4 << 20
 _MOST = 4
-"""Nodes that are asked for one model."""
+"""Most nodes that are asked for one model."""
 
 
 class Models:
@@ -33,7 +33,7 @@ class Models:
         self._pool = nodes.pools["decode"]
 
     async def serve(self, exchange: Exchange) -> web.Response:
-        """What one node of each model answers. A model none of whose nodes answers is left out."""
+        """Returns one node's answer for each model. A model none of whose nodes answers is left out."""
         models: list[str | None] = [*sorted(self._pool.models())] or [None]
         answers = await asyncio.gather(*(self._of_one(exchange, model) for model in models))
         found = [entry for entries in answers if isinstance(entries, list) for entry in entries]
@@ -46,7 +46,7 @@ class Models:
         raise overloaded("No decode node could answer", self._pool.retry_after(time.monotonic()))
 
     async def _of_one(self, exchange: Exchange, model: str | None) -> list[msgspec.Raw] | Refusal | None:
-        """What a node that serves `model` lists, or its refusal; None if none of them answers."""
+        """Returns the list of a node that serves `model`, or its refusal; None if none of them answers."""
         until = time.monotonic() + LIST_S / 2
         tried: set[str] = set()
         said: Refusal | None = None

@@ -1,4 +1,4 @@
-"""Requests to the nodes of a fleet, and what becomes known of the nodes by them."""
+"""Requests to the nodes of a fleet, and what they show about the nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Credentials(NamedTuple):
-    """What nodes are told about who asks."""
+    """What nodes get to know about the client."""
 
     guarded: bool
     """Whether clients' keys are the proxy's own, and stay here."""
@@ -34,7 +34,7 @@ class Nodes:
     def __init__(
         self, pools: dict[Hop, NodePool], metrics: ProxyMetrics, credentials: Callable[[], Credentials]
     ) -> None:
-        """`credentials` is asked for each request."""
+        """`credentials` is called for each request."""
         self.pools = pools
         self.session: aiohttp.ClientSession | None = None
         """Set while the proxy runs."""
@@ -45,19 +45,19 @@ class Nodes:
     async def send(
         self, exchange: Exchange, hop: Hop, node: str, method: str, body: bytes | None
     ) -> aiohttp.ClientResponse:
-        """A node's answer to the client's request, its body unread. The caller closes it. HopError if none came."""
+        """Returns a node's answer to the client's request, its body unread. The caller closes it. Raises HopError if none came."""
         exchange.nodes[hop] = node
         return await self.post(exchange, node + exchange.path, body, method)
 
     async def post(
         self, exchange: Exchange, url: str, body: bytes | None, method: str = "POST"
     ) -> aiohttp.ClientResponse:
-        """The answer to a request of our own, made for the client. As `send` otherwise."""
+        """Returns the answer to a request of our own, made for the client. Otherwise like `send`."""
         assert self.session is not None
         return await send(self.session, method, url, exchange.headers(*self._credentials()), body)
 
     def failed(self, exchange: Exchange, hop: Hop, node: str, attempts: Attempts | None, error: HopError) -> None:
-        """Note how a node failed. Without `attempts` it counts against the node only that there is no connection to be had."""
+        """Note how a node failed. Without `attempts`, only a connection that cannot be made counts against the node."""
         self._metrics.hop_failures.labels(hop, error.reason).inc()
         now = time.monotonic()
         if (left_out := self._quiet.says((node, error.reason), now)) is not None:

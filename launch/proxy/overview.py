@@ -1,6 +1,6 @@
-"""What the proxy says of itself and of the nodes: `/health`, `/metrics`, `/peers`.
+"""What the proxy says about itself and the nodes: `/health`, `/metrics`, `/peers`.
 
-Where clients need keys, strangers learn from `/health` whether the proxy can serve, and nothing else.
+If clients need keys, a client without one learns from `/health` only whether the proxy can serve.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics
 
 Peers = Callable[[], Awaitable[Mapping[str, Any]]]
-"""Which of the cluster's other nodes this proxy reaches."""
+"""Reports which of the cluster's other nodes this proxy reaches."""
 
 
 class Overview:
-    """Serves them."""
+    """Serves these pages."""
 
     def __init__(
         self, fleet: Fleet, keys: Keys, admission: Admission, metrics: ProxyMetrics, peers: Peers | None
@@ -54,7 +54,7 @@ class Overview:
         self._keys.check_watcher(request.headers.get("Authorization"))
         now = time.monotonic()
         metrics = self._metrics
-        metrics.node_up.clear()  # also of nodes that left
+        metrics.node_up.clear()  # also for nodes that have left
         metrics.node_load.clear()
         for hop, pool in self._fleet.pools.items():
             for node, up in pool.health(now).items():

@@ -1,4 +1,4 @@
-"""Which of many equal lines the log gets. Pure: the time comes from the caller."""
+"""Limits how many similar lines the log gets. Pure: the time comes from the caller."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Quiet:
         self._lines = lines
         self._seconds = seconds
         self._kinds: dict[Hashable, tuple[float, int, int]] = {}
-        """When the kind's turn began, lines since then, and those of them that were left out."""
+        """For each kind, when its present period began, the lines since then, and how many of those were left out."""
 
     def says(self, kind: Hashable, now: float) -> int | None:
-        """How many lines of the kind were left out before this one; None if this one is left out, too."""
+        """Returns how many lines of the kind were left out before this one; None if this one is left out, too."""
         began, said, left_out = self._kinds.get(kind, (now, 0, 0))
         if now - began >= self._seconds:
             began, said = now, 0

@@ -4,8 +4,8 @@ A policy is a cost, and the node that costs least is taken; among equals, the on
 
 - `round_robin`: all cost the same;
 - `least_loaded`: the work that this proxy has given it and that is not done;
-- `prefix_aware`: that, and what it would have to compute of this prompt, which is less where its own cache holds the beginning.
-  So a node that knows the prompt is taken unless its queue makes another one quicker.
+- `prefix_aware`: that work, plus what the node would compute of this prompt, which is less if its own cache holds the beginning.
+  So a node that knows the prompt is taken unless its queue makes another node quicker.
 
 Work is counted in prompt tokens to compute for prefill nodes, and in requests for decode nodes, there relative to how many the
 node computes at a time.
@@ -23,8 +23,8 @@ from launch.proxy.prefixes import PrefixIndex, Prompt
 Hop = Literal["prefill", "decode"]
 Policy = Literal["round_robin", "least_loaded", "prefix_aware"]
 Reason = Literal["unreachable", "disconnected", "timeout", "busy", "error", "garbage", "exhausted"]
-"""How a node can fail a request: no connection; it broke before the answer; too slow; 503; another status that is not its
-to give; an answer that is none. `exhausted` is the proxy's own failure: it has no file descriptor or port left for a connection."""
+"""How a node can fail a request: no connection; it broke before the answer; too slow; 503; another error status; an invalid answer.
+`exhausted` is the proxy's own failure: it has no file descriptor or port left for a connection."""
 
 NO_PROMPT = Prompt(1)
 
@@ -37,11 +37,11 @@ class Target(NamedTuple):
     instance: str = ""
     """Differs from one start of the node to the next."""
     kv_tokens: int = 0
-    """Tokens that its own cache holds; 0 if it does not say."""
+    """How many tokens its own cache holds; 0 if it does not say."""
     max_running: int = 0
-    """Requests that it computes at a time; 0 if it does not say."""
+    """How many requests it computes at a time; 0 if it does not say."""
     model: str | None = None
-    """The only one that requests for it may name; None if it does not say."""
+    """The only model that requests for it may name; None if it does not say."""
 
 
 class _Node:
@@ -51,10 +51,10 @@ class _Node:
         self.alive = True
         """What the last health check said."""
         self.load = 0.0
-        """Work that it was given and has not done."""
+        """The work that it has been given and has not done."""
         self.turn = 0
         self.suspicions = 0
-        """Requests that it failed since it last answered one well, whoever was at fault."""
+        """How many requests it has failed since it last answered one well, whatever the cause."""
         self.prefixes = PrefixIndex(target.kv_tokens or cache_tokens)
 
     def takes(self, model: str | None) -> bool:
@@ -67,7 +67,7 @@ class NodePool:
     def __init__(
         self, hop: Hop, policy: Policy = "round_robin", *, breaker_failures: int = 5, cache_tokens: int = 1_000_000
     ) -> None:
-        """`cache_tokens`: what a node's own cache holds where it does not say."""
+        """`cache_tokens`: the size assumed for a node's own cache if the node does not report it."""
         self._hop = hop
         costs: dict[Policy, Callable[[_Node, Prompt], float]] = {
             "round_robin": lambda node, prompt: 0.0,
@@ -84,7 +84,7 @@ class NodePool:
         self._turns = 0
 
     def update(self, targets: Iterable[Target]) -> None:
-        """From now on these are the nodes. What is known of one is kept, unless it was started anew."""
+        """Use these nodes from now on. What is known about a node is kept, unless the node was started anew."""
         wanted = {target.url: target for target in targets}
         self._nodes = {
             url: known
@@ -98,7 +98,7 @@ class NodePool:
         return list(self._nodes)
 
     def models(self) -> set[str]:
-        """What its nodes serve, as far as they say."""
+        """The models that its nodes serve, as far as they say."""
         return {node.target.model for node in self._nodes.values() if node.target.model is not None}
 
     def count(self, model: str | None) -> int:
@@ -106,11 +106,11 @@ class NodePool:
         return sum(node.takes(model) for node in self._nodes.values())
 
     def health(self, now: float) -> dict[str, bool]:
-        """Which nodes would be tried at `now`."""
+        """Returns the nodes that would be tried at `now`."""
         return {url: node.alive and node.breaker.allows(now) for url, node in self._nodes.items()}
 
     def loads(self) -> Mapping[str, float]:
-        """Work that each node was given and has not done."""
+        """Returns the work that each node has been given and has not done."""
         return {url: node.load for url, node in self._nodes.items()}
 
     def pick(
@@ -122,17 +122,17 @@ class NodePool:
         *,
         proven_first: bool = False,
     ) -> str | None:
-        """The node that costs least, of those that take `model`, are not skipped and not in `tried`. None if there is none.
+        """Returns the node that costs least, of those that take `model`, are not skipped and not in `tried`; None if there is none.
 
-        `proven_first`: before the cost comes how many requests a node failed since it last answered one. What such a node says
-        of a request that another one failed is a judgement on that other one.
+        `proven_first`: nodes that have failed fewer requests since their last good answer come first, before cost. Only such a node can
+        show by its answer whether the request or the node that failed it is at fault.
         """
         allowed = [
             node
             for url, node in self._nodes.items()
             if url not in tried and node.takes(model) and node.breaker.allows(now)
         ]
-        # where no check succeeds, more likely the checks are at fault than every node
+        # if no check succeeds, the checks are more likely at fault than every node
         candidates = [node for node in allowed if node.alive] or allowed
         if not candidates:
             return None
@@ -148,8 +148,8 @@ class NodePool:
     def out_of_turn(
         self, now: float, model: str | None = None, tried: frozenset[str] | set[str] = frozenset()
     ) -> str | None:
-        """A node that takes `model`, is not skipped and not in `tried`, for a question beside the completions: it changes nothing.
-        None if there is none."""
+        """Returns a node that takes `model`, is not skipped and not in `tried`; None if there is none. For a question besides the
+        completions: it changes nothing."""
         allowed = [
             node
             for url, node in self._nodes.items()
@@ -175,14 +175,14 @@ class NodePool:
             node.load -= work
 
     def failed(self, url: str, reason: Reason, now: float) -> None:
-        """Hold a failure against the node."""
+        """Count a failure against the node."""
         node = self._nodes.get(url)
         if node is not None:
             node.breaker.failed(Fault.UNREACHABLE if reason == "unreachable" else Fault.FAILED, now)
 
     def suspect(self, url: str) -> bool:
-        """Note a failure that may be the request's fault. Returns whether the node was trustworthy until then: it had not failed
-        as many requests in a row as would open its breaker."""
+        """Note a failure that may be the request's fault. Returns whether the node was trustworthy until then: it had failed fewer
+        requests in a row than open its breaker."""
         node = self._nodes.get(url)
         if node is None:
             return False
@@ -197,13 +197,13 @@ class NodePool:
             node.breaker.succeeded()
 
     def reached(self, url: str) -> None:
-        """Note that it answered at all: with a refusal, say. A node can do that and fail every good request."""
+        """Note that it answered at all, for example with a refusal. A node can do that and still fail every good request."""
         node = self._nodes.get(url)
         if node is not None and node.breaker.unreachable:
             node.breaker.succeeded()
 
     def checked(self, url: str, alive: bool) -> None:
-        """Note what a health check said. One that could not be connected to and now can is used again."""
+        """Note what a health check said. A node that could not be connected to, and now can, is used again."""
         node = self._nodes.get(url)
         if node is not None:
             node.alive = alive
@@ -211,7 +211,7 @@ class NodePool:
                 node.breaker.succeeded()
 
     def retry_after(self, now: float, model: str | None = None) -> int:
-        """Whole seconds, at least 1, until a node that takes `model` would be tried again."""
+        """Returns whole seconds, at least 1, until a node that takes `model` would be tried again."""
         wait = min((node.breaker.wait(now) for node in self._nodes.values() if node.takes(model)), default=0.0)
         return max(1, -int(-wait // 1))
 

@@ -24,7 +24,7 @@ from pd_cache.server.descriptors import raise_limit
 from pd_cache.tokens import CacheMetadata
 
 _SYNC_S = 2.0
-"""How long a proxy that starts waits to hear from discovery; then it goes by the nodes of the file."""
+"""How long a starting proxy waits for discovery; after that it uses the nodes of the file."""
 
 
 def run_proxy(
@@ -33,10 +33,10 @@ def run_proxy(
     ready: Callable[[str], None],
     on_stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until told to stop (`stop_signals`), then drain. Main thread only.
+    """Serve until asked to stop (`stop_signals`), then drain. Main thread only.
 
     `ready` is called with the base URL once connections are taken; port 0 means any. `on_stop` is called on a thread when the
-    drain begins. OSError if the address cannot be bound, ConfigError as of `Proxy`, `ServerTls` and `open_directory`.
+    drain begins. Raises OSError if the address cannot be bound, ConfigError as `Proxy`, `ServerTls` and `open_directory` do.
     """
     timeout_s = config.transfer.timeouts.exist_ms / 1000 + 0.1
     tokens = config.proxy.direct_tokens
@@ -66,7 +66,7 @@ def run_proxy(
 
 
 def hash_seeds(config: ClusterConfig) -> set[str]:
-    """What the file has vLLM's block hashes start from."""
+    """Returns the seeds of vLLM's block hashes that the file sets."""
     if not isinstance(config.engine, VllmEngineConfig):
         return set()
     own = (node.env for node in config.nodes if isinstance(node, PrefillNode | DecodeNode))
@@ -74,7 +74,7 @@ def hash_seeds(config: ClusterConfig) -> set[str]:
 
 
 def master_of(config: ClusterConfig, view: View) -> str | None:
-    """Where the pool's master is: as the file says, or who registered. None if neither tells."""
+    """Returns the address of the pool's master: the file's, or that of the registered one. None if both are unknown."""
     return known_master(config) or next((record.address for record in view.by_role("master")), None)
 
 
@@ -100,7 +100,7 @@ async def _serve(
         await asyncio.to_thread(directory.wait_synced, _SYNC_S)
         ready(await listener.start(node.host, node.port))
         await stop.wait()
-        leaving = asyncio.create_task(asyncio.to_thread(on_stop))  # etcd may be slow; nobody who is served waits for it
+        leaving = asyncio.create_task(asyncio.to_thread(on_stop))  # etcd may be slow; no client waits for it
     finally:
         await listener.close()
         await asyncio.to_thread(directory.close)
@@ -115,7 +115,7 @@ def _open_lookup(config: ClusterConfig, host: str, pool: Pool) -> LookupClient:
     metadata = CacheMetadata.within(space)
     if metadata.namespace(cache) != space:
         raise ValueError(f"this version makes another namespace of {space}")
-    # beside a proxy there need be no mooncake_client
+    # a proxy's host need not have a mooncake_client
     transfer = msgspec.structs.replace(config.transfer, client="embedded", client_address="")
     settings = NodeSettings(master=pool.master, host=host, cache=cache, transfer=transfer)
     return MooncakeLookupClient(settings, metadata, pool.master)

@@ -15,14 +15,14 @@ class ServerTls:
     """A context for the listening socket, which gets another certificate when the files change."""
 
     def __init__(self, config: ServerTlsConfig, files: WatchedFiles) -> None:
-        """ConfigError says which file cannot be used, and why."""
+        """Raises ConfigError, which says which file cannot be used, and why."""
         self._config = config
         self.context = _fresh()
         files.add("proxy.tls", [config.cert_file, config.key_file], self._load)
 
     def _load(self) -> None:
         config = self._config
-        # first into another one: where a file cannot be used, this one must not be left half changed
+        # first into another context: if a file cannot be used, this one must not be left half changed
         for context in (_fresh(), self.context):
             try:
                 context.load_cert_chain(config.cert_file, config.key_file, password=_no_pass_phrase)
@@ -37,7 +37,7 @@ def _fresh() -> ssl.SSLContext:
 
 
 def _no_pass_phrase() -> NoReturn:
-    """Called where a key is encrypted; without it OpenSSL would ask on the terminal."""
+    """Called if a key is encrypted; without it, OpenSSL would ask on the terminal."""
     raise ValueError("the key needs a pass phrase")
 
 

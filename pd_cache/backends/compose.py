@@ -22,7 +22,7 @@ def open_backend(
 ) -> StorageBackend:
     """The backend that the `cache.tiers` of the settings describe, for payloads of one size.
 
-    Waits neither for the pool nor for a disk. `pin` page-locks the memory for a GPU. ValueError if `transfer.staging_size`
+    Waits neither for the pool nor for a disk. `pin` page-locks the memory for a GPU. Raises ValueError if `transfer.staging_size`
     holds no chunk.
     """
     tiers = settings.cache.tiers
@@ -57,7 +57,7 @@ def open_backend(
                 headroom=slots_of(transfer.staging_size, payload_bytes) // 4,
             )
             memory = ObjectMemory(slots, payload_bytes)
-        # besides those that the local tiers keep objects in
+        # without the slots in which local tiers keep objects
         staging = memory.pool.slots - reserve // StagingPool.stride_of(memory.object_bytes)
         parts: list[Tier] = []
         for tier, name in zip(tiers, names, strict=True):

@@ -1,14 +1,14 @@
 """LocalDiskBackend: objects as files, with a byte budget that survives a restart.
 
-Reads and writes run on threads of their own, bounded and with deadlines (`transfer.calls`); what is where is answered from
-the index, without a system call.
+Reads and writes run on threads of their own, bounded and with deadlines (`transfer.calls`). The index knows which object lies in which
+file, without a system call.
 
-1. A file that cannot be read leaves the index, and the next put of its key writes another. Only trouble of the folder itself
-   switches the tier off (`disk_health.py`); then every call answers at once, until the keeper finds it well again.
-2. The budget is what fits: where the file system has less room than `capacity`, the oldest objects make room, and their places
-   come back when there is room again.
-3. A disk that hangs holds a bounded share of the memory: a quarter of the slots for reads, half of them for writes. Nobody
-   waits for a deletion.
+1. A file that cannot be read leaves the index, and the next put of its key writes another file. Only trouble of the folder itself
+   switches the tier off (`disk_health.py`). Every call then returns at once, until the keeper finds that the folder works again.
+2. The budget is what fits: if the file system has less room than `capacity`, the oldest objects make room, and the budget grows
+   again when there is room.
+3. A disk that hangs holds a bounded share of the memory: usually a quarter of the slots for reads, and half of them for writes.
+   No caller waits for a deletion.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _BATCH_BYTES = 64 << 20
 _FAIR_S = 2.0
 """A disk that has not answered within this hangs."""
 _EVICTED_FOR_ONE = 8
-"""Objects that make room for one of the same size, at most: if that is not enough, somebody else takes what they leave."""
+"""At most this many objects make room for one of the same size: if that is not enough, another program takes the space they leave."""
 
 
 class Share:
-    """How many slots the calls of one kind may hold. Waiting for a place ends early where the tier is of no use any more."""
+    """Limits how many slots the calls of one kind may hold. Waiting for a place ends early if the tier becomes unusable."""
 
     def __init__(self, most: int, changed: Condition, useful: Callable[[], bool]) -> None:
         self._most = max(1, most)
@@ -58,7 +58,7 @@ class Share:
         self._useful = useful
 
     def take(self, seconds: float) -> bool:
-        """Take a place, waiting for one if need be. Each is given back once."""
+        """Take a place, after waiting for one if need be. Returns False if none came free. Each place is given back once."""
         with self._changed:
             self._changed.wait_for(lambda: self._taken < self._most or not self._useful(), seconds)
             taken = self._taken < self._most
@@ -71,7 +71,7 @@ class Share:
             self._changed.notify_all()
 
     def wait_half_free(self, seconds: float) -> bool:
-        """Wait until at most half of the places are taken; False if they were not in time."""
+        """Wait until at most half of the places are taken; returns False if that took too long."""
         with self._changed:
             return self._changed.wait_for(lambda: self._taken * 2 <= self._most or not self._useful(), seconds)
 
@@ -88,7 +88,7 @@ class _Write:
         """Files that made room for it and are still there."""
         self.call: Call[Status] | None = None
         self.settled = False
-        """Whether its reservation was used or given back."""
+        """Whether its reservation has been used or given back."""
 
 
 class _Writes:
@@ -106,7 +106,7 @@ class _Writes:
 
 
 class _Read(NamedTuple):
-    """A key that was asked for: a read under way into `staged`, or the reason why there is none."""
+    """A key that was asked for: a read into `staged` that is under way, or the reason why there is no read."""
 
     call: Call[str] | None
     staged: StagedObject | None
@@ -115,7 +115,7 @@ class _Read(NamedTuple):
     """Seconds that the call was given."""
 
     def release(self) -> None:
-        """Nobody waits for it any more. A call that runs keeps a reference of its own for as long as it does."""
+        """To be called when nobody waits for it any more. A call that runs keeps a reference of its own until it ends."""
         if self.call is not None:
             self.call.abandon()
         if self.staged is not None:
@@ -123,7 +123,7 @@ class _Read(NamedTuple):
 
 
 class LocalDiskBackend(StorageBackend):
-    """A byte budget of objects in one folder."""
+    """Keeps objects in one folder, within a byte budget."""
 
     def __init__(
         self,
@@ -140,9 +140,9 @@ class LocalDiskBackend(StorageBackend):
         metrics: TierMetrics,
         slots: int | None = None,
     ) -> None:
-        """Begin to open the folder; does not wait for it. `capacity`: bytes of files. `threads`: each way.
+        """Begin to open the folder; does not wait for it. `capacity`: bytes of files. `threads`: for reads, and as many for writes.
 
-        `slots`: how many of the memory's are for transfers, of which this tier holds a share; all of them if not given.
+        `slots`: how many of the memory's slots are for transfers; this tier may hold a share of those. By default all of them.
         """
         self.memory = memory
         self.payload_bytes = memory.payload_bytes
@@ -158,24 +158,24 @@ class LocalDiskBackend(StorageBackend):
         self._lock = threading.RLock()
         self._writing: dict[str, _Write] = {}
         self._stuck: list[str] = []
-        """Files that could not be deleted, each of which takes a place."""
+        """Files that could not be deleted; each keeps its place in the budget."""
         self._litter: deque[str] = deque()
-        """Files that are to be deleted."""
+        """Files that are still to be deleted."""
         self._sweep_queued = False
         self.health = DiskHealth(self.folder, metrics, retry_s)
         if not self._places:
             log.warning("tier %s holds nothing: its capacity is less than one object", metrics.tier)
         slots = memory.pool.slots if slots is None else slots
-        # one reader with all that it reads ahead is never too many, unless memory is short
+        # one reader with everything that it reads ahead always fits, unless memory is short
         self._read_slots = Share(
             max(slots // 4, min(self._ahead, slots // 2)), self.health.changed, lambda: self.health.readable
         )
         self._write_slots = Share(slots // 2, self.health.changed, lambda: self.health.writable)
-        # every call holds a slot, except notes
+        # every call except notes holds a slot
         limit = memory.pool.slots + 256
         self._reads = CallThreads(f"{metrics.tier}-read", threads, limit=limit)
         self._writes = CallThreads(f"{metrics.tier}-write", threads, limit=limit)
-        # of their own: a deletion is also due where all others are held by calls that came too late
+        # threads of their own: deletions go on even if late calls hold all other threads
         self._deletions = CallThreads(f"{metrics.tier}-delete", 1, limit=2)
         self._keeper = threading.Thread(target=self._keep, name=f"{metrics.tier}-keeper", daemon=True)
         self._keeper.start()
@@ -274,7 +274,7 @@ class LocalDiskBackend(StorageBackend):
         return self._timeouts.put_ms / 1000 if timeout is None else timeout
 
     def _rejection(self) -> Status:
-        """Why no thread took a call: they are closed, or have too much to do."""
+        """The reason why no thread took a call: the threads are closed, or overloaded."""
         return Status.CLOSED if self.health.state is DiskState.CLOSED else Status.OVERLOADED
 
     # --- writing -------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class LocalDiskBackend(StorageBackend):
             with self._lock:
                 under_way = self._writing.get(digest)
                 if under_way is not None and under_way.call is not None:
-                    return under_way.call  # content is named by its key: those are the same bytes
+                    return under_way.call  # a key names its content, so those are the same bytes
                 if not self._write_slots.take(0.0):
                     return Status.OK if self.index.contains([digest])[0] else self._rejection()
                 room, evicted = self.index.reserve(digest)
@@ -333,7 +333,7 @@ class LocalDiskBackend(StorageBackend):
             return self.health.judge("a write", error, writing=True)
         self.health.worked()
         with self._lock:
-            # off the list in the same step in which it appears in the index: a removal finds it in one of them
+            # leaves the list in the same step in which it enters the index, so that a removal finds it in one of them
             wanted = self._settle(write)
             published = wanted and self.index.fill(write.digest, name)
             if not wanted:
@@ -344,7 +344,7 @@ class LocalDiskBackend(StorageBackend):
         return Status.OK
 
     def _with_room(self, write: Callable[[], T]) -> T:
-        """Carry out a write. Where the file system is full, the oldest objects go for it, and their places."""
+        """Carry out a write. If the file system is full, the oldest objects make room for it, and their places in the budget go."""
         for _ in range(_EVICTED_FOR_ONE):
             try:
                 return write()
@@ -367,7 +367,7 @@ class LocalDiskBackend(StorageBackend):
         return True
 
     def _ended(self, write: _Write) -> None:
-        """The call is over, or never began; runs exactly once."""
+        """Runs exactly once, when the call has ended or can never begin."""
         with self._lock:
             if not write.settled:
                 self._settle(write)
@@ -378,7 +378,7 @@ class LocalDiskBackend(StorageBackend):
         self._write_slots.give_back()
 
     def _settle(self, write: _Write) -> bool:
-        """Note that the write's reservation is dealt with; False if its key was removed while it was under way."""
+        """Note that the write's reservation was used or given back. Returns False if its key was removed during the write."""
         write.settled = True
         wanted = self._writing.get(write.digest) is write
         if wanted:
@@ -394,7 +394,7 @@ class LocalDiskBackend(StorageBackend):
     def _remove(self, digest: str) -> Status:
         with self._lock:
             if self._writing.pop(digest, None) is not None:
-                return Status.OK  # it will not be published
+                return Status.OK  # the write under way will not be published
             removal, name = self.index.remove(digest)
         if name is not None:
             self._unlink([name])
@@ -408,20 +408,20 @@ class LocalDiskBackend(StorageBackend):
             self.health.judge("a note", error, writing=True)
 
     def _unlink(self, names: Sequence[str]) -> None:
-        """Have files deleted, on another thread: a disk that hangs must not hold up who reads, puts or removes."""
+        """Have files deleted on another thread: a disk that hangs must not hold up callers that read, put or remove."""
         if not names:
             return
         self._litter.extend(names)
         if not self._sweep_queued:
             self._sweep_queued = True
-            # where it does not get its turn the next write sweeps, or the keeper
+            # if this is refused, the next write or the keeper sweeps
             self._deletions.submit(self._sweep, time.monotonic() + self._put_seconds(None), self._sweep_over)
 
     def _sweep_over(self) -> None:
         self._sweep_queued = False
 
     def _sweep(self) -> None:
-        """Delete what is to be deleted; what the disk does not let go of stays on the list."""
+        """Delete the files that are to be deleted. Files that the disk does not delete stay on the list."""
         self._sweep_queued = False
         with contextlib.suppress(IndexError):
             while True:
@@ -431,8 +431,8 @@ class LocalDiskBackend(StorageBackend):
                     return
 
     def _delete(self, name: str) -> Status:
-        """Delete a file, unless the disk is in trouble. NO_SPACE for one that cannot be deleted: it keeps its place,
-        and the keeper tries it again."""
+        """Delete a file, unless the disk is in trouble. Returns NO_SPACE for a file that cannot be deleted: it keeps its place, and
+        the keeper tries again."""
         try:
             self.folder.unlink(name)
         except OSError as error:
@@ -452,11 +452,11 @@ class LocalDiskBackend(StorageBackend):
     # --- reading -------------------------------------------------------------------------------------------------
 
     def _start_read(self, key: str, seconds: float, patience: float) -> _Read | str:
-        """Begin to read a key; why not, if no memory came free within `patience` seconds."""
+        """Begin to read a key. Returns the reason if no memory came free within `patience` seconds."""
         if not self.available:
             return _Read(None, None, self.health.refusal.value)
         latest = time.monotonic() + patience
-        with contextlib.ExitStack() as undo:  # whatever interrupts this, nothing stays pinned
+        with contextlib.ExitStack() as undo:  # nothing stays pinned if this is interrupted
             entry = self.index.pin(digest_of(key))
             if entry is None:
                 return _Read(None, None, Status.MISSING.value)
@@ -474,7 +474,7 @@ class LocalDiskBackend(StorageBackend):
         return _Read(call, staged, "" if call is not None else self._rejection().value, seconds)
 
     def _read(self, key: str, entry: Entry[str], target: StagedObject) -> str:
-        """On a reading thread: read and check; what is wrong, if anything is."""
+        """On a reading thread: read and check an object. Returns what is wrong with it, if anything is."""
         if self.health.state is DiskState.OFF:
             return Status.TIER_OFF.value
         try:
@@ -491,7 +491,7 @@ class LocalDiskBackend(StorageBackend):
         return damage.value
 
     def _unread(self, entry: Entry[str], error: OSError) -> str:
-        """A file was not read: why. If that is its own fault, it is forgotten."""
+        """Returns why a file was not read. If the error is the file's own, the index forgets it."""
         with contextlib.suppress(OSError):
             if isinstance(error, FileNotFoundError) and self.folder.is_held:
                 self._discard(entry)
@@ -504,7 +504,7 @@ class LocalDiskBackend(StorageBackend):
         return str(status.value)
 
     def _finish(self, key: str, read: _Read) -> Fetched:
-        """Wait for a read; its object, or why there is none."""
+        """Wait for a read. Returns its object, or the reason why there is none."""
         reason = read.reason
         if read.call is not None:
             reason = read.call.outcome(Status.TIMEOUT.value)
@@ -517,7 +517,7 @@ class LocalDiskBackend(StorageBackend):
         return FetchedObject(None, reason)
 
     def _discard(self, entry: Entry[str]) -> None:
-        """The file is no good: the next put of its key shall write it again."""
+        """Forget a file that is no good, so that the next put of its key writes it again."""
         self.index.discard(entry)
         self._count()
 
@@ -531,12 +531,12 @@ class LocalDiskBackend(StorageBackend):
         self._metrics.holds(len(self.index) * self._file_bytes)
 
     def _late(self, what: str, started: bool, patience: float, usual_ms: int) -> None:
-        """A deadline passed. A disk that hangs counts as failed; a long queue, or an impatient caller, says nothing."""
+        """Called when a deadline passed. A disk that hangs counts as failed; a long queue or an impatient caller proves nothing."""
         if started and patience >= min(_FAIR_S, usual_ms / 1000):
             self.health.late(what, patience)
 
     def _keep(self) -> None:
-        """The keeper thread: opens the folder, tries it again while it is switched off, and gives places back."""
+        """The keeper thread: opens the folder, tries it again while it is switched off, and lets the budget grow again."""
         health = self.health
         while True:
             try:
@@ -551,7 +551,7 @@ class LocalDiskBackend(StorageBackend):
 
     @property
     def _is_small(self) -> bool:
-        """Whether the file system had less room than the budget."""
+        """Whether the file system had less room than `capacity`."""
         return self.index.capacity < self._places
 
     def _tend(self) -> None:
@@ -580,7 +580,7 @@ class LocalDiskBackend(StorageBackend):
         self._sweep()
 
     def _unstick(self) -> None:
-        """Try again to delete what could not be deleted; a file that is gone gives its place back."""
+        """Try again to delete what could not be deleted; a deleted file gives its place back."""
         for name in list(self._stuck):
             with contextlib.suppress(OSError):
                 self.folder.unlink(name)

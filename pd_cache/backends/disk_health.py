@@ -1,9 +1,9 @@
-"""DiskHealth: what a disk tier may be used for, and whose trouble an error is.
+"""DiskHealth: what a disk tier may be used for, and whether an error concerns one file or the whole folder.
 
-1. An error of one file is that file's. The error's number says so, or the folder does: what can still be written there and
-   read back is well. Only errors that could be a dead disk's, three in a row, say otherwise.
-2. A folder that can only be read is read. One that is in trouble is switched off; its keeper tries it again.
-3. Those who meet an error can make the state worse. Only the keeper makes it better.
+1. An error of one file concerns that file only. The error's number shows that, or a check does: a page is written to the folder
+   and read back. But three errors in a row that could be a dead disk's switch the tier off.
+2. A folder that can only be read is still read. One that is in trouble is switched off; the tier's keeper tries it again.
+3. Callers that meet an error can only make the state worse. Only the keeper makes it better.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _STRIKES = 3
 
 
 class DiskState(enum.Enum):
-    """What can be done with the folder now."""
+    """How the folder can be used now."""
 
     OPENING = "opening"
     ON = "on"
     FULL = "full"
-    """It is read. Nothing can be written, and there is nothing of ours to evict."""
+    """It can be read. Nothing can be written, and there is no object of ours to evict."""
     READ_ONLY = "read-only"
     OFF = "off"
     CLOSED = "closed"
@@ -65,19 +65,19 @@ class DiskHealth:
 
     @property
     def refusal(self) -> Status:
-        """Why a call is not begun, where none is."""
+        """The reason why calls are not begun in the present state."""
         return _REFUSALS.get(self.state, Status.TIER_OFF)
 
     def worked(self) -> None:
-        """A file was read or written."""
+        """To be called when a file was read or written."""
         self._strikes = 0
 
     def late(self, what: str, seconds: float) -> None:
-        """The disk hangs."""
+        """To be called when the disk hangs."""
         self._worsen(DiskState.OFF, f"{what} got no answer in {seconds:g} s", Status.TIMEOUT.value)
 
     def judge(self, what: str, error: OSError, *, writing: bool) -> Status:
-        """What an error means for the call at hand: INTERNAL where it is one file's. The disk's troubles switch it off."""
+        """Returns what an error means for its call: INTERNAL if it concerns one file. An error of the folder changes the state."""
         fault = fault_of(error)
         if fault in (Fault.OBJECT, Fault.UNCLEAR):
             trouble = self._asked(writing)
@@ -93,7 +93,7 @@ class DiskHealth:
         return self.refusal
 
     def settle(self, state: DiskState, trouble: str = "", reason: str = "") -> None:
-        """The keeper tried the folder, and this came of it. A closed tier stays closed."""
+        """Set what the keeper found when it tried the folder. A closed tier stays closed."""
         with self.changed:
             if self.state in (state, DiskState.CLOSED):
                 return
@@ -107,7 +107,7 @@ class DiskHealth:
             self._say(state, trouble, reason)
 
     def close(self) -> bool:
-        """Nothing is begun any more. False if it was closed before."""
+        """Begin nothing any more. Returns False if it was closed before."""
         with self.changed:
             return self._switch(DiskState.CLOSED, "closed") is not DiskState.CLOSED
 
@@ -116,7 +116,7 @@ class DiskHealth:
         return self._strikes
 
     def _asked(self, writing: bool) -> OSError | None:
-        """The folder's own trouble, if it is in any that matters for reading, or for writing."""
+        """Returns the folder's own error, if it has one that matters for reading or, with `writing`, for writing."""
         try:
             self._folder.check()
         except OSError as trouble:
@@ -148,7 +148,7 @@ class DiskHealth:
 
 
 def state_of(error: OSError) -> DiskState:
-    """What can be done with a folder that answers with this error."""
+    """Returns how a folder that gives this error can be used."""
     if fault_of(error) in (Fault.NO_ROOM, Fault.TOO_LARGE):
         return DiskState.FULL
     return DiskState.READ_ONLY if error.errno in MAY_NOT else DiskState.OFF

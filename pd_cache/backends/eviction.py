@@ -1,7 +1,7 @@
 """Which entry goes when there is no room: LRU, LFU and S3-FIFO behind one interface. Every step is O(1), amortized.
 
-A policy knows keys only. It is told what comes, is used and goes, and names the next victim; it is not thread-safe, its
-index is. Pinned entries are passed over, and count as used where the order is one of use.
+A policy knows only keys. The index reports which keys come, are used and go, and asks for the next victim. A policy is not
+thread-safe, the index is. Pinned entries are passed over, and count as used where the order is one of use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EvictionPolicy(ABC):
         """Choose a victim and forget it. At least one key that the policy holds must not be pinned."""
 
     def resize(self, capacity: int) -> None:  # noqa: B027 - most orders do not depend on it
-        """There will be at most `capacity` keys from now on."""
+        """Expect at most `capacity` keys from now on."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -140,7 +140,7 @@ class S3FIFO(EvictionPolicy):
             del self._main[key]
 
     def evict(self, pinned: Pinned) -> str:
-        tries = (self._MOST + 1) * len(self._main)  # after these, whoever is left in the main queue is pinned
+        tries = (self._MOST + 1) * len(self._main)  # after these, every key left in the main queue is pinned
         while True:
             if self._small and (len(self._small) >= self._small_target or tries <= 0):
                 key = self._from_small(pinned)
@@ -186,4 +186,4 @@ def _first_unpinned(order: OrderedDict[str, None], pinned: Pinned) -> str:
         if not pinned(key):
             del order[key]
             return key
-        order.move_to_end(key)  # it is in use right now
+        order.move_to_end(key)  # it is pinned, so it is in use now

@@ -1,4 +1,4 @@
-"""Whose trouble an OSError of the disk tier is: one file's, the whole folder's, or this process's. No I/O."""
+"""Whether an OSError of the disk tier concerns one file, the whole folder, or this process. No I/O."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Fault(enum.Enum):
     """What an error says, as far as its number tells."""
 
     OBJECT = "object"
-    """Something stands where a file should be, or may not be touched: that file's alone."""
+    """Something else is where a file should be, or the file may not be touched: this concerns that file only."""
     UNCLEAR = "unclear"
-    """One bad block, or a dead disk: the folder has to be asked."""
+    """One bad block, or a dead disk: a check of the folder decides."""
     NO_ROOM = "no_room"
     """The file system, or a quota, is full: deleting files helps."""
     TOO_LARGE = "too_large"
@@ -35,11 +35,11 @@ _FAULTS = {
 _BY_NUMBER = {number: fault for fault, numbers in _FAULTS.items() for number in numbers}
 
 MAY_NOT = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
-"""Numbers by which a folder that can be read says that it cannot be written."""
+"""Error numbers of a folder that can be read but not written."""
 
 
 def fault_of(error: OSError) -> Fault:
-    """What the error says about the file that it met."""
+    """Returns what an error, met at one file, says."""
     return _BY_NUMBER.get(error.errno or 0, Fault.UNCLEAR)
 
 

@@ -1,20 +1,20 @@
 """ObjectFolder: files of one size, each an object, in fanned-out folders that one process holds.
 
-    <path>/<file bytes>/<n>/lock                        held while a process uses folder n
+    <path>/<file bytes>/<n>/lock                        locked while a process uses folder n
     <path>/<file bytes>/<n>/tmp/<serial>                being written
     <path>/<file bytes>/<n>/<xx>/<digest>-<serial>      an object; xx are the digest's first two digits
-    <path>/<file bytes>/<n>/stray-<name>-<number>       what stood where a folder of ours belongs
+    <path>/<file bytes>/<n>/stray-<name>-<number>       what was where a folder of ours belongs
 
 A file is an object (payload and trailer) filled up with zeros to whole pages, so that direct I/O can move it in one piece.
 It is written under a temporary name and renamed when it is whole; the serial keeps two writers of one key apart. The digest
-is of the key, so that any key makes a safe name. What a name promises is not believed: objects are checked when read.
+is of the key, so that any key makes a safe name. Names are not trusted: objects are checked when they are read.
 
-Processes that share a path each take a folder of their own, the first that is free. A folder is given up when its process
-ends, whichever way, and found again with all that is in it by the next that starts. Where nothing can be written, a folder
-that was made before can still be taken and read.
+Processes that share a path each take a folder of their own, the first that is free. When a process ends, in whatever way, its
+folder becomes free, and the next process that starts finds it with its contents. If nothing can be written, a folder that was
+made before can still be taken and read.
 
-Whatever stands under a name of ours is met without following or waiting for it: a symbolic link, a pipe or a folder where
-a file belongs is an error of that one file.
+A path that should be ours is opened without following links and without waiting: a symbolic link, a pipe or a folder in the place
+of a file is an error of that one file.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ _FOLDERS = 64
 """Processes that may share one path."""
 _NAME = re.compile(r"(?P<digest>[0-9a-f]{32})-[0-9a-f]{1,16}")
 _SERIALS = 1 << 56
-"""Serials of our own stay below; a larger one in a name that was found is not counted on from."""
+"""Our own serials stay below this; counting does not continue from a larger one found in a name."""
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 def digest_of(key: str) -> str:
-    """The 32 hexadecimal digits that stand for a key."""
+    """Returns the 32 hexadecimal digits that stand for a key."""
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 class Found(NamedTuple):
-    """What was there when the folder was opened."""
+    """The contents of the folder when it was opened."""
 
     objects: list[tuple[str, str]]
-    """Digest and name of each object, oldest first; of two of one digest only the newer."""
+    """Digest and name of each object, oldest first; of two with one digest only the newer."""
     foreign: int
-    """Files that are not ours: left alone."""
+    """Number of files that are not ours. They are left alone."""
     torn: int
-    """Files with a name of ours that are not whole, and writes that never ended: deleted."""
+    """Number of files with a name of ours that are not whole, and of writes that never ended. They are deleted."""
 
 
 class ObjectFolder:
     """One process's files. The I/O methods raise OSError; they may run on several threads at once."""
 
     def __init__(self, path: Path, file_bytes: int, *, direct: bool, sync: bool) -> None:
-        """Nothing is touched yet. `file_bytes`: of every file, whole pages. `sync`: data first, name afterwards."""
+        """Nothing is touched yet. `file_bytes`: the size of every file, in whole pages. `sync`: flush a file's data before it is named."""
         assert file_bytes % PAGE == 0
         self._base = path / str(file_bytes)
         self._root = self._base
@@ -79,16 +79,16 @@ class ObjectFolder:
         self._serials = itertools.count(1)
         self._moving_aside = threading.Lock()
         self._left: set[Path] = set()
-        """Temporary files that could not be deleted yet: as many as writes were under way when the disk began to refuse."""
+        """Temporary files that could not be deleted yet: at most as many as there were writes under way when the disk began to refuse."""
 
     @property
     def root(self) -> Path:
-        """The folder that this process holds."""
+        """The folder that this process has taken."""
         return self._root
 
     @property
     def is_held(self) -> bool:
-        """Whether a folder was opened, and is still there. OSError where that cannot be found out."""
+        """Whether a folder was opened, and is still there. Raises OSError if that cannot be found out."""
         if self._lock < 0:
             return False
         try:
@@ -97,11 +97,11 @@ class ObjectFolder:
             return False
 
     def open(self) -> Found:
-        """Take a folder and see what is in it. While it is held, a further call finds nothing."""
+        """Take a folder and list its contents. While a folder is taken, further calls list nothing."""
         if self.is_held:
             return Found([], 0, 0)
         self.close()
-        self._left.clear()  # what is in the folder to come is looked at anyway
+        self._left.clear()  # the contents of the next folder are listed anyway
         self._lock = self._take()
         try:
             return self._scan()
@@ -110,7 +110,7 @@ class ObjectFolder:
             raise
 
     def write(self, digest: str, pages: memoryview) -> str:
-        """Write an object and publish it; its name."""
+        """Write an object and publish it. Returns its name."""
         temporary = self._write_temporary(pages)
         name = f"{digest}-{temporary.name}"
         final = self.path_of(name)
@@ -125,7 +125,7 @@ class ObjectFolder:
         return name
 
     def read(self, name: str, pages: memoryview) -> int:
-        """Read an object; how many bytes there were."""
+        """Read an object. Returns how many bytes there were."""
         return self._read_whole(self.path_of(name), pages)
 
     def unlink(self, name: str) -> None:
@@ -134,7 +134,7 @@ class ObjectFolder:
             self.path_of(name).unlink()
 
     def check(self) -> None:
-        """OSError if the folder is in trouble, not only one file in it: a page written there does not come back."""
+        """Raises OSError if not only a file but the folder is in trouble: a page written there cannot be read back."""
         if not self.is_held:
             raise OSError(errno.ENOENT, "the folder was taken away", str(self._root))
         with mmap.mmap(-1, 2 * PAGE) as memory, memoryview(memory) as pages, pages[:PAGE] as page, pages[PAGE:] as back:
@@ -147,25 +147,25 @@ class ObjectFolder:
                 self._discard(temporary)
 
     def probe(self) -> None:
-        """Try whether an object could be written now. OSError if not."""
+        """Check that an object could be written now. Raises OSError if not."""
         with mmap.mmap(-1, self._file_bytes) as zeros, memoryview(zeros) as pages:
             temporary = self._write_temporary(pages)
         self._discard(temporary)
-        for left in list(self._left):  # by a time when nothing could be deleted
+        for left in list(self._left):  # left from a time when nothing could be deleted
             self._discard(left)
-        if not self._writable:  # it is now
+        if not self._writable:  # it can be written now
             self._writable = True
             self._clear()
 
     def takes_room(self, name: str) -> bool:
-        """Whether there is a file in an object's place, and not something else that has its name."""
+        """Whether a regular file has an object's name, and not something else."""
         try:
             return stat.S_ISREG(os.lstat(self.path_of(name)).st_mode)
         except OSError:
             return False
 
     def room(self) -> int:
-        """How many objects the file system has room for, besides those that are there; a quota may allow fewer."""
+        """Returns how many more objects the file system has room for; a quota may allow fewer."""
         status = os.statvfs(self._root)
         return status.f_bavail * status.f_frsize // self._file_bytes
 
@@ -202,7 +202,7 @@ class ObjectFolder:
             except OSError as error:
                 if fault_of(error) is not Fault.OBJECT:
                     raise
-                refused = refused or error  # something else stands there
+                refused = refused or error  # something else is there
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -217,7 +217,7 @@ class ObjectFolder:
         raise refused or OSError(errno.EBUSY, f"{_FOLDERS} processes hold folders below it already", str(self._base))
 
     def _open_lock(self, root: Path) -> int:
-        """The lock of a folder, which is made if need be; only to read where nothing can be written."""
+        """Opens a folder's lock file, and creates it if need be; for reading only if nothing can be written."""
         flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -272,7 +272,7 @@ class ObjectFolder:
         return Found(list(newest.items()), foreign, torn)
 
     def _clear(self) -> int:
-        """Delete the writes that never ended; how many there were. One that cannot be deleted stays."""
+        """Delete what is left of writes that never ended. Returns how many there were. A file that cannot be deleted stays."""
         self._ensure(self._root / "tmp")
         left = [entry.path for entry in os.scandir(self._root / "tmp")]
         for path in left:
@@ -280,7 +280,7 @@ class ObjectFolder:
         return len(left)
 
     def _delete_found(self, path: str) -> None:
-        """Delete a file that is no use, if that can be done: one that stays is found again, and hurts nobody."""
+        """Delete a useless file, if possible. One that stays is found again later, and does no harm."""
         if self._writable:
             try:
                 os.unlink(path)
@@ -289,7 +289,7 @@ class ObjectFolder:
                 log.warning("what was found stays: %s", error)
 
     def _ensure(self, folder: Path) -> None:
-        """See to it that a folder of ours is there. What stands in its place is not ours: it is moved aside."""
+        """Make sure that a folder of ours exists. Anything else in its place is not ours, and is moved aside."""
         try:
             os.mkdir(folder)
         except FileExistsError:
@@ -298,7 +298,7 @@ class ObjectFolder:
                     self._move_aside(folder)
 
     def _move_aside(self, path: Path) -> None:
-        """Make a folder where something else stood; another thread may have done so, or be about to."""
+        """Make a folder where something else was; another thread may have done so, or be about to."""
         if os.path.lexists(path) and not _is_folder(path):
             numbers = (self._root / f"stray-{path.name}-{number}" for number in itertools.count(1))
             aside = next(candidate for candidate in numbers if not os.path.lexists(candidate))
@@ -308,13 +308,13 @@ class ObjectFolder:
             os.mkdir(path)
 
     def _write_temporary(self, pages: memoryview) -> Path:
-        """A new file with these bytes; its name is a serial that no object has."""
+        """Writes a new file with these bytes. Its name is a serial that no object has."""
         try:
             temporary, descriptor = self._new_file()
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 raise
-            # its folder was deleted, or something else stands there
+            # its folder was deleted, or something else is there
             self._ensure(self._root / "tmp")
             temporary, descriptor = self._new_file()
         try:
@@ -332,7 +332,7 @@ class ObjectFolder:
         return temporary
 
     def _discard(self, temporary: Path) -> None:
-        """Delete a temporary file; one that cannot be deleted is tried again by `probe`."""
+        """Delete a temporary file. `probe` tries again if it cannot be deleted."""
         try:
             temporary.unlink(missing_ok=True)
         except OSError:
@@ -416,7 +416,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _looked_at(files: list[os.DirEntry[str]]) -> Iterator[tuple[os.DirEntry[str], os.stat_result | None]]:
-    """Files with what they are; None where that cannot be found out."""
+    """Yields entries with their status; None if that cannot be found out."""
     for file in files:
         try:
             yield file, file.stat(follow_symlinks=False)

@@ -1,11 +1,11 @@
 """HybridBackend: several tiers as one. A put writes through to all of them; a get reads through, and promotes.
 
 1. All tiers share one memory, so an object is gathered once, written everywhere from there, and promoted without a copy.
-2. A key is read from the first tier that knows it. What all but the last lack is asked of the last, the pool, and nothing
-   else is. A tier that knew wrongly, or holds something damaged, is counted, and the next one is asked.
+2. A key is read from the first tier that knows it. The last tier, the pool, is asked only for keys that all other tiers lack.
+   A tier that claimed a key wrongly, or holds a damaged object, is counted, and the next tier is asked.
 3. While a reader waits for memory it holds none of its own: only one tier reads ahead for it at a time.
-4. A put waits for the blocking tiers, and its outcome is the last one's: the pool's, where it is one of them. What another
-   tier did not take is counted, and no reason to think that nobody has it. Tiers that do not block write behind, within half
+4. A put waits for the blocking tiers, and its outcome is that of the last tier, the pool if there is one. What another
+   tier did not take is counted, but does not change the outcome. Tiers that do not block write behind, within half
    of the staging memory; what does not fit is dropped and counted.
 """
 
@@ -43,7 +43,7 @@ class Tier(NamedTuple):
     blocking: bool = True
     """Whether a put waits for this tier."""
     promote: Promotion = "always"
-    """When a chunk that was read from a later tier is put into this one."""
+    """When to put a chunk that was read from a later tier into this one."""
 
 
 class HybridBackend(StorageBackend):
@@ -52,7 +52,7 @@ class HybridBackend(StorageBackend):
     def __init__(self, tiers: Sequence[Tier], *, backlog: int | None = None, close_s: float = 5.0) -> None:
         """`backlog`: how many chunks may be written behind at the same time; half of the memory's slots if not given.
 
-        ValueError where there is no tier, or they do not share one memory.
+        Raises ValueError if there is no tier, or if the tiers do not share one memory.
         """
         if not tiers:
             raise ValueError("a hybrid needs at least one tier")
@@ -72,9 +72,9 @@ class HybridBackend(StorageBackend):
         return any(tier.backend.available for tier in self.tiers)
 
     def wait_available(self, timeout: float) -> None:
-        """Wait until every tier was opened; PoolUnavailableError if the last one was not after `timeout` seconds.
+        """Wait until every tier is open. Raises PoolUnavailableError if the last one is not after `timeout` seconds.
 
-        The others may fail, and the cache works without them.
+        Other tiers may fail; the cache works without them.
         """
         end = time.monotonic() + timeout
         for tier in self.tiers[:-1]:
@@ -97,7 +97,7 @@ class HybridBackend(StorageBackend):
         return statuses
 
     def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
-        """MISSING for a key that the last tier lacks, or that no tier has while the last one cannot tell."""
+        """Returns MISSING for a key that the last tier lacks, or that no tier has while the last one cannot tell."""
         statuses = self.tiers[-1].backend.batched_wants(keys, timeout=timeout)
         unsure = [index for index, status in enumerate(statuses) if status not in (Status.OK, Status.MISSING)]
         others = [tier.backend for tier in self.tiers[:-1] if tier.backend.available]
@@ -113,10 +113,10 @@ class HybridBackend(StorageBackend):
         yield from self._read(keys, 0, None if timeout is None else time.monotonic() + timeout)
 
     def stage(self, *, timeout: float | None = None) -> Staged | None:
-        """As the last tier. A blocking one that has enough to write is waited for first, as far as `timeout` allows."""
+        """Stages as the last tier does. First it waits, as far as `timeout` allows, for a blocking tier that has enough to write."""
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self.wait_room(timeout) and timeout == 0.0:
-            return None  # the caller has memory to go on with; what it puts now can be written meanwhile
+            return None  # the caller has memory to go on with; what it puts now is written meanwhile
         return self.tiers[-1].backend.stage(timeout=_seconds_to(deadline))
 
     def wait_room(self, timeout: float | None = None) -> bool:
@@ -145,13 +145,13 @@ class HybridBackend(StorageBackend):
         statuses = [Status.MISSING] * len(keys)
         for tier in self.tiers:
             for index, answer in enumerate(tier.backend.batched_remove(keys, timeout=timeout)):
-                # gone from one is gone, unless another still has it, or cannot tell
+                # a key removed from one tier is gone, unless another still has it or cannot tell
                 if answer is not Status.MISSING and statuses[index] in (Status.MISSING, Status.OK):
                     statuses[index] = answer
         return statuses
 
     def pin(self, keys: Sequence[str]) -> Sequence[str]:
-        """In the fastest tier only: so it is no question in which one a pin lies."""
+        """Pins in the fastest tier only, so that it is clear which tier has a pin."""
         return self.tiers[0].backend.pin(keys)
 
     def unpin(self, keys: Sequence[str]) -> None:
@@ -162,7 +162,7 @@ class HybridBackend(StorageBackend):
         return answers[-1]
 
     def flush(self, timeout: float) -> bool:
-        """Wait for what is written behind; False if some of it is still under way after `timeout` seconds."""
+        """Wait for the writes behind. Returns False if some are still under way after `timeout` seconds."""
         return self._behind.flush(timeout)
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class HybridBackend(StorageBackend):
     # --- reading -------------------------------------------------------------------------------------------------
 
     def _read(self, keys: Sequence[str], floor: int, deadline: float | None) -> Generator[Fetched, None, None]:
-        """Each key's outcome in the first tier that has it, from the one with the number `floor` on."""
+        """Yields each key's outcome from the first tier that has it, beginning with tier number `floor`."""
         start = 0
         for level, run in groupby(self._levels(keys, floor, _seconds_to(deadline))):
             stop = start + len(list(run))
@@ -182,10 +182,10 @@ class HybridBackend(StorageBackend):
             start = stop
 
     def _read_run(self, level: int, keys: Sequence[str], deadline: float | None) -> Generator[Fetched, None, None]:
-        """Keys that one tier knows. Those that it turns out not to have come from the tiers behind it.
+        """Reads keys that one tier knows. Keys that it turns out not to have are read from the tiers behind it.
 
-        Whatever is missing where, a tier is given each key a constant number of times on average: misses in a row go to the
-        next tier together, and a tier that was wrong is given one key at first, then two, four, eight.
+        Whatever is missing where, each tier is given each key a constant number of times on average: misses in a row go to the next
+        tier together, and a tier that was wrong is then given one key at first, then two, four, eight.
         """
         tier = self.tiers[level]
         behind = level + 1 < len(self.tiers)
@@ -201,7 +201,7 @@ class HybridBackend(StorageBackend):
                         lacking.append(key)
                         continue
                     if lacking:
-                        # it is read again: the next tier may have to wait for memory, and who waits for it holds none
+                        # it is read again: the next tier may have to wait for memory, and a waiting reader must hold none
                         fetched.release()
                         break
                     if fetched.payload is not None:
@@ -216,7 +216,7 @@ class HybridBackend(StorageBackend):
                 yield from self._read(lacking, level + 1, deadline)
 
     def _levels(self, keys: Sequence[str], floor: int, timeout: float | None) -> list[int]:
-        """The first tier from `floor` on that knows each key, by number; the last one's for those that no other does."""
+        """Returns, for each key, the number of the first tier from `floor` on that knows it; the last tier's if no other does."""
         last = len(self.tiers) - 1
         levels = [last] * len(keys)
         unknown = list(range(len(keys)))
@@ -247,14 +247,14 @@ def _seconds_to(deadline: float | None) -> float | None:
 
 
 class _SecondHit:
-    """Which keys were read before, among the last that were."""
+    """Remembers which of the last keys were read before."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
     def again(self, key: str) -> bool:
-        """Whether this is the second read; the next one is a first again."""
+        """Whether this is a key's second read. After that, the next read counts as the first again."""
         with self._lock:
             if key in self._keys:
                 del self._keys[key]
@@ -273,7 +273,7 @@ class _Begun(NamedTuple):
     outcome: PutOutcome
 
     def results(self) -> list[Status]:
-        """One status a key; what was dropped is counted."""
+        """Returns one status for each key, and counts what was dropped."""
         statuses = self.outcome.results()
         for status, chunks in Counter(statuses).items():
             if status is not Status.OK:
@@ -297,9 +297,9 @@ class _Through:
 
 
 class _WriteBehind:
-    """Writes that nobody waits for: begun at once, in order, as long as there are at most `limit` chunks under way.
+    """Writes for which no caller waits: begun at once, in order, while at most `limit` chunks are under way.
 
-    One thread waits for their outcomes, each of which has a deadline, and counts what was dropped.
+    One thread waits for the outcome of each, which has a deadline, and counts what was dropped.
     """
 
     def __init__(self, limit: int, close_s: float) -> None:
@@ -329,7 +329,7 @@ class _WriteBehind:
             return self._changed.wait_for(lambda: not self._chunks, timeout)
 
     def close(self) -> None:
-        """Wait for what is under way, as long as `close_s` allows. Idempotent."""
+        """Wait for the writes under way, as long as `close_s` allows. Idempotent."""
         with self._changed:
             if self._closed:
                 return
@@ -341,7 +341,7 @@ class _WriteBehind:
         while (write := self._jobs.get()) is not None:
             try:
                 write.results()
-            except Exception:  # whatever one write does, the thread goes on
+            except Exception:  # whatever one write raises, the thread goes on
                 log.exception("tier %s: a write behind broke", write.tier.metrics.tier)
             finally:
                 with self._changed:

@@ -1,7 +1,7 @@
-"""What a tier holds: keys, where their bytes are, who reads them, and which goes next. No I/O, no waiting.
+"""What a tier holds: keys, where their bytes are, which of them are being read, and which goes next. No I/O, no waiting.
 
-An entry has one place of a fixed number. `reserve` makes room for one that is still to come, evicting others; `fill` puts
-it in, or `cancel` gives the room back. Pinned entries are being read: they are neither evicted nor removed.
+Each entry takes one of `capacity` places. `reserve` makes room for an entry that is still to come, by evicting others; `fill` puts it
+in, or `cancel` gives the room back. Pinned entries are being read: they are neither evicted nor removed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Room(enum.Enum):
     PRESENT = "present"
     """The key is there already."""
     NONE = "none"
-    """Every entry is being read, or there is no capacity at all."""
+    """Every entry is being read, or the capacity is 0."""
 
 
 class Reservation(NamedTuple, Generic[R]):
@@ -58,7 +58,7 @@ class EvictingIndex(Generic[R]):
     def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
         self.capacity = capacity
         self._over = 0
-        """Entries that have no place any more, and are still there: see `shrink`."""
+        """How many entries are still there although their places are gone: see `shrink`."""
         self._policy = policy
         self._entries: dict[str, Entry[R]] = {}
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class EvictingIndex(Generic[R]):
             return entry
 
     def unpin(self, entry: Entry[R]) -> bool:
-        """The reader is done. True if it was the last one of an entry that is gone: the resource is its to let go of."""
+        """End one reader's use. Returns True to the last reader of an entry that is gone: it has to let go of the resource."""
         with self._lock:
             assert entry.pins > 0, f"{entry.key} was unpinned more often than it was pinned"
             entry.pins -= 1
@@ -100,7 +100,7 @@ class EvictingIndex(Generic[R]):
             return False
 
     def reserve(self, key: str) -> Reservation[R]:
-        """Make room for a key that is to come, unless it is there. Each reservation ends with `fill` or `cancel`."""
+        """Make room for a key that is to come, unless it is there already. Each reservation ends with `fill` or `cancel`."""
         with self._lock:
             if key in self._entries:
                 self._policy.used(key)
@@ -117,7 +117,7 @@ class EvictingIndex(Generic[R]):
             return Reservation(Room.RESERVED, evicted)
 
     def fill(self, key: str, resource: R) -> bool:
-        """Put the reserved key in. False, and the resource is not kept, where it came in by another way, or too late."""
+        """Put the reserved key in. Returns False, and does not keep the resource, if the key is there already or it is too late."""
         with self._lock:
             self._reserved -= 1
             if self._closed or key in self._entries:
@@ -144,7 +144,7 @@ class EvictingIndex(Generic[R]):
             return Removal.REMOVED, entry.resource
 
     def discard(self, entry: Entry[R]) -> None:
-        """Take out an entry that turned out to be bad, although the caller has it pinned."""
+        """Take out an entry that turned out to be damaged, although the caller has it pinned."""
         with self._lock:
             if self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
@@ -152,7 +152,7 @@ class EvictingIndex(Generic[R]):
                 self._pinned -= 1
 
     def give_up(self) -> R | None:
-        """Evict one entry and its place: `capacity` is what is held then. None where every entry is being read."""
+        """Evict one entry, and lower `capacity` to what is held then. Returns None if every entry is being read."""
         with self._lock:
             if self._closed or len(self._entries) <= self._pinned:
                 return None
@@ -161,23 +161,23 @@ class EvictingIndex(Generic[R]):
             return resource
 
     def shrink(self) -> None:
-        """One place less. The entry that has it goes with the next reservation, and none before: it can be read meanwhile."""
+        """Take away one place. The entry too many goes with the next reservation, not before: it can be read meanwhile."""
         with self._lock:
             self._resize(max(0, self.capacity - 1))
             self._over = max(0, len(self._entries) + self._reserved - self.capacity)
 
     def grow(self, places: int, most: int) -> None:
-        """Let there be as many `places` besides what is held, but not fewer than before and not above `most` in all."""
+        """Make `capacity` `places` more than what is held, but not less than it was, and not more than `most`."""
         with self._lock:
             self._resize(min(most, max(self.capacity, len(self._entries) + self._reserved + places)))
 
     def clear(self) -> None:
-        """Forget every entry: what they stood for is gone. Readers keep what they hold."""
+        """Forget every entry: their resources are gone. Readers keep what they hold."""
         with self._lock:
             self._forget()
 
     def close(self) -> list[R]:
-        """Take nothing in any more, and forget everything; the resources of entries that nobody reads."""
+        """Accept nothing any more, and forget everything. Returns the resources of entries that nobody reads."""
         with self._lock:
             self._closed = True
             resources = [entry.resource for entry in self._entries.values() if not entry.pins]
@@ -185,7 +185,7 @@ class EvictingIndex(Generic[R]):
             return resources
 
     def check_integrity(self) -> None:
-        """Assert what always holds (for tests)."""
+        """Assert the invariants (for tests)."""
         with self._lock:
             assert len(self._policy) == len(self._entries)
             assert len(self._entries) + self._reserved <= max(self.capacity, 0) + self._over

@@ -33,23 +33,23 @@ _BATCH_BYTES = 64 << 20
 
 
 class Shelf(Protocol[H]):
-    """Where the bytes of entries are kept."""
+    """Keeps the bytes of entries."""
 
     def keep(self, staged: StagedObject) -> H | None:
-        """Keep a sealed object, whose reference is taken over; None if there is no room after all."""
+        """Keep a sealed object, and take over its reference. Returns None if there is no room after all."""
 
     def show(self, held: H, key: str, deadline: float) -> StagedObject | None:
-        """The object in memory that a reader may use until it releases it; None if no memory came free in time."""
+        """Returns the object in memory that a reader may use until it releases it; None if no memory came free in time."""
 
     def drop(self, held: H) -> None:
-        """Nobody needs it any more."""
+        """To be called when nobody needs the object any more."""
 
     def close(self) -> None:
         """Let go of the device's memory."""
 
 
 class HostShelf:
-    """Objects stay in the slots they came in."""
+    """Keeps objects in the slots they came in."""
 
     def keep(self, staged: StagedObject) -> StagedObject:
         return staged
@@ -65,7 +65,7 @@ class HostShelf:
 
 
 class DeviceShelf:
-    """Objects lie in one slab on a device; copies wait until they have arrived."""
+    """Keeps objects in one slab on a device. Each copy waits until its bytes have arrived."""
 
     def __init__(self, memory: ObjectMemory, places: int, device: str) -> None:
         """Allocate `places` objects' worth on `device`, as torch names it. RuntimeError where torch cannot."""
@@ -115,7 +115,7 @@ class DeviceShelf:
 
 
 class LocalBackend(StorageBackend, Generic[H]):
-    """A byte budget of objects in memory, behind an eviction policy."""
+    """Keeps objects in memory, within a byte budget, by an eviction policy."""
 
     settles_at_once = True
 
@@ -128,7 +128,7 @@ class LocalBackend(StorageBackend, Generic[H]):
         timeouts: Timeouts,
         metrics: TierMetrics,
     ) -> None:
-        """Hold at most `capacity` objects on `shelf`."""
+        """Keep at most `capacity` objects on `shelf`."""
         self.memory = memory
         self._timeouts = timeouts
         self.payload_bytes = memory.payload_bytes
@@ -138,7 +138,7 @@ class LocalBackend(StorageBackend, Generic[H]):
         self._metrics = metrics
         self._closed = False
         self._held: dict[str, list[Entry[H]]] = {}
-        """Entries that `pin` keeps, as often as it does."""
+        """The entries that `pin` keeps, and how often each is pinned."""
         self._holding = threading.Lock()
         if not capacity:
             log.warning("tier %s holds nothing: its capacity is less than one object", metrics.tier)
@@ -182,7 +182,7 @@ class LocalBackend(StorageBackend, Generic[H]):
         return [self._remove(key) for key in keys]
 
     def pin(self, keys: Sequence[str]) -> Sequence[str]:
-        """At most half of the entries are kept in this way: the others stay for what is new."""
+        """Pins at most half of the entries; the others stay for new objects."""
         pinned = []
         with self._holding:
             for key in keys:
@@ -202,7 +202,7 @@ class LocalBackend(StorageBackend, Generic[H]):
                         del self._held[key]
 
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
-        return Status.CLOSED if self._closed else Status.OK  # nobody looks for notes in here
+        return Status.CLOSED if self._closed else Status.OK  # nobody looks for notes in memory
 
     def close(self) -> None:
         self._closed = True
@@ -221,7 +221,7 @@ class LocalBackend(StorageBackend, Generic[H]):
 
     def _read(self, key: str, entry: Entry[H], deadline: float | None) -> Fetched:
         latest = time.monotonic() + self._timeouts.get_ms / 1000
-        with contextlib.ExitStack() as undo:  # whatever interrupts this, the entry does not stay pinned
+        with contextlib.ExitStack() as undo:  # the entry does not stay pinned if this is interrupted
             undo.callback(self._unpin, entry)
             staged = self._shelf.show(entry.resource, key, latest if deadline is None else min(latest, deadline))
             if staged is None:
@@ -248,7 +248,7 @@ class LocalBackend(StorageBackend, Generic[H]):
         if room is not Room.RESERVED:
             item.release()
             return Status.OK if room is Room.PRESENT else self._refused()
-        with contextlib.ExitStack() as undo:  # a device that fails raises
+        with contextlib.ExitStack() as undo:  # a failing device raises
             undo.callback(self.index.cancel)
             undo.callback(item.release)
             item.seal(key)

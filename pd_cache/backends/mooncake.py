@@ -20,13 +20,13 @@ from transfer.staging import Pin, Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore, Pending
 
 _BATCH_BYTES = 64 << 20
-"""Of one transfer call: large enough for full speed, and well below the second that a lease must outlast thrice."""
+"""Bytes of one transfer call: enough for full speed, yet moved in well under a second. A lease must last three times as long as a batch."""
 _BATCH_KEYS = 256
 _READ_AHEAD = 4
 """Batches in flight or being scattered; without `read_ahead` it is one at a time."""
 _SHARE = 8
-"""A batch takes one slot in so many for each transfer thread. A thread and its spare, both held by a peer that hangs, keep a
-quarter of the slots, and those of the other direction another quarter."""
+"""A batch takes at most one in this many slots for each transfer thread. So a thread and its spare, both held by a peer that hangs,
+keep a quarter of the slots, and those of the other direction another quarter."""
 
 
 class _Batch(NamedTuple):
@@ -98,7 +98,7 @@ class MooncakeBackend(StorageBackend):
                 while started < len(keys) and len(ahead) < self.read_ahead:
                     now = time.monotonic()
                     end = now + longest if deadline is None else min(now + longest, deadline)
-                    # only a reader that holds nothing waits for a slot: two readers can never wait for each other
+                    # only a reader that holds no slot waits for one, so that two readers never wait for each other
                     slots = self._lease(min(self.batch_size, len(keys) - started), now if ahead else end)
                     if not slots:
                         break
@@ -158,7 +158,7 @@ class MooncakeBackend(StorageBackend):
         return default_ms / 1000 if timeout is None else timeout
 
     def _lease(self, count: int, deadline: float) -> deque[Slot]:
-        """Up to `count` slots: the first until `deadline`, the others only if they are free."""
+        """Returns up to `count` slots. Waits for the first until `deadline`; takes the others only if they are free."""
         slots: deque[Slot] = deque()
         first = self.staging.lease(deadline)
         while first is not None and len(slots) < count:
@@ -175,7 +175,7 @@ class MooncakeBackend(StorageBackend):
         slot.release()
         if (
             result.status is Status.INVALID
-        ):  # the object is larger than a chunk of this namespace: Mooncake does not read it
+        ):  # an object larger than a chunk of this namespace, which Mooncake does not read
             self._heal(key)
             return FetchedObject(None, "other_size")
         return FetchedObject(None, result.status.value)
@@ -183,7 +183,7 @@ class MooncakeBackend(StorageBackend):
     def _heal(self, key: str) -> None:
         """Take a damaged object away, so that the next writer of its key replaces it.
 
-        By force: whatever looks it up renews its lease, and so it would stay for as long as its prompt is asked for.
+        By force: each lookup renews its lease, so it would stay for as long as its prompt is looked up.
         """
         removed = self.store.remove([key], timeout=self._timeouts.exist_ms / 1000, force=True)
         if removed == [Status.OK]:

@@ -6,9 +6,9 @@
     6       2     zero
     8       8     payload length
     16      8     XXH3-64 of the payload
-    24      8     XXH3-64 of the key: an object that turns up under another key is not that key's
+    24      8     XXH3-64 of the key: an object that appears under another key is not that key's
 
-All little-endian. An object that does not fit in any of these is never used.
+All little-endian. An object for which any of these is wrong is never used.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ TRAILER_BYTES = _TRAILER.size
 
 
 class Damage(enum.Enum):
-    """Why the bytes under a key are not its chunk."""
+    """The reason why the bytes under a key are not its chunk."""
 
     TRUNCATED = "truncated"
     FOREIGN = "foreign"
     VERSION = "other_version"
     CORRUPT = "corrupt"
     UNREADABLE = "unreadable"
-    """The disk did not give them out: a bad block, or something else stands where its file was."""
+    """The disk could not read them: a bad block, or something else in the place of the file."""
 
 
 def seal(key: str, buffer: memoryview, payload_bytes: int) -> int:
@@ -51,7 +51,7 @@ def seal(key: str, buffer: memoryview, payload_bytes: int) -> int:
 
 
 def inspect(key: str, data: memoryview, payload_bytes: int) -> Damage | None:
-    """What is wrong with an object of `key`, whose payload should have `payload_bytes`; None if nothing."""
+    """Returns what is wrong with an object of `key`, whose payload should have `payload_bytes`; None if nothing is."""
     if len(data) != payload_bytes + TRAILER_BYTES:
         return Damage.TRUNCATED
     magic, version, zero, length, payload_hash, key_hash = _TRAILER.unpack(data[payload_bytes:])

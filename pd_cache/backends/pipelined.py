@@ -39,7 +39,7 @@ class _Pump:
     def __iter__(self) -> Iterator[Fetched]:
         while True:
             with self._changed:
-                # what is waited for has a deadline of its own, in the backend
+                # the fetch has a deadline of its own, in the backend
                 self._changed.wait_for(lambda: self._ready or self._ended)
                 if not self._ready:
                     if self._error is not None:
@@ -50,7 +50,7 @@ class _Pump:
             yield fetched
 
     def stop(self) -> None:
-        """Give up what was not taken. The thread ends as soon as the fetch that it waits for does."""
+        """Give up the fetches that were not taken. The thread ends as soon as its present fetch does."""
         with self._changed:
             self._stopped = True
             left = list(self._ready)
@@ -80,10 +80,10 @@ class _Pump:
 
 
 class PipelinedBackend(StorageBackend):
-    """The backend that it wraps, which it owns, with reads that run ahead on a thread of their own."""
+    """Wraps and owns a backend. Reads run ahead on a thread of their own."""
 
     def __init__(self, inner: StorageBackend, depth: int = 4) -> None:
-        """Keep at most `depth` chunks ready for each reader, besides what `inner` has on its way."""
+        """Keep at most `depth` chunks ready for each reader, besides those that `inner` reads ahead."""
         self.inner = inner
         self.payload_bytes = inner.payload_bytes
         self.batch_size = inner.batch_size

@@ -32,7 +32,7 @@ from pd_cache.config.schema import (
 from transfer.settings import MIN_SEGMENT
 
 _LONGEST_SOCKET = 100
-"""Of an address; the kernel takes paths of 107 bytes, and we append a few."""
+"""Bytes of an address: the kernel takes paths of 107 bytes, and we append a few."""
 
 ELECTION_S = 20
 """The least `client_ttl_s` of elected masters: an election takes up to 18 s."""
@@ -42,11 +42,11 @@ _OURS = frozenset(("host", "port", "kv-transfer-config", "served-model-name", "m
 
 
 _SECRET_NAME = re.compile(r"(^|[.-])(key|apikey|token|secret|password|passwd|credentials?)$")
-"""Flags such as --some-secret, and not --ssl-keyfile or --max-num-batched-tokens."""
+"""Matches flags such as --some-secret, but not --ssl-keyfile or --max-num-batched-tokens."""
 _SECRET_KEY = re.compile(
     r"(?i)[\"'](\w*[_-])?(api_?key|access_?key|private_?key|token|secret\w*|password|passwd|credentials?)[\"']\s*:\s*[\"']"
 )
-"""A secret inside of a JSON argument, with its value."""
+"""Matches a secret inside a JSON argument, with its value."""
 
 
 class Problem(NamedTuple):
@@ -57,7 +57,7 @@ class Problem(NamedTuple):
 
 
 def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
-    """What cannot work although each value is allowed, first things first."""
+    """Returns what cannot work although each value is allowed, the most basic problems first."""
     seen: dict[str, int] = {}
     for index, node in enumerate(config.nodes):
         if node.name in seen:
@@ -109,8 +109,8 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 
 def _address_problems(config: ClusterConfig) -> Iterator[Problem]:
-    """Addresses that stand for many machines, or for all networks of one: nobody can be reached there, and what listens
-    there listens wider than written."""
+    """Finds addresses that stand for many machines, or for all networks of one. Nobody can connect to such an address, and a process
+    that binds it listens on more networks than the file says."""
     found: list[tuple[KeyPath, str]] = [(("nodes", n, "host"), node.host) for n, node in enumerate(config.nodes)]
     for index, node in enumerate(config.nodes):
         if isinstance(node, CacheServerNode) and node.url.startswith("tcp://"):
@@ -142,7 +142,7 @@ def _address_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 
 def _literal(host: str) -> IPv4Address | IPv6Address | None:
-    """A host as an address, in every spelling that the resolver takes (`0` is 0.0.0.0); None for a name."""
+    """Returns a host as an address, from every spelling that the resolver takes (`0` is 0.0.0.0); None for a name."""
     try:
         return ip_address(socket.inet_aton(host))
     except OSError:
@@ -234,7 +234,7 @@ def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 
 def _secret_problem(name: str, value: Argument) -> str | None:
-    """Why an argument must not stand on a command line, which every user of the machine can read."""
+    """Returns why an argument must not be on a command line, which every user of the machine can read."""
     variable = SECRET_VARIABLES.get(name)
     if variable is not None:
         one = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -305,7 +305,7 @@ def _host_client_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 def _placement_problems(config: ClusterConfig) -> Iterator[Problem]:
     if not isinstance(config.discovery, StaticDiscovery):
-        return  # segments of nodes that the file does not name are as good
+        return  # the segment may be that of a node that the file does not name
     stores = [node for node in config.nodes if isinstance(node, StoreNode)]
     segments = sum(config.segment_size(node) > 0 for node in config.nodes)
     # of a store node with port 0 the name is not known yet
@@ -326,7 +326,7 @@ def _placement_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 
 def _tier_problems(tiers: Sequence[StorageTier]) -> Iterator[Problem]:
-    """Tiers in an order, or of a kind, that cannot work."""
+    """Checks the order and the kinds of tiers."""
     for index, tier in enumerate(tiers):
         before = tiers[:index]
         if isinstance(tier, LocalTier | DiskTier) and not tier.capacity:

@@ -1,8 +1,8 @@
 """YAML text as a tree of plain values, with the line of every key. The one place that knows YAML.
 
-What comes out is bounded before anything is made of it: in bytes, depth, nodes (each alias counted as all that it stands for) and
-digits. It holds dicts with text keys, lists, texts, numbers, booleans and None, and nothing else: tags are refused, a date is
-text. Numbers that YAML 1.1 reads in a way that few people expect (`010` is 8, `1:30` is 90) are refused, too.
+The text is bounded before anything is made of it: in bytes, depth, nodes (each alias counted as all that it stands for) and digits. The
+tree holds dicts with text keys, lists, texts, numbers, booleans and None, and nothing else. Tags are refused, and a date is text.
+Numbers that YAML 1.1 reads in a way that few people expect (`010` is 8, `1:30` is 90) are refused, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEEPEST = 32
 MOST_NODES = 20_000
 """Keys and values of a file; a node of a cluster has about ten."""
 LONGEST_NUMBER = 20
-"""Characters."""
+"""Characters of a number."""
 
 KeyPath = tuple[str | int, ...]
 
@@ -37,7 +37,7 @@ _RESOLVERS = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_TAG}timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-"""What plain scalars may be: as in YAML 1.1, without dates."""
+"""The types of plain scalars, as in YAML 1.1 but without dates."""
 
 
 class Document(NamedTuple):
@@ -72,36 +72,36 @@ def parse_document(text: str, file: Path) -> Document:
             f"{file}:{line}: is not valid YAML: the character {error.character!r} is not allowed"
         ) from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        # PyYAML's scanner raises the latter two for numbers in directives and escapes that are none
+        # PyYAML's scanner raises the last two for invalid numbers in directives and escapes
         raise ConfigError(f"{file}: is not valid YAML: {_printable(str(error))}") from None
 
 
 def dump_document(tree: Any) -> str:
-    """The tree as YAML text."""
+    """Returns the tree as YAML text."""
     return str(yaml.safe_dump(tree, sort_keys=False))
 
 
 def shown_path(path: KeyPath) -> str:
-    """A path of keys for people: `nodes[0].port`."""
+    """Returns a path of keys for people: `nodes[0].port`."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{_printable(part)}" for part in path)
     return "".join(parts).lstrip(".") or "file"
 
 
 def shown_value(value: object) -> str:
-    """A value for people, in one line of bounded length."""
+    """Returns a value for people, in one line of bounded length."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 class _OutOfBounds(yaml.MarkedYAMLError):
-    """It is YAML, and more than a configuration may be."""
+    """The text is valid YAML, but contains more than a configuration may."""
 
     def __init__(self, problem: str, mark: yaml.Mark) -> None:
         super().__init__(None, None, problem, mark)
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes no deeper and no more of them than a configuration has, without tags."""
+    """Composes nodes, but no deeper, no more of them than a configuration may have, and none with tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -134,7 +134,7 @@ class _Index:
         self._visited = 0
 
     def add(self, node: yaml.Node, path: KeyPath = ()) -> None:
-        """Takes in a node and all below it. Aliases are followed, so that each place has its line."""
+        """Notes the lines of a node and of all nodes below it. Follows aliases, so that each place has its line."""
         self._visited += 1
         if self._visited > MOST_NODES:
             raise self._error(node, (), f"its aliases stand for more than {MOST_NODES} keys and values")
@@ -170,7 +170,7 @@ class _Index:
 
 
 def _scalar_problem(node: yaml.ScalarNode) -> str | None:
-    """Why a scalar is refused; None if it is not."""
+    """Returns why a scalar is refused; None if it is not."""
     value, kind = str(node.value), str(node.tag).removeprefix(_TAG)
     if kind in ("int", "float") and len(value) > LONGEST_NUMBER:
         return f"is a number of more than {LONGEST_NUMBER} digits; quote it if it is text"
@@ -190,7 +190,7 @@ def _finite(value: str) -> bool:
 
 
 def _printable(text: str) -> str:
-    """Text of the file as a part of a message: one line, of bounded length."""
+    """Returns text of the file for use in a message: one line, of bounded length."""
     shown = text if text.isprintable() else repr(text)
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
 

@@ -1,5 +1,5 @@
-"""Reading the file. Strict: a key that nobody knows, a value of the wrong type and a combination that cannot work are one
-message, which names file, line, key path, value and what is allowed. Nothing here reads the environment.
+"""Reads the file strictly. An unknown key, a value of the wrong type or a combination that cannot work raises one error, whose
+message names file, line, key path, value and what is allowed. Nothing here reads the environment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transfer.settings import ByteSize
 
 
 class Source:
-    """A parsed file that still knows where each key stood."""
+    """A parsed file that knows the line of each key."""
 
     def __init__(self, file: Path, tree: Any, lines: Mapping[KeyPath, int]) -> None:
         self.file = file
@@ -30,7 +30,7 @@ class Source:
         self._lines = lines
 
     def error(self, problem: Problem) -> ConfigError:
-        """The problem as one message: `file:line: key.path: value: what is allowed`."""
+        """Returns the problem as one message: `file:line: key.path: value: what is allowed`."""
         path = problem.path
         line = next((self._lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._lines), 1)
         value = _lookup(self.tree, path)
@@ -39,17 +39,17 @@ class Source:
 
 
 def load_config(file: str | Path) -> ClusterConfig:
-    """Read and check a cluster's file. ConfigError, with the one message for the user, if it cannot be used."""
+    """Reads and checks a cluster's file. Raises ConfigError, with one message for the user, if the file cannot be used."""
     return read_config(file)[0]
 
 
 def read_config(file: str | Path) -> tuple[ClusterConfig, Source]:
-    """As `load_config`, with the source for checks that know more than the file (ports, devices, memory)."""
+    """As `load_config`, but also returns the source, for checks that know more than the file (ports, devices, memory)."""
     return parse_config(_text(Path(file)), file)
 
 
 def parse_config(text: str, file: str | Path) -> tuple[ClusterConfig, Source]:
-    """As `read_config`, of text that was read already; messages name `file`."""
+    """As `read_config`, for text that was read already; messages name `file`."""
     source = Source(Path(file), *parse_document(text, Path(file)))
     try:
         config = msgspec.convert(source.tree, ClusterConfig, dec_hook=decode_custom)
@@ -61,7 +61,7 @@ def parse_config(text: str, file: str | Path) -> tuple[ClusterConfig, Source]:
 
 
 def dump_config(config: ClusterConfig) -> str:
-    """The configuration as YAML text that `load_config` reads back to an equal one."""
+    """Returns the configuration as YAML text that `load_config` reads back to an equal one."""
     return dump_document(msgspec.to_builtins(config, enc_hook=str))
 
 
@@ -83,7 +83,7 @@ def decode_custom(kind: type, value: object) -> object:
     """msgspec's `dec_hook` for the types that a file may hold besides the built-in ones."""
     if kind is ByteSize:
         return ByteSize.parse(value)
-    raise NotImplementedError(kind)  # msgspec's way of being told that a type is not ours
+    raise NotImplementedError(kind)  # this tells msgspec that a type is not one of ours
 
 
 _AT = re.compile(r"(?s)(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?")
@@ -95,11 +95,11 @@ _IN_WORDS = {
     for meta in typing.get_args(kind)[1:]
     if isinstance(meta, msgspec.Meta) and meta.pattern and meta.description
 }
-"""What a value must look like, by the pattern that checks it."""
+"""For each pattern, what a value that matches it looks like."""
 
 
 def _explain(text: str, tree: Any) -> Problem:
-    """msgspec's message as a problem that says what is allowed."""
+    """Turns msgspec's message into a problem that says what is allowed."""
     match = _AT.fullmatch(text)
     assert match is not None
     what = match["what"]
@@ -147,13 +147,13 @@ def _structs(kind: Any) -> list[type[msgspec.Struct]]:
 
 
 def _hint(struct: type[msgspec.Struct], key: str) -> Any:
-    """The type of what stands under `key` of the file."""
+    """Returns the type of the value under `key` of the file."""
     fields = dict(zip(struct.__struct_encode_fields__, struct.__struct_fields__, strict=True))
     return typing.get_type_hints(struct, include_extras=True).get(fields.get(key, ""))
 
 
 def _at(kind: Any, path: KeyPath, tree: Any) -> list[type[msgspec.Struct]]:
-    """The Struct types that may stand at `path`, narrowed by the tags that the file gives."""
+    """Returns the Struct types that are allowed at `path`, narrowed by the tags that the file gives."""
     kinds, here = _structs(kind), tree
     for part in (None, *path):
         if isinstance(part, str):
@@ -177,7 +177,7 @@ def _fields(kind: Any, path: KeyPath, tree: Any) -> list[str]:
 
 
 def _options(kind: Any, path: KeyPath, tree: Any) -> list[str]:
-    """What a Literal or a tag at `path` allows."""
+    """Returns the values that a Literal or a tag at `path` allows."""
     if not path or not isinstance(path[-1], str):
         return []
     for struct in _at(kind, path[:-1], tree):

@@ -65,7 +65,7 @@ LARGEST_BODY = 16 << 20
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A mapping of the file in which only the declared keys may stand."""
+    """A mapping of the file that may have only the declared keys."""
 
 
 # --- cache -----------------------------------------------------------------------------------------------------------
@@ -83,9 +83,9 @@ class LocalTier(_Section, frozen=True, kw_only=True, tag_field="kind", tag="loca
     """On the CPU it shares one registered memory with `transfer.staging_size`, so that nothing is copied."""
     policy: EvictionName = "lru"
     promote: PromotionName = "always"
-    """When a chunk that was read from a later tier is put into this one."""
+    """When to put a chunk that was read from a later tier into this one."""
     blocking: bool = True
-    """Whether a store waits for this tier; a memory is never waited for in fact."""
+    """Whether a store waits for this tier; in fact, writing to memory never waits."""
 
 
 class DiskTier(_Section, frozen=True, kw_only=True, tag_field="kind", tag="disk"):
@@ -94,19 +94,19 @@ class DiskTier(_Section, frozen=True, kw_only=True, tag_field="kind", tag="disk"
     path: AbsolutePath
     """An absolute folder. Processes that share one each take a folder of their own below it."""
     capacity: ByteSize
-    """Of each process."""
+    """The budget of each process."""
     policy: EvictionName = "lru"
     promote: PromotionName = "always"
     blocking: bool = False
     """Whether a store waits for the disk, or writes behind."""
     direct: bool = True
-    """Past the page cache, where the file system can."""
+    """Whether to bypass the page cache, if the file system can."""
     sync: bool = False
-    """Whether a file is on the medium before its name appears. A torn file is found out and costs a miss."""
+    """Whether a file is flushed to the medium before its name appears. A torn file is detected and costs a miss."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     """Files read at the same time, and as many written."""
     retry_s: Seconds = 30.0
-    """How long a disk that failed, or is full, is left alone."""
+    """How long a disk that failed, or cannot be written, is left alone; also how often a budget that had shrunk may grow again."""
 
 
 class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
@@ -122,7 +122,7 @@ StorageTier = LocalTier | DiskTier | MooncakeTier
 
 
 class CacheConfig(_Section, frozen=True, kw_only=True):
-    """The `cache` section: what a chunk is, and where chunks live. All nodes that shall share hits must agree on it."""
+    """The `cache` section: what a chunk is, and where chunks live. All nodes that are to share hits must agree on it."""
 
     chunk_size: Positive = 256
     """Tokens a chunk; a multiple of the engine's block size."""
@@ -130,14 +130,14 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
     """Name chunks by hashing tokens, or by the engine's own block hashes; `auto` is blocks for vLLM, else tokens."""
     hash_seed: LineOrEmpty = ""
     shards: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
-    """Into how many parts a chunk's KV heads are cut: a common multiple of the tensor-parallel sizes of all nodes that shall
+    """Into how many parts a chunk's KV heads are cut: a common multiple of the tensor-parallel sizes of all nodes that are to
     share chunks. 0 takes the least one of the nodes in this file."""
     tiers: Annotated[tuple[StorageTier, ...], msgspec.Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
     """Where chunks live, fastest first."""
 
     @property
     def named_by(self) -> Literal["tokens", "blocks"]:
-        """`hash_mode`, with `auto` decided: tokens, since what has block hashes says so before."""
+        """`hash_mode`, with `auto` resolved to tokens: an engine that has block hashes sets them before."""
         return "blocks" if self.hash_mode == "blocks" else "tokens"
 
 
@@ -145,7 +145,7 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
 
 
 class RandomModel(_Section, frozen=True, kw_only=True):
-    """A Llama with seeded random weights: same numbers, same tokens, on every node. Nothing is downloaded."""
+    """A Llama with seeded random weights: the same numbers, and so the same tokens, on every node. Nothing is downloaded."""
 
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     vocab_size: Positive = 4096
@@ -214,11 +214,11 @@ class VllmEngineConfig(_Section, frozen=True, kw_only=True, tag_field="kind", ta
     args: Arguments = {}
     env: Environment = {}
     executable: Line = "vllm"
-    """A path, or what PATH has; beside this Python where it is there."""
+    """A path, or a name that is looked up beside this Python and then in PATH."""
 
     @property
     def block_size(self) -> int | None:
-        """Tokens a block, if the file says it; otherwise vLLM chooses."""
+        """Tokens a block, if the file sets it; otherwise vLLM chooses."""
         value = argument(self.args, "block-size")
         return value if isinstance(value, int) else None
 
@@ -229,8 +229,8 @@ def argument(args: Arguments, name: str) -> Argument | None:
 
 
 SECRET_VARIABLES = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
-"""Arguments of `vllm serve` that are secrets, and the variables by which vLLM takes them: the list of a machine's processes
-shows everybody the arguments of each, and the environment only to its owner."""
+"""Arguments of `vllm serve` that are secrets, and the variables by which vLLM takes them. The list of a machine's processes shows
+everybody the arguments of each process, but shows its environment only to its owner."""
 
 
 EngineConfig = ReferenceEngineConfig | VllmEngineConfig
@@ -246,12 +246,12 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     load_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=600_000)] = 10_000
     """After this a request computes what was not loaded."""
     store_queue: Positive = 256
-    """Chunks that wait to be stored, or are being stored; their blocks are kept until then. What comes while there are so
-    many is not stored, and counted."""
+    """Chunks that wait to be stored, or are being stored; their blocks are kept until then. Further chunks are counted and not
+    stored."""
     store_generated: bool = False
-    """Store generated tokens too, not only prompts."""
+    """Whether to store generated tokens, too, and not only prompts."""
     revision: LineOrEmpty = ""
-    """What the weights are, in place of the digest of their files: for models that are not read from files."""
+    """Names the weights, in place of the digest of their files: for models that are not read from files."""
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
 class _Node(_Section, frozen=True, kw_only=True, tag_field="role"):
     name: Name
     host: Host = "127.0.0.1"
-    """The address that the other nodes reach this one at; also what it binds. So never 0.0.0.0."""
+    """The address at which other nodes reach this one, and which it binds. So never 0.0.0.0."""
 
     @property
     def role(self) -> str:
@@ -273,9 +273,9 @@ class MasterNode(_Node, frozen=True, kw_only=True, tag="master"):
     port: Port = 50051
     metrics_port: Port = 9003
     lease_ttl_ms: Annotated[int, msgspec.Meta(ge=100, le=86_400_000)] = 10_000
-    """How long a key that somebody looked up is safe from eviction; at least 3 times the slowest batch."""
+    """How long a key that was looked up is safe from eviction; at least 3 times the slowest batch."""
     client_ttl_s: TtlS = 5
-    """After how many silent seconds a node's segment counts as gone."""
+    """After how many seconds of silence a node's segment counts as gone."""
     put_discard_timeout_s: TtlS = 5
     """After how many seconds the put of a writer that died no longer blocks the key."""
     eviction_high_watermark: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
@@ -283,8 +283,8 @@ class MasterNode(_Node, frozen=True, kw_only=True, tag="master"):
 
 
 class StoreNode(_Node, frozen=True, kw_only=True, tag="store"):
-    """A node that only gives memory to the pool. With `transfer.client: host` it runs the `mooncake_client` that owns the
-    memory, and that the engines of its host share memory with."""
+    """A node that only gives memory to the pool. With `transfer.client: host` it runs the `mooncake_client` that owns the memory, and
+    with which the engines of its host share memory."""
 
     segment_size: ByteSize
     port: Port = 0
@@ -325,9 +325,9 @@ class CacheServerNode(_Node, frozen=True, kw_only=True, tag="cache-server"):
     threads: Annotated[int, msgspec.Meta(ge=2, le=64)] = 3
     """Threads that do what engines ask for: one answers lookups, the others move bytes."""
     max_in_flight: Positive = 256
-    """Operations queued or running; what is more is answered busy, which engines take for a miss."""
+    """Operations queued or running; one more is answered `busy`, which engines count as a miss."""
     session_s: Seconds = 60.0
-    """For how long a lookup keeps what it found from eviction, if nobody loads it."""
+    """For how long a lookup protects what it found from eviction, if nobody loads it."""
     idle_s: Seconds = 600.0
     """For how long it keeps the memory of a size of chunk after the last engine with such chunks has gone. The size that was
     used last keeps its memory, and so does the one with the segment."""
@@ -372,7 +372,7 @@ class TlsConfig(_Section, frozen=True, kw_only=True):
     """How to talk to etcd over TLS. Files in PEM format, on every machine."""
 
     ca_file: Line
-    """Who must have signed etcd's certificate."""
+    """Certificate of the authority that must have signed etcd's certificate."""
     cert_file: Line | None = None
     """Our own certificate, where etcd asks for one."""
     key_file: Line | None = None
@@ -388,7 +388,7 @@ class EtcdDiscovery(_Section, frozen=True, kw_only=True, tag_field="kind", tag="
     endpoints: Annotated[tuple[Endpoint, ...], msgspec.Meta(min_length=1, max_length=16)]
     """`host:port` of etcd's members."""
     ttl_s: Annotated[int, msgspec.Meta(ge=2, le=3600)] = 5
-    """A node that was not heard of for so long is gone. etcd's own least is 2."""
+    """A node that has been silent for so long is gone. etcd itself allows no less than 2."""
     timeout_s: Seconds = 2.0
     """The longest that one call to etcd may take; never more than a third of `ttl_s`."""
     user: Line | None = None
@@ -415,7 +415,7 @@ class ServerTlsConfig(_Section, frozen=True, kw_only=True):
     """How clients talk to the proxy over TLS. Files in PEM format; they are read again when they change."""
 
     cert_file: Annotated[str, msgspec.Meta(min_length=1)]
-    """The proxy's certificate, then those between it and an authority that clients know."""
+    """The proxy's certificate, then the intermediate ones up to an authority that clients know."""
     key_file: Annotated[str, msgspec.Meta(min_length=1)]
     """Its private key, without a pass phrase."""
 
@@ -429,31 +429,31 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
     """After this the decode node computes the prompt itself."""
     connect_timeout_s: Seconds = 2.0
     max_requests: Positive = 1024
-    """Requests in flight; one more is answered 503 with Retry-After. Fewer where the limit of open files allows no more."""
+    """Requests in flight; one more is answered 503 with Retry-After. Fewer if the limit of open files allows no more."""
     header_timeout_s: Seconds = 10.0
     """How long a TLS handshake, and the head of a request, may take to arrive."""
     idle_timeout_s: Seconds = 75.0
     """How long a connection may stay open without a request."""
     write_timeout_s: Seconds = 30.0
-    """How long a client may leave unread what it was sent."""
+    """How long a client may leave its answer unread."""
     body_timeout_s: Seconds = 60.0
     """How long a request's body may take to arrive."""
     body_memory: ByteSize = ByteSize(512 << 20)
-    """Bytes that all bodies may take together, from their first byte to the decode node's; at least 16MiB, the largest one."""
+    """Bytes that all bodies together may take, each from its own first byte to the first one of its decode node's answer; at least 16MiB, one body's limit."""
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
     """Which prefill node computes a prompt; see `launch/proxy/routing.py`."""
     direct_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
-    """A prompt of which fewer tokens are to be computed goes to the decode node directly; None: `cache.chunk_size`."""
+    """A prompt with fewer tokens than this left to compute goes to the decode node directly; None: `cache.chunk_size`."""
     node_cache_tokens: Positive = 1_000_000
-    """Tokens that a prefill node's own cache holds, where the node does not say."""
+    """Tokens that a prefill node's own cache holds, if the node does not report it."""
     breaker_failures: Positive = 5
-    """A node that fails so many requests in a row is skipped for a while; one that cannot be connected to is at once."""
+    """A node that fails this many requests in a row is skipped for a while; one that refuses connections is skipped at once."""
     health_interval_s: Seconds = 2.0
     health_timeout_s: Seconds = 2.0
     api_keys_file: Line | None = None
     """Lines of `NAME KEY`; clients then need one of these keys. Read again when it changes."""
     monitor_keys_file: Line | None = None
-    """Lines of `NAME KEY`, for `/metrics`, `/peers` and what `/health` says of nodes; None: the keys of clients open these, too."""
+    """Lines of `NAME KEY`, for `/metrics`, `/peers` and all of `/health`; None: clients' keys open these."""
     node_key_file: Line | None = None
     """Holds the key that nodes ask for (vLLM's `--api-key`), sent to them in place of the client's. Read again when it changes."""
     tls: ServerTlsConfig | None = None
@@ -461,7 +461,7 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
     max_requests_per_key: Positive | None = None
     """Requests in flight of one key; one more is answered 429 with Retry-After."""
     drain_s: Seconds = 5.0
-    """How long requests in flight may go on when the proxy is told to stop."""
+    """How long requests in flight may go on when the proxy has to stop."""
 
     def __post_init__(self) -> None:
         if self.max_requests_per_key is not None and self.api_keys_file is None:
@@ -516,14 +516,14 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def master_address(self) -> str:
-        """What Mooncake's clients are given: `host:port`, or where the elected master is found."""
+        """The master's address for Mooncake's clients: `host:port`, or where the elected master is found."""
         if self.masters.ha and isinstance(self.discovery, EtcdDiscovery):
             return f"etcd://{';'.join(self.discovery.endpoints)}/{self.name}"
         return f"{self.master.host}:{self.master.port}"
 
     @property
     def lease_ttl_ms(self) -> int:
-        """For how long a key that somebody looked up is safe: the least that a master of this file promises."""
+        """For how long a key that was looked up is safe: the least that a master of this file promises."""
         masters = [node for node in self.nodes if isinstance(node, MasterNode)]
         return min(node.lease_ttl_ms for node in masters or [MasterNode(name="default")])
 
@@ -535,8 +535,8 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
         return int(self.transfer.segment_size if own is None else own)
 
     def server_url(self, node: CacheServerNode) -> str:
-        """Where a cache server listens. What tells clusters of one name apart is etcd, or the master's port, which must be
-        chosen."""
+        """Returns the address at which a cache server listens. Two clusters of one name differ by their etcd, or else by their
+        master's port, which must be chosen by then."""
         if node.url:
             return node.url
         if isinstance(self.discovery, EtcdDiscovery):  # a master may come back on another port
@@ -546,7 +546,7 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
         return f"ipc://{runtime_folder()}/{self.name}-{cluster}-{node.name}.sock"
 
     def stores_of(self, host: str) -> list[StoreNode]:
-        """The store nodes of a host."""
+        """Returns the store nodes of a host."""
         return [node for node in self.nodes if isinstance(node, StoreNode) and node.host == host]
 
     def caching_nodes(self) -> list[EngineNode | CacheServerNode]:
@@ -562,7 +562,7 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def shards(self) -> int:
-        """Into how many parts the nodes of this file cut a chunk's KV heads."""
+        """Returns into how many parts the nodes of this file cut a chunk's KV heads."""
         if self.cache.shards or not isinstance(self.engine, VllmEngineConfig):
             return self.cache.shards or 1
         sizes = (tensor_parallel(self.engine, node) for node in self.nodes if isinstance(node, EngineNode))
@@ -573,7 +573,7 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the cache inside one process needs to know: a node's view of the file, or an embedding program's own."""
+    """Everything that the cache inside one process needs to know: a node's view of the file, or an embedding program's own."""
 
     master: str
     """`host:port` of Mooncake's master."""

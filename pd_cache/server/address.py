@@ -1,4 +1,4 @@
-"""An address that is one server's alone."""
+"""Reserves an address for one server."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _SHARED = Path("/tmp")
 
 
 def own_address(url: str, stack: contextlib.ExitStack) -> Path:
-    """Make sure that nobody else listens at `url`, or can, until `stack` is closed; where the lifeline's socket goes.
+    """Make sure that no other server can listen at `url` until `stack` is closed. Returns the path for the lifeline's socket.
 
-    CacheServerError where another server does, or others than this user may write beside the socket.
+    Raises CacheServerError if another server listens there, or if other users can write beside the socket.
     """
     try:
         if not url.startswith("ipc://"):
@@ -22,7 +22,7 @@ def own_address(url: str, stack: contextlib.ExitStack) -> Path:
         path = Path(url.removeprefix("ipc://"))
         if path.parent == runtime_folder() or path.parent.parent == _SHARED:
             with own_folder(path.parent):
-                pass  # what it was checked for holds from now on: nobody else can replace it
+                pass  # the result of the check stays true: nobody else can replace the folder
         else:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not stack.enter_context(lock_file(path.with_name(f"{path.name}.lock"))):

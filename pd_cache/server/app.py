@@ -1,11 +1,11 @@
 """CacheServer: the cache of one host, for any number of engines.
 
-One thread receives requests and answers what needs no waiting. A second answers lookups, those that came meanwhile
-together, so that no transfer holds them up. A pool of threads moves bytes, in turns that are fair between engines. One maps
-what engines lend. One more keeps house: it renews leases, ends sessions that are late, answers what has waited for too long,
-and forgets clients that are gone.
+One thread receives requests and answers those that need no waiting. A second answers lookups, all that came meanwhile together, so
+that no transfer holds them up. A pool of threads moves bytes, in turns that are fair between engines. One maps the memory that engines
+lend. One keeps house: it renews leases, ends sessions that are late, answers requests that have waited for too long, and forgets
+clients that are gone.
 
-What a client lent (its tensors) and what it holds (its sessions) go with it, whether it says goodbye or is killed.
+What a client lent (its tensors) and what it holds (its sessions) are given up with it, whether it says goodbye or is killed.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ _TICK_S = 0.5
 _IDLE_TICK_S = 10.0
 _LEASE_BATCH = 1000
 _MOST_QUESTIONS = 32
-"""Lookups that are asked together."""
+"""Most lookups that are asked together."""
 
 
 _DESCRIPTORS_S = 5.0
-"""How long the descriptors of a registration may take longer than its message."""
+"""How long the descriptors of a registration may come after its message."""
 
 
 class _Work(NamedTuple):
@@ -90,9 +90,9 @@ class CacheServer:
         lease_s: float = 10.0,
         backend: OpenBackend | None = None,
     ) -> None:
-        """Listen at `url`. CacheServerError if that cannot be, or if another server does already.
+        """Listen at `url`. Raises CacheServerError if that is impossible, or if another server listens there already.
 
-        `lease_s` is for how long the pool's master protects a key that was asked for. `backend` replaces the configured
+        `lease_s` is for how long the pool's master protects a key that was looked up. `backend` replaces the configured
         tiers.
         """
         self.settings = settings
@@ -134,7 +134,7 @@ class CacheServer:
         return self.channel.url
 
     def status(self) -> StatusReport:
-        """What it is doing."""
+        """What the server is doing."""
         with self._lock:
             clients = list(self._clients.values())
         return StatusReport(
@@ -151,7 +151,7 @@ class CacheServer:
         )
 
     def close(self) -> None:
-        """Refuse what waits, finish or abandon what runs, unmap, close the backends. Idempotent."""
+        """Refuse waiting requests, finish or abandon running ones, unmap, close the backends. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -185,14 +185,14 @@ class CacheServer:
                     answer = self._handle(incoming)
                 except RefusalError as refusal:
                     answer = refusal.refused
-                except Exception as error:  # whatever one request does, the others are answered
+                except Exception as error:  # whatever one request raises, the others are answered
                     log.exception("a request failed")
                     answer = Refused("failed", f"{type(error).__name__}: {error}")
                 if answer is not None:
                     self._answer(incoming, answer)
 
     def _handle(self, incoming: Incoming) -> Answer | None:
-        """The answer to what can be answered at once; None where a thread of the pool will answer."""
+        """Returns the answer to a request that can be answered at once; None if another thread will answer."""
         request = incoming.request
         if isinstance(request, Hello):
             return self._hello(incoming.client, request)
@@ -219,7 +219,7 @@ class CacheServer:
         return None
 
     def _submit(self, item: Item[_Work]) -> None:
-        """Queue an item. RefusalError where there is no place for it; another may lose its own to it."""
+        """Queue an item. Raises RefusalError if there is no place for it. It may take the place of another client's item."""
         turned_away = self._queue.put(item)
         if turned_away is None:
             return
@@ -232,7 +232,7 @@ class CacheServer:
     # --- registrations -------------------------------------------------------------------------------------------
 
     def _expect(self, incoming: Incoming, client: Client, request: Register) -> None:
-        """A registration is begun when its descriptors are there, which come another way; nothing waits for them."""
+        """Begin a registration when its descriptors are there. They come by the lifeline, and no thread waits for them."""
         if client.hello.kind != "worker":
             raise RefusalError("invalid", f"a {client.hello.kind} has no KV tensors to register")
         with self._lock:
@@ -245,7 +245,7 @@ class CacheServer:
         self._begin_registration(client)
 
     def _arrived(self, name: str) -> None:
-        """Descriptors have come over a client's lifeline."""
+        """Called when descriptors have come over a client's lifeline."""
         with self._lock:
             client = self._clients.get(name.encode())
         if client is not None:
@@ -264,7 +264,7 @@ class CacheServer:
             self._answer(pending.incoming, refusal.refused)
 
     def _refuse_unaccompanied(self, now: float) -> None:
-        """Registrations whose descriptors have not come."""
+        """Handles registrations whose descriptors have not come in time."""
         late: list[PendingRegistration] = []
         with self._lock:
             for client in self._clients.values():
@@ -321,7 +321,7 @@ class CacheServer:
         )
 
     def _displace(self) -> Client:
-        """Take out the client that has been silent for longest, of those that no lifeline says are there. Call with the lock."""
+        """Take out the client that has been silent for longest, of those without a lifeline. Call with the lock."""
         guests = [one for one in self._clients.values() if not self._lifeline.has(one.hello.client)]
         if not guests:
             raise RefusalError("busy", f"{_MAX_CLIENTS} clients are the most at a time")
@@ -339,7 +339,7 @@ class CacheServer:
     # --- the threads that work -------------------------------------------------------------------------------------
 
     def _find(self) -> None:
-        """The thread that answers lookups: what has come while it waited for the last answers is one question."""
+        """The thread that answers lookups: requests that came while it waited for the last answers are one question."""
         while (item := self._queue.take((Lane.QUICK,))) is not None:
             items = [item, *self._queue.take_more(Lane.QUICK, _MOST_QUESTIONS - 1)]
             wanted = [one for one in items if not one.work.client.gone]
@@ -353,7 +353,7 @@ class CacheServer:
                         self._queue.finished(one)
 
     def _ask_questions(self, items: list[Item[_Work]]) -> list[Item[_Work]]:
-        """Answer those lookups whose answer is known after one more step; the others."""
+        """Answer those lookups whose answer is known after one more step. Returns the others."""
         unfinished: list[Item[_Work]] = []
         questions = [item.work.job for item in items if isinstance(item.work.job, Question)]
         for index, answer in self._answerer.step(questions):
@@ -361,7 +361,7 @@ class CacheServer:
                 unfinished.append(items[index])
                 continue
             incoming, client, _ = items[index].work
-            if client.gone:  # it went while we looked: nobody else would end the session of this one
+            if client.gone:  # it went during the lookup: nobody else would end its session
                 self.sessions.end_client(client.hello.client)
             self._answer(incoming, answer)
         return unfinished
@@ -379,7 +379,7 @@ class CacheServer:
                     self._queue.finished(item)
 
     def _lend(self) -> None:
-        """The thread that maps what engines lend, and lets go of it."""
+        """The thread that maps the memory that engines lend, and unmaps it."""
         while (item := self._queue.take((Lane.LEND,))) is not None:
             try:
                 if not item.work.client.gone:
@@ -388,14 +388,14 @@ class CacheServer:
                 self._queue.finished(item)
 
     def _go_on(self, item: Item[_Work]) -> bool:
-        """Queue what is left of an item, whose client may have gone meanwhile. False where it was answered instead."""
+        """Queue the rest of an item, whose client may have gone meanwhile. Returns False if it was answered instead."""
         if not self._queue.put_back(item):
             self._answer(item.work.incoming, Refused("closing", "the cache server is closing"))
             return False
         return True
 
     def _do(self, work: _Work) -> bool:
-        """One turn of a store or retrieve, or one registration. True, and answered, unless there are more turns."""
+        """Do one turn of a store or retrieve, or one registration. Returns True, after answering, unless there are more turns."""
         assert not isinstance(work.job, Question)
         answer: Answer | None
         try:
@@ -406,7 +406,7 @@ class CacheServer:
             answer = Refused("abandoned", "the engine has given it up")
         except (SharingError, SealError, LayoutError) as error:
             answer = Refused("mismatch", str(error))
-        except Exception as error:  # whatever one operation does, the thread goes on
+        except Exception as error:  # whatever one operation raises, the thread goes on
             log.exception("an operation failed")
             answer = Refused("failed", f"{type(error).__name__}: {error}")
         if answer is None:
@@ -421,7 +421,7 @@ class CacheServer:
     # --- clients that go, and house keeping ----------------------------------------------------------------------
 
     def _gone(self, name: str) -> None:
-        """A lifeline has ended."""
+        """Called when a lifeline has ended."""
         with self._lock:
             client = self._clients.pop(name.encode(), None)
         if client is not None:
@@ -451,7 +451,7 @@ class CacheServer:
                     for backend, keys in self.sessions.held():
                         for start in range(0, len(keys), _LEASE_BATCH):
                             backend.batched_contains(keys[start : start + _LEASE_BATCH])
-            except Exception:  # the house is kept as long as the server lives
+            except Exception:  # this thread runs as long as the server
                 log.exception("house keeping failed")
 
     def _let_go(self) -> None:
@@ -463,7 +463,7 @@ class CacheServer:
                 log.exception("memory that no engine uses could not be let go of")
 
     def _forget_silent(self, now: float) -> None:
-        """Clients without a lifeline, those of other hosts, are gone when they have said nothing for a session's length."""
+        """Forget clients without a lifeline, those of other hosts, that have been silent for a session's length."""
         with self._lock:
             silent = [
                 (identity, client)

@@ -1,10 +1,10 @@
 """Frames over ZMQ: the only place that knows it.
 
-A ZMQ socket is for one thread at a time, and a thread of ours that owned it would cost two switches a request; beside a
-thread that spins, it would also get the GIL milliseconds late. So there is no such thread: whoever sends, or looks for
-answers, uses the socket itself, under a lock that nobody holds while waiting. One thread at a time waits for the socket's
-file descriptor, outside of the lock. That descriptor is edge-triggered: any use of the socket may swallow the edge, so whoever
-used it and finds frames left to read wakes the waiter.
+A ZMQ socket is for one thread at a time. If a thread of ours owned it, each request would cost two thread switches; beside a thread
+that spins, it would also get the GIL milliseconds late. So no thread owns the socket. Each thread that sends or looks for answers uses
+it, under a lock that nobody holds while waiting. One thread at a time waits for the socket's file descriptor, outside the lock. That
+descriptor is edge-triggered: any use of the socket may swallow the edge, so a thread that used it and finds frames left to read wakes
+the waiting thread.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _EVENTS, _READABLE, _NOW = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
-"""As plain integers: enumerations cost as much as the calls."""
+"""ZMQ's events as plain integers: enumerations cost as much as the calls."""
 _HIGH_WATER = 4096
 _OUTSTANDING = 1024
-"""Requests of a client that wait for an answer; one more is refused as busy."""
+"""Most requests of a client that wait for an answer; one more is refused as `busy`."""
 _SERVER_INCOMING = 32
-"""Messages of one client that ZMQ reads ahead of us. They are of up to `MAX_FRAME` bytes; what is more stays in the client."""
+"""Messages of one client that ZMQ reads ahead of us. Each has up to `MAX_FRAME` bytes; further ones stay in the client."""
 _ROUND = 64
 _ROUND_BYTES = 1 << 20
-"""Messages that are decoded before the first of them is handled: so many, or of so many bytes."""
+"""Limits, in messages and in bytes, of what is decoded before the first message is handled."""
 _RESERVE = 16_384
-"""File descriptors that connections leave free, but no more than half of what there are: so many may be accepted before we
-look."""
+"""File descriptors that connections leave free, but no more than half of all: that many connections may be accepted between two
+checks."""
 _HEARTBEAT_MS = 500
 _SILENCE_MS = 5_000
-"""A server that ZMQ has not heard of for so long counts as gone: it is stopped, or its host is. Requests have deadlines of
-their own, and one that dies closes its sockets: this is for those that only seem to be there."""
+"""A server that ZMQ has not heard of for so long counts as gone: it, or its host, is stopped. A server that dies closes its sockets,
+and requests have deadlines of their own. So this matters only for servers that merely seem to be there."""
 _WAIT_SLICE_S = 0.5
 _AWAKE_S = 0.0002
-"""For so long who waits for an answer looks for it again and again: a lookup takes less, and to fall asleep and be woken would
+"""For so long a thread that waits for an answer polls without sleeping: a lookup takes less, and falling asleep and waking up would
 take as long as all the rest of it."""
 
 
@@ -101,7 +101,7 @@ class BusyError(RefusedError):
 
 
 class _Wire:
-    """A ZMQ socket that any thread may use and one at a time may wait for."""
+    """A ZMQ socket that any thread may use, and for which one thread at a time may wait."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -113,17 +113,17 @@ class _Wire:
         self._closed = False
 
     def send(self, frames: list[bytes]) -> bool:
-        """Send without waiting; False if the socket cannot take it now. Call with the lock."""
+        """Send without waiting. Returns False if the socket cannot take it now. Call with the lock."""
         if self._closed:
             return False
         try:
             self._socket.send_multipart(frames, _NOW)
-        except zmq.ZMQError:  # full, nobody there, or gone
+        except zmq.ZMQError:  # full, not connected, or closed
             return False
         return True
 
     def receive(self) -> list[bytes] | None:
-        """The next message; None if there is none now. Call with the lock."""
+        """Returns the next message; None if there is none now. Call with the lock."""
         if not self.readable():
             return None
         try:
@@ -132,13 +132,13 @@ class _Wire:
             return None
 
     def readable(self) -> bool:
-        """Whether a message is there. Call with the lock."""
+        """Whether there is a message. Call with the lock."""
         return not self._closed and bool(int(self._socket.getsockopt(_EVENTS)) & _READABLE)
 
     def wait(self, timeout: float, awake: float = 0.0) -> None:
         """Return when a message may be there, after `wake`, or after `timeout` seconds. One thread, without the lock.
 
-        For the first `awake` seconds of these the thread does not sleep.
+        For the first `awake` seconds the thread does not sleep.
         """
         ready, asleep = self._poll.poll(0), time.monotonic() + min(awake, timeout)
         while not ready and time.monotonic() < asleep:
@@ -151,11 +151,11 @@ class _Wire:
                     pass
 
     def wake(self) -> None:
-        """Have `wait` return, now or at its next call."""
+        """Make `wait` return, now or at its next call."""
         os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
-        """Nobody may be waiting any more."""
+        """Close the socket. No thread may be waiting any more."""
         with self.lock:
             if not self._closed:
                 self._closed = True
@@ -180,16 +180,16 @@ class Future:
 
     @property
     def done(self) -> bool:
-        """As of the last look."""
+        """Whether it was settled at the last look."""
         return self._answer is not None or self._error is not None
 
     @property
     def answered(self) -> bool:
-        """Whether it ended by the server's own word: nothing of the request is under way any more."""
+        """Whether the server itself ended it, so that nothing of the request is under way any more."""
         return self._answer is not None
 
     def query(self) -> bool:
-        """Look, without waiting: True once there is an answer or it is clear that none will come."""
+        """Look, without waiting. Returns True once there is an answer or it is clear that none will come."""
         if not self.done:
             self._channel.look()
             if not self.done and time.monotonic() >= self.deadline:
@@ -210,7 +210,7 @@ class Future:
         return self._answer
 
     def settle(self, answer: Answer | None, error: CacheServerError | None = None) -> None:
-        """For the channel: the outcome."""
+        """For the channel: set the outcome."""
         if not self.done:
             self._answer, self._error = answer, error
 
@@ -218,7 +218,7 @@ class Future:
 class ClientChannel:
     """Requests to one server and their futures. Thread-safe; has no thread of its own, and never waits to send.
 
-    It reconnects by itself. `watch` tells of connections and losses; a loss fails what is outstanding.
+    It reconnects by itself. `watch` reports connections and losses; a loss fails all outstanding requests.
     """
 
     def __init__(
@@ -230,9 +230,9 @@ class ClientChannel:
         *,
         watched: bool = True,
     ) -> None:
-        """`name` is what the server knows this client by; `forgotten` is called, quickly, when it turns out not to.
+        """The server knows this client by `name`. `forgotten` must be quick; it is called when the server turns out not to know it.
 
-        `watched`: whether a thread calls `watch`, all the time. ValueError for an address that ZMQ does not understand.
+        `watched`: whether a thread calls `watch` all the time. Raises ValueError for an address that ZMQ does not understand.
         """
         self._forgotten = forgotten
         self.url = url
@@ -265,11 +265,11 @@ class ClientChannel:
         self._futures: dict[int, Future] = {}
         self._next = 1
         self._waited_for: Future | None = None
-        """What the one thread that waits for the socket wants; the others wait for it to be done or to tell them."""
+        """What the one thread that waits for the socket wants; other threads wait until it is done or wakes them."""
         self._closed = False
 
     def request(self, message: Message, timeout: float) -> Future:
-        """Send a request; its future has the answer, or by `timeout` seconds from now why there is none."""
+        """Send a request; its future gets the answer, or after `timeout` seconds the reason why there is none."""
         with self._changed:
             future = Future(self, self._next, time.monotonic() + timeout)
             self._next += 1
@@ -296,26 +296,26 @@ class ClientChannel:
         return future
 
     def notify(self, message: Message) -> bool:
-        """Send a request that wants no answer; False if it could not be sent."""
+        """Send a request that wants no answer. Returns False if it could not be sent."""
         with self._changed:
             sent = not self._closed and self._wire.send([encode(0, message)])
             self._after_use()
         return sent
 
     def look(self) -> None:
-        """Read what has arrived, without waiting."""
+        """Read the answers that have arrived, without waiting."""
         with self._changed:
             self._read()
 
     def give_up(self, future: Future) -> None:
-        """Settle a future that nobody waits for any longer; an answer that still comes is dropped."""
+        """Settle a future for which nobody waits any longer. An answer that still comes is dropped."""
         with self._changed:
             if self._futures.pop(future.number, None) is not None:
                 future.settle(None, NoAnswerError(f"no answer from {self.url} in time"))
                 self._tell()
 
     def fail_all(self, reason: str) -> None:
-        """Settle everything that is outstanding."""
+        """Settle all outstanding futures."""
         with self._changed:
             futures, self._futures = list(self._futures.values()), {}
             for future in futures:
@@ -362,7 +362,7 @@ class ClientChannel:
         return bool(recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
     def close(self) -> None:
-        """Fail what is outstanding and disconnect. Idempotent. Not while another thread is in `watch`."""
+        """Fail outstanding requests and disconnect. Idempotent. Not to be called while another thread is in `watch`."""
         with self._changed:
             if self._closed:
                 return
@@ -381,7 +381,7 @@ class ClientChannel:
             self._monitor.close(0)
 
     def _read(self) -> None:
-        """Settle what has arrived. Call with the lock."""
+        """Settle the answers that have arrived. Call with the lock."""
         settled = False
         while self._futures and (frames := self._wire.receive()) is not None:
             try:
@@ -404,7 +404,7 @@ class ClientChannel:
             self._read()
 
     def _tell(self) -> None:
-        """Wake who waits for something that was settled. Call with the lock."""
+        """Wake the threads whose futures were settled. Call with the lock."""
         self._changed.notify_all()
         if self._waited_for is not None and self._waited_for.done:
             self._wire.wake()
@@ -425,7 +425,7 @@ class ServerChannel:
     """Requests from any number of clients. One thread receives; any may answer."""
 
     def __init__(self, url: str) -> None:
-        """Bind. CacheServerError if that cannot be. Raises this process's limit on open files as far as it may be raised."""
+        """Bind. Raises CacheServerError if that is impossible. Lifts this process's limit on open files as far as it may be lifted."""
         self._context: Context[zmq.Socket[bytes]] = zmq.Context()
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -455,7 +455,7 @@ class ServerChannel:
         self._doorman.start()
 
     def receive(self, timeout: float, bad_frame: Callable[[str], None]) -> list[Incoming]:
-        """What has arrived, after waiting for up to `timeout` seconds. What cannot be read is answered with `Refused`."""
+        """Returns the requests that have arrived, after waiting for up to `timeout` seconds. Answers unreadable ones with `Refused`."""
         found = self._read(bad_frame)
         if self._waiting:
             self._wire.wait(timeout)
@@ -469,11 +469,11 @@ class ServerChannel:
             self._send(incoming.client, incoming.number, answer)
 
     def wake(self) -> None:
-        """Have `receive` return."""
+        """Make `receive` return."""
         self._wire.wake()
 
     def close(self) -> None:
-        """Stop listening; the receiving thread has ended."""
+        """Stop listening. The receiving thread must have ended."""
         self._closing = True
         self._doorman.join()
         self._socket.disable_monitor()
@@ -484,8 +484,8 @@ class ServerChannel:
     def _keep_door(self) -> None:
         """The thread that stops listening while too many are connected.
 
-        ZMQ ends the process when it cannot accept a connection for want of a file descriptor. The kernel gives out the lowest
-        number that is free, so a connection's number says how many are taken.
+        ZMQ ends the process when it cannot accept a connection for want of a file descriptor. The kernel gives out the lowest free
+        number, so a connection's number shows how many are taken.
         """
         listens = True
         while not self._closing:

@@ -1,8 +1,8 @@
 """A connection of one engine process to its cache server, which survives the server.
 
-Requests go out on the calling thread (`channel`). One thread of our own keeps the connection: it says hello, registers the
-KV tensors, notices a server that is gone and does it all again when one is back. Meanwhile everything is answered at once, as
-an error that adapters turn into a miss.
+The calling thread sends requests (`channel`). One thread of our own keeps the connection: it says hello, registers the KV tensors,
+notices when a server is gone, and does it all again when one is back. Meanwhile every request fails at once, with an error that
+adapters turn into a miss.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ class Move:
         self._event = event  # the server opens it by its handle
         self.future = future
         self.failure = failure
-        """Why there is no answer, in a word; empty while it is under way, and after an answer."""
+        """In a word, why there is no answer; empty while it is under way, and after an answer."""
 
     def query(self) -> bool:
-        """Look, without waiting: True once it has ended and its blocks are the engine's again."""
+        """Look, without waiting. Returns True once it has ended and its blocks are the engine's again."""
         if self._slot is None:
             return True
         assert self.future is not None
         if not self.future.query():
             return False
         if not self._client.fence.revoke(self._slot):
-            return False  # the server has lost its engine in the middle of a chunk, and copies on
+            return False  # the connection was lost in the middle of a chunk, and the server still copies
         self._slot = None
         self._event = None
         if not self.failure:
@@ -107,7 +107,7 @@ class Move:
 
 
 class CacheClient:
-    """One process's connection, in the name of one engine rank. Thread-safe."""
+    """One process's connection, for one engine rank. Thread-safe."""
 
     def __init__(
         self,
@@ -125,11 +125,11 @@ class CacheClient:
         held: int = 1,
         connect_timeout_s: float = 10.0,
     ) -> None:
-        """Connect, and wait for the server to say what its chunks are, for up to `connect_timeout_s`.
+        """Connect, and wait up to `connect_timeout_s` for the server to say what its chunks are.
 
-        With `chunk_size` given nothing is waited for: a server that is not there yet is one that comes back. `hash_mode` and
-        `hash_seed` say how this engine names chunks, where the server's file leaves that open; `held` is how many shards of
-        each chunk a rank holds. RefusedError if the server does not take this engine, NoAnswerError if it does not answer,
+        With `chunk_size` it does not wait: a server that is not there yet is treated like one that comes back. `hash_mode` and
+        `hash_seed` say how this engine names chunks, if the server's file leaves that open; `held` is how many shards of
+        each chunk a rank holds. Raises RefusedError if the server does not take this engine, NoAnswerError if it does not answer,
         ValueError for a bad address or a chunk size that is no multiple of the block size.
         """
         if chunk_size is not None and block_size and chunk_size % block_size:
@@ -160,7 +160,7 @@ class CacheClient:
         self._changed = Condition()
         self._closing = False
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Wakes the keeper."""
+        """Set to wake the keeper."""
         self._logged = -_LOG_EVERY_S
         try:
             self._channel = ClientChannel(url, context, self.client, self._forgotten)
@@ -186,7 +186,7 @@ class CacheClient:
         metadata: CacheMetadata,
         cache: CacheConfig,
     ) -> CacheClient:
-        """For a rank's part of chunks that `metadata` describes, sized and named as `cache` says. Waits for nothing."""
+        """Makes a client for a rank's part of the chunks that `metadata` describes, sized and named as `cache` says. Does not wait."""
         return cls(
             url,
             context,
@@ -209,7 +209,7 @@ class CacheClient:
 
     @property
     def ready(self) -> bool:
-        """Whether the server is there and knows us, tensors included."""
+        """Whether the server is there and knows this client, tensors included."""
         return self._ready
 
     @property
@@ -233,7 +233,7 @@ class CacheClient:
     def name_chunks(
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
-        """The names of a prompt's whole chunks, given as tokens or as block hashes, whichever the server's chunks go by."""
+        """The names of a prompt's whole chunks, given as tokens or as block hashes, according to how the server names chunks."""
         if (tokens is None) == (hashes is None):
             raise ValueError("exactly one of token_ids and block_hashes must be given")
         mode = "tokens" if hashes is None else "blocks"
@@ -248,7 +248,7 @@ class CacheClient:
 
     def lookup(self, session: str, names: list[bytes], *, held: int = 0, timeout: float = 1.0) -> Future:
         """Ask how many of the chunks, from the first, are there; answered with `Found`. A session pins them."""
-        if not self._ready:  # a server that does not know us yet would say so too late, when it does
+        if not self._ready:  # a server that does not know us yet would answer only after it had come to know us
             return self._channel.lost(f"no cache server at {self.url} is ready for this engine")
         return self._channel.request(Lookup(session, join_names(names), held), timeout)
 
@@ -331,7 +331,7 @@ class CacheClient:
         self.fence.close()
 
     def wait_ready(self, timeout: float) -> None:
-        """Wait for the server; NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
+        """Wait for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._problem is not None, timeout)
             if self._problem is not None:
@@ -340,7 +340,7 @@ class CacheClient:
                 raise NoAnswerError(f"no cache server answered at {self.url} within {timeout:g} s")
 
     def _forgotten(self) -> None:
-        """The server does not know us: it has started again, or taken us for dead. Called with the channel's lock."""
+        """Called, with the channel's lock, when the server does not know us: it has started again, or taken us for dead."""
         self._ready = False
         os.eventfd_write(self._wakeup, 1)
 
@@ -375,7 +375,7 @@ class CacheClient:
             log.warning("cache server %s: lost; requests are computed until it is back", self.url)
 
     def _greet(self) -> None:
-        """Say hello and register; say so in the log where that fails, and leave it to be tried again."""
+        """Say hello and register. If that fails, log it; the keeper tries again."""
         try:
             self._introduce()
         except (CacheServerError, SharingError, OSError) as error:

@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 class Closer:
     """Closes descriptors without waiting for any of them.
 
-    To close a descriptor can take for ever: a file waits for its file system, a socket that lingers for its peer. Memory is
-    closed at once, on the calling thread; all else on a thread of our own, which is started when there is something for it.
+    Closing a descriptor can take for ever: a file waits for its file system, a lingering socket for its peer. Memory is closed at
+    once, on the calling thread. Everything else is closed on a thread of our own, which is started when it is first needed.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Closer:
                 self._start()
 
     def stop(self) -> None:
-        """End the thread, unless it is held up by a descriptor: then it ends with the process."""
+        """End the thread. If a descriptor holds it up, it ends with the process."""
         with self._lock:
             thread = self._thread
         self._waiting.put(-1)

@@ -1,4 +1,4 @@
-"""How many files this process may have open: every connection is one."""
+"""How many file descriptors this process may have open; every connection takes one."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import os
 import resource
 
 _MOST = 1 << 20
-"""More is never needed here, and there are programs that set aside memory for each descriptor that they may have."""
+"""We never need more, and some programs set memory aside for each descriptor that they may have."""
 
 
 def descriptor_limits() -> tuple[int, int]:
-    """The soft limit, which holds, and the hard one, up to which this process may raise it."""
+    """Returns the soft limit, which is in force, and the hard limit, up to which this process may raise it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (_MOST if soft == resource.RLIM_INFINITY else soft), (_MOST if hard == resource.RLIM_INFINITY else hard)
 
 
 def raise_limit() -> int:
-    """Raises the soft limit to the hard one, or to a million. Returns what it is now; children inherit it."""
+    """Raises the soft limit to the hard one, or to a million. Returns the new soft limit; children inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (OSError, ValueError):  # the kernel's own limit, fs.nr_open, is lower: what there is must do
+        except (OSError, ValueError):  # the kernel's own limit, fs.nr_open, is lower: the present limit has to do
             pass
     return descriptor_limits()[0]
 
 
 def next_descriptor() -> int:
-    """The number that the next file to be opened will have: no fewer files are open. The limit itself if none is left."""
+    """Returns the number that the next opened file gets: at least as many are open. Returns the limit itself if none is left."""
     try:
         descriptor = os.dup(2)
     except OSError:

@@ -1,10 +1,10 @@
 """Who may touch an engine's blocks: a page that an engine and its server share, and the kernel's locks on it.
 
-A server that is late, stopped or cut off may still be about to copy into blocks that its engine has long given to another
+A server that is late, stopped or cut off may still be about to copy into blocks that its engine has given to another
 request. So each move gets a *slot* of the fence, with its *ticket* in it. The server locks the slot's bytes around each chunk that
-it copies, and copies only if the ticket still stands there. An engine that gives a move up removes the ticket under the same
+it copies, and copies only if the ticket is still there. An engine that gives a move up removes the ticket under the same
 lock: once it has done that, nothing of the move can touch the blocks any more. The kernel drops the locks of a process that
-dies, so a dead server holds nobody up, and one that is stopped does only if that was in the middle of a chunk.
+dies, so a dead server holds nobody up. A stopped server does so only if it was stopped in the middle of a chunk.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from pd_cache.server.sealed import SealError, check_sealed, sealed_memory
 
 SLOTS = 1024
-"""Moves of one worker at a time."""
+"""Most moves of one worker at a time."""
 _SLOT = struct.Struct("<Q")
 _NBYTES = SLOTS * _SLOT.size
 
 
 class AbandonedError(Exception):
-    """The engine has given the move up: its blocks are not to be touched."""
+    """The engine has given the move up: its blocks must not be touched."""
 
 
 class _Page:
@@ -70,14 +70,14 @@ class Fence:
     def __init__(self) -> None:
         descriptor = sealed_memory("pd-cache-fence", _NBYTES)
         self._page = _Page(descriptor)
-        self._page.clear()  # so that its memory is allocated, and this process's
+        self._page.clear()  # so that its memory is allocated, and charged to this process
         self.descriptor = descriptor
         self._free = list(range(SLOTS))
         self._next = 1
         self._lock = threading.Lock()
 
     def admit(self) -> tuple[int, int] | None:
-        """A slot with a new ticket in it, as (slot, ticket); None if all are taken."""
+        """Returns a slot with a new ticket in it, as (slot, ticket); None if all are taken."""
         with self._lock:
             if not self._free:
                 return None
@@ -87,7 +87,7 @@ class Fence:
             return slot, ticket
 
     def revoke(self, slot: int) -> bool:
-        """Take the ticket away and free the slot. False while the server copies under it: try again."""
+        """Take the ticket away and free the slot. Returns False while the server copies under it: try again then."""
         if not self._page.lock(slot):
             return False
         self._page.write(slot, 0)
@@ -98,7 +98,7 @@ class Fence:
 
     @property
     def taken(self) -> int:
-        """Slots with a ticket."""
+        """How many slots have a ticket."""
         with self._lock:
             return SLOTS - len(self._free)
 
@@ -110,7 +110,7 @@ class FenceView:
     """A server's side."""
 
     def __init__(self, descriptor: int) -> None:
-        """`descriptor` stays the caller's. SealError if it is no fence, or not free to be opened."""
+        """`descriptor` stays the caller's. Raises SealError if it is not a fence, or cannot be opened at once."""
         check_sealed(descriptor, _NBYTES)
         if os.fstat(descriptor).st_size != _NBYTES:
             raise SealError(f"a fence has {_NBYTES} bytes, this file {os.fstat(descriptor).st_size}")
@@ -123,7 +123,7 @@ class FenceView:
 
     @contextlib.contextmanager
     def passing(self, slot: int, ticket: int) -> Iterator[None]:
-        """Touch blocks inside of this block only. AbandonedError if the ticket does not stand any more."""
+        """Copy only inside this context. Raises AbandonedError if the ticket is not there any more."""
         if not self._page.lock(slot):
             raise AbandonedError
         try:

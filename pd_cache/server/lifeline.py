@@ -1,6 +1,6 @@
 """A second connection beside the messages, over a Unix socket, for the two things that ZMQ cannot do.
 
-It carries file descriptors, so that shared memory needs no names and nothing is left over when a process is killed. And the
+It carries file descriptors, so that shared memory needs no names and nothing is left over when a process is killed. The
 kernel closes it when its process ends, however it ends: that is how a server learns at once that an engine is gone.
 """
 
@@ -28,9 +28,9 @@ _MAX_DESCRIPTORS = 250
 """The kernel takes 253 in a message."""
 _MAX_CLIENTS = 256
 _MAX_OF_A_PROCESS = 64
-"""Connections from one process, so that one that opens more and more of them keeps no other out."""
+"""Most connections from one process, so that one process cannot keep others out."""
 _MAX_UNNAMED = 32
-"""Connections that have not said who they are; one more ends the oldest."""
+"""Most connections that have not said who they are; one more ends the oldest."""
 _CREDENTIALS = struct.Struct("3i")
 """What SO_PEERCRED answers: process, user, group."""
 
@@ -39,7 +39,7 @@ class LifelineClient:
     """A client's end. Closed with the process at the latest."""
 
     def __init__(self, path: str, client: str) -> None:
-        """Connect and say who we are. OSError if there is nobody at `path`."""
+        """Connect and say who we are. Raises OSError if nothing listens at `path`."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.settimeout(2.0)
@@ -51,11 +51,11 @@ class LifelineClient:
             raise
 
     def fileno(self) -> int:
-        """Readable once the server is gone: it never sends anything."""
+        """A descriptor that becomes readable once the server is gone: the server never sends anything."""
         return self._socket.fileno()
 
     def send(self, token: str, descriptors: list[int]) -> None:
-        """Give the server duplicates of open files, under a token. OSError if it is gone."""
+        """Give the server duplicates of open files, under a token. Raises OSError if the server is gone."""
         socket.send_fds(self._socket, [token.encode()], descriptors, socket.MSG_DONTWAIT)
 
     @property
@@ -82,7 +82,7 @@ class _Peer(NamedTuple):
 
     socket: socket.socket
     process: int
-    """0 where the kernel cannot name it here: it lives in another PID namespace."""
+    """0 if the kernel cannot name it here, because it is in another PID namespace."""
 
 
 class LifelineServer:
@@ -92,9 +92,9 @@ class LifelineServer:
     """
 
     def __init__(self, path: Path, gone: Callable[[str], None], arrived: Callable[[str], None]) -> None:
-        """Listen at `path`, replacing what a dead server left there.
+        """Listen at `path`, replacing the socket that a dead server left there.
 
-        `gone(client)` and `arrived(client)`, the latter for descriptors, are called on the thread and must not wait.
+        `gone(client)`, and `arrived(client)` for descriptors, are called on the thread and must not wait.
         """
         self.path = path
         self._gone = gone
@@ -103,7 +103,7 @@ class LifelineServer:
         self._parcels: dict[str, _Parcel] = {}
         self._named: dict[str, _Peer] = {}
         self._unnamed: dict[_Peer, None] = {}
-        """In the order in which they came."""
+        """Connections in the order in which they came."""
         self._names: dict[_Peer, str] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -118,18 +118,18 @@ class LifelineServer:
         self._closer = Closer()
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._spare = os.dup(self._stop)
-        """A descriptor to give up where there is none left to refuse a connection with."""
+        """A descriptor to give up when none is left with which to refuse a connection."""
         self._thread = threading.Thread(target=self._run, name="pd-cache-lifeline", daemon=True)
         self._thread.start()
 
     def holds(self, client: str, token: str) -> bool:
-        """Whether the descriptors that the client sent under this token can be taken."""
+        """Whether descriptors that the client sent under this token are there to be taken."""
         with self._lock:
             parcel = self._parcels.get(client)
             return parcel is not None and parcel.token == token
 
     def take(self, client: str, token: str) -> list[int] | None:
-        """The descriptors that a client sent under a token, for the caller to `let_go` of; None if there are none."""
+        """Returns the descriptors that a client sent under a token; None if there are none. The caller has to `let_go` of them."""
         with self._lock:
             parcel = self._parcels.get(client)
             if parcel is None or parcel.token != token:
@@ -137,7 +137,7 @@ class LifelineServer:
             return self._parcels.pop(client).descriptors
 
     def let_go(self, descriptors: Sequence[int]) -> None:
-        """Close descriptors that a client sent, whatever they are, without waiting for any."""
+        """Close descriptors of any kind that a client sent, without waiting."""
         self._closer.close_all(descriptors)
 
     def has(self, client: str) -> bool:
@@ -146,7 +146,7 @@ class LifelineServer:
             return client in self._named
 
     def close(self) -> None:
-        """Stop listening and close what was not taken."""
+        """Stop listening and close the descriptors that were not taken."""
         os.eventfd_write(self._stop, 1)
         self._thread.join(5)
         self._listener.close()
@@ -201,7 +201,7 @@ class LifelineServer:
         selector.register(connection, selectors.EVENT_READ, peer)
 
     def _refuse_one(self) -> None:
-        """No descriptor is left. A connection that is not accepted would wake us again at once, and for ever."""
+        """Called when no descriptor is left. A connection that is not accepted would wake this thread again at once, for ever."""
         os.close(self._spare)
         with contextlib.suppress(OSError):
             self._listener.accept()[0].close()
@@ -214,7 +214,7 @@ class LifelineServer:
         self._forget(self._names.pop(peer), peer)
 
     def _receive(self, peer: _Peer, selector: selectors.BaseSelector) -> bool:
-        """Take one message; False if the client is gone, or talks nonsense."""
+        """Take one message. Returns False if the client is gone or sent nonsense."""
         try:
             data, descriptors, flags, _ = socket.recv_fds(peer.socket, _TOKEN_BYTES + 1, _MAX_DESCRIPTORS)
         except BlockingIOError:
@@ -242,7 +242,7 @@ class LifelineServer:
         return True
 
     def _name(self, peer: _Peer, client: str, selector: selectors.BaseSelector) -> None:
-        """The peer has said who it is. It takes the place of a connection of the same name, whose end we have yet to see."""
+        """Called when the peer has said who it is. It replaces a connection of the same name, whose end was not noticed yet."""
         with self._lock:
             before, self._named[client] = self._named.get(client), peer
         self._names[peer] = client
@@ -263,5 +263,5 @@ class LifelineServer:
     def _tell(self, listener: Callable[[str], None], client: str) -> None:
         try:
             listener(client)
-        except Exception:  # what one client causes must not end the watch over the others
+        except Exception:  # an error that one client causes must not end the watch over the others
             log.exception("a client's end, or its descriptors, could not be dealt with")

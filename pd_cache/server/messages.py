@@ -24,7 +24,7 @@ from pd_cache.decoding import UndecodableError, msgpack_decoder
 
 PROTOCOL = 1
 MAX_SHARDS = 1024
-"""Objects that a chunk may be cut into, as in the cluster's file: a lookup asks for each of them."""
+"""Most objects that a chunk may be cut into, as in the cluster's file: a lookup asks for each of them."""
 NAME_WIDTHS = range(8, 17)
 """Bytes that a chunk's name may have; see `tokens.stride_hashes`."""
 
@@ -33,16 +33,16 @@ _MAGIC = b"PDCM"
 
 MAX_CHUNKS = 1 << 16
 MAX_FRAME = 4 << 20
-"""Bytes of the largest frame that is sent or read: a store of three million tokens in blocks of 16 has a quarter of that."""
+"""Bytes of the largest frame that is sent or read. A store of three million tokens in blocks of 16 takes a quarter of that."""
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Token = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Block = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
-"""Of an engine's paged cache; -1 for one that is left out."""
+"""Blocks of an engine's paged cache; -1 for one that is left out."""
 Names = Annotated[bytes, msgspec.Meta(max_length=1 + NAME_WIDTHS[-1] * MAX_CHUNKS)]
-"""Chunk names one after the other, all of the width that the first byte tells; empty for none."""
+"""Chunk names one after the other, all of the width that the first byte gives; empty if there are none."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="type"):
@@ -60,17 +60,17 @@ class Hello(Message, frozen=True, tag="hello"):
     kind: Literal["scheduler", "worker", "observer"]
     software: Text
     model: str = ""
-    """What identifies the weights; engines of one name, world size and block size share chunks."""
+    """Identifies the weights; engines of one name, world size and block size share chunks."""
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS)] = 0
     block_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     """Tokens a block of the engine's paged cache."""
     namespace: str = ""
-    """Fingerprint of the chunks' namespace, where the client knows it."""
+    """Fingerprint of the chunks' namespace, if the client knows it."""
     hash_mode: Literal["", "tokens", "blocks"] = ""
-    """What this engine names chunks by; empty for what the server's file says."""
+    """What this engine names chunks by; empty if the server's file decides."""
     hash_seed: str = ""
-    """What its names depend on besides tokens; empty for what the server's file says."""
+    """What its names depend on besides tokens; empty if the server's file decides."""
     held: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
     """Shards of each chunk that every rank holds; each is an object of its own."""
 
@@ -124,7 +124,7 @@ class Register(Message, frozen=True, tag="register"):
     storages: Annotated[tuple[Storage, ...], msgspec.Meta(min_length=1, max_length=200)]
     tensors: Annotated[tuple[TensorView, ...], msgspec.Meta(min_length=1, max_length=1024)]
     layout_kind: str = ""
-    """A `PageKind`, where the shapes fit two."""
+    """A `PageKind`, if the shapes fit two."""
 
 
 class Unregister(Message, frozen=True, tag="unregister"):
@@ -132,7 +132,7 @@ class Unregister(Message, frozen=True, tag="unregister"):
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
-    """How many of these chunks, from the first, are there? Answered with `Found`, and pinned for `session` if it has one."""
+    """How many of these chunks, from the first, are there? Answered with `Found`. With a `session`, they are pinned for it."""
 
     session: str
     names: Names
@@ -144,7 +144,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
 
 class Move(Message, frozen=True):
-    """Chunks of one request, and the blocks that they lie in or shall lie in: the blocks of the first chunk first.
+    """Chunks of one request, and the blocks from or to which they are copied: the blocks of the first chunk first.
 
     A retrieve may leave out blocks at the start, which the engine holds already.
     """
@@ -154,11 +154,11 @@ class Move(Message, frozen=True):
     blocks: Annotated[tuple[Block, ...], msgspec.Meta(max_length=1 << 22)]
     slot: Annotated[int, msgspec.Meta(ge=0, lt=1024)]
     ticket: Positive
-    """Stands in `slot` of the worker's fence for as long as the blocks may be touched."""
+    """Is in `slot` of the worker's fence for as long as the blocks may be touched."""
     patience_ms: Positive
-    """Not begun any more after so long."""
+    """After so long the move is not begun any more."""
     event: Annotated[bytes, msgspec.Meta(max_length=1024)] = b""
-    """CUDA IPC handle of the event that the blocks are valid after; empty for none."""
+    """CUDA IPC handle of the event after which the blocks are valid; empty for none."""
 
     def __post_init__(self) -> None:
         _check_names(self.names)
@@ -169,11 +169,11 @@ class Store(Move, frozen=True, tag="store"):
 
 
 class Retrieve(Move, frozen=True, tag="retrieve"):
-    """Answered with `Loaded`; lets go of what the session has pinned for this worker."""
+    """Answered with `Loaded`; lets go of the session's pins for this worker."""
 
 
 class EndSession(Message, frozen=True, tag="end_session"):
-    """Let go of what a session has pinned."""
+    """Let go of a session's pins."""
 
     session: str
 
@@ -190,19 +190,19 @@ Request = Hello | Register | Unregister | Lookup | Store | Retrieve | EndSession
 
 class Welcome(Message, frozen=True, tag="welcome"):
     server: Token
-    """Another one after every start of the server."""
+    """A new one after every start of the server."""
     software: str
     chunk_size: Positive
     hash_mode: Literal["tokens", "blocks"]
     hash_seed: str
     may_choose: bool
-    """Whether the file leaves it to each engine what chunks are named by."""
+    """Whether the file lets each engine decide what chunks are named by."""
     lifeline: str
     """Path of the socket for file descriptors; empty where there is none."""
 
 
 class Done(Message, frozen=True, tag="done"):
-    """It was done."""
+    """The request was done."""
 
 
 class Found(Message, frozen=True, tag="found"):
@@ -259,7 +259,7 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class RefusalError(Exception):
-    """A request that is not done; `refused` is what its sender is told."""
+    """Raised for a request that is not done; `refused` is the answer to its sender."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -275,7 +275,7 @@ _read_refusal = msgpack_decoder(Refused)
 
 
 class FrameError(Exception):
-    """A frame that cannot be read. `number` is the request's where the header could be, else None."""
+    """A frame that cannot be read. `number` is the request's if the header could be read, else None."""
 
     def __init__(self, reason: Literal["version", "malformed"], message: str, number: int | None) -> None:
         super().__init__(message)
@@ -289,12 +289,12 @@ class _Header(NamedTuple):
 
 
 def encode(number: int, message: Message) -> bytes:
-    """The frame of a message."""
+    """Returns the frame of a message."""
     return _HEADER.pack(_MAGIC, PROTOCOL, 0, number) + _encoder.encode(message)
 
 
 def decode_request(frame: bytes) -> tuple[int, Request]:
-    """The number and the request in a frame; FrameError says what is wrong with it."""
+    """Returns the number and the request in a frame. Raises FrameError, which says what is wrong with it."""
     header = _header(frame)
     if header.version != PROTOCOL:
         raise FrameError(
@@ -310,7 +310,7 @@ def decode_request(frame: bytes) -> tuple[int, Request]:
 
 
 def decode_answer(frame: bytes) -> tuple[int, Answer]:
-    """The number and the answer in a frame; of another version only `Refused` is understood."""
+    """Returns the number and the answer in a frame. From another version, only `Refused` is understood."""
     header = _header(frame)
     read = _read_answer if header.version == PROTOCOL else _read_refusal
     try:
@@ -320,7 +320,7 @@ def decode_answer(frame: bytes) -> tuple[int, Answer]:
 
 
 def join_names(names: Sequence[bytes]) -> bytes:
-    """Chunk names, all of one width, as one string of bytes. ValueError for names of several widths."""
+    """Joins chunk names, all of one width, into one string of bytes. Raises ValueError for names of several widths."""
     if not names:
         return b""
     width = len(names[0])
@@ -332,7 +332,7 @@ def join_names(names: Sequence[bytes]) -> bytes:
 
 
 def split_names(joined: bytes) -> list[bytes]:
-    """The converse of `join_names`, for what was checked."""
+    """Reverses `join_names`, for names that were checked."""
     if not joined:
         return []
     width = joined[0]

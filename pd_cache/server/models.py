@@ -25,25 +25,25 @@ OpenBackend = Callable[[NodeSettings, int], StorageBackend]
 log = logging.getLogger(__name__)
 
 _MAX_SHARDS = 1024
-"""Objects of a chunk: KV heads, or ranks times shards."""
+"""Most objects of a chunk: KV heads, or ranks times shards."""
 _MAX_BACKENDS = 4
-"""Sizes of payload, each with a backend of its own."""
+"""Most sizes of payload at a time, each with a backend of its own."""
 
 
 class Group(NamedTuple):
-    """Engines that say these same things share chunks, or should: what their tensors are decides."""
+    """What engines say about themselves. Engines that say the same share chunks, if their tensors agree, too."""
 
     model: str
     world_size: int
     held: int
-    """Shards of a chunk that each rank holds."""
+    """How many shards of a chunk each rank holds."""
     block_size: int
     hash_mode: Literal["tokens", "blocks"]
     hash_seed: str
 
 
 class Model:
-    """What is known of a group once one of its workers has registered."""
+    """What is known about a group once one of its workers has registered."""
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class Model:
         self.prefix = PrefixLookup(self.database, backend.batched_contains, metrics)
 
     def shards_of(self, rank: int) -> range:
-        """The numbers of the shards that a rank holds."""
+        """Returns the numbers of the shards that a rank holds."""
         return self._shards[rank]
 
 
 class Models:
-    """All of a server's. Thread-safe."""
+    """All models of a server. Thread-safe."""
 
     def __init__(
         self,
@@ -87,14 +87,14 @@ class Models:
         self._opening = threading.Lock()
         self._models: dict[Group, Model] = {}
         self._backends: dict[int, StorageBackend] = {}
-        """By size of payload; the one that a worker has registered with last is the last."""
+        """Backends by size of payload; the one with the latest registration comes last."""
         self._idle_since: dict[int, float] = {}
         """When sizes were first seen without a worker, by `time.monotonic()`."""
         self._segment_of: int | None = None
-        """The size whose backend has given the segment to the pool: it is given once, whatever the number of sizes."""
+        """The size whose backend has given the segment to the pool. It is given once, for any number of sizes."""
 
     def group(self, hello: Hello) -> Group:
-        """Whom an engine shares chunks with: it may name them in its own way where the file leaves that open."""
+        """Returns the group with which an engine shares chunks. It may choose how to name them if the file leaves that open."""
         cache = self._settings.cache
         mode = hello.hash_mode or cache.named_by
         if cache.hash_mode not in ("auto", mode):
@@ -115,11 +115,10 @@ class Models:
         return self._models.get(group)
 
     def serve(self, group: Group, layout: KVLayout, client: str) -> Model:
-        """The group's model, made by its first worker, with this client among its workers from now on.
+        """Returns the group's model with this client among its workers from now on. Its first worker makes it.
 
-        RefusalError for a worker that does not fit the others, or for which there is no room.
-
-        LayoutError for pages that cannot be cut into as many shards as the group says.
+        Raises RefusalError for a worker that does not fit the others, or for which there is no room; LayoutError for pages that
+        cannot be cut into as many shards as the group says.
         """
         if layout.block_size != group.block_size:
             raise RefusalError(
@@ -151,7 +150,7 @@ class Models:
 
     @property
     def backends(self) -> list[StorageBackend]:
-        """One for each size of chunk."""
+        """The backends, one for each size of chunk."""
         return list(self._backends.values())
 
     def release_idle(self, idle_s: float, now: float) -> None:
@@ -196,9 +195,9 @@ class Models:
         return opened
 
     def _release_one(self) -> bool:
-        """Close a backend without a worker, because another needs its place; False if each has one.
+        """Close a backend without a worker, because another needs its place. Returns False if each has a worker.
 
-        The one that was used longest ago; the one with the segment goes last, because others have chunks there.
+        The one that was used longest ago goes first. The one with the segment goes last, because others have chunks there.
         """
         idle = self._without_workers()
         if not idle:

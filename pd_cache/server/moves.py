@@ -1,4 +1,4 @@
-"""A store or retrieve under way: what has moved, and what is the next turn's."""
+"""A store or retrieve under way: what has moved, and what the next turn moves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pd_cache.server.messages import Answer, Loaded, Move, RefusalError, Retriev
 from pd_cache.server.registrations import Client, Worker
 
 TURN_BYTES = 1 << 30
-"""What one store or retrieve moves before others have their turn: about a second's work."""
+"""Bytes that one store or retrieve moves before others have their turn: about a second's work."""
 
 
 class _Begun(NamedTuple):
@@ -33,11 +33,11 @@ class MoveJob:
         """Chunks."""
         self._outcomes = bytearray()
         self.until = time.monotonic() + request.patience_ms / 1000
-        """When the engine has given it up."""
+        """When the engine gives it up."""
 
     @property
     def cost(self) -> int:
-        """Chunks that the next turn moves."""
+        """How many chunks the next turn moves."""
         left = count_names(self._request.names) - self._done
         worker = self._client.worker if self._begun is None else self._begun.worker
         if worker is None:
@@ -46,7 +46,7 @@ class MoveJob:
         return min(left, max(1, TURN_BYTES // (model.mover.backend.payload_bytes * len(model.shards_of(worker.rank)))))
 
     def turn(self) -> Answer | None:
-        """Do the next turn; the answer after the last. Raises RefusalError, AbandonedError or what the memory raises."""
+        """Do the next turn. Returns the answer after the last one. Raises RefusalError, AbandonedError or what the memory raises."""
         if time.monotonic() > self.until:
             raise RefusalError("late", "its turn came after its deadline")
         if self._begun is None:

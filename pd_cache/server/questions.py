@@ -1,4 +1,4 @@
-"""Lookups: those that wait at the same time are one question to each backend."""
+"""Lookups: those that wait at the same time become one question to each backend."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from transfer.errors import Status
 log = logging.getLogger(__name__)
 
 STEP_KEYS = 4096
-"""Keys of one lookup that are asked for before others have their turn: a prompt of 128k tokens on eight ranks."""
+"""Most keys of one lookup that are asked for before others have their turn: a prompt of 128k tokens on eight ranks."""
 MOST_KEYS = 1 << 18
-"""Keys that one lookup asks for in all; what lies behind counts as not found."""
+"""Most keys that one lookup asks for in all; keys behind these count as not found."""
 
 
 class Question:
-    """A lookup, how far it has come, and what its session is known by.
+    """A lookup, how far it has come, and the name of its session.
 
     It is asked in steps, so that a long one holds others up no longer than a step takes: nothing is asked behind the first
     chunk that is missing, and nothing behind `MOST_KEYS`.
@@ -36,20 +36,20 @@ class Question:
         self.held = held
         self.names = names[: held + max(1, MOST_KEYS // model.database.namespace.shards)]
         self._behind = len(names) - len(self.names)
-        """Chunks that are never asked for."""
+        """How many chunks, at the end, are never asked for."""
         self._asked = held
-        """Chunks that are held or were asked for."""
+        """How many chunks, from the first, are held or were asked for."""
         self._hole = False
         self._statuses: list[Status] = []
 
     def next_keys(self) -> list[str]:
-        """What to ask for next: `STEP_KEYS`, or those of one chunk if that has more."""
+        """Returns the keys to ask for next: `STEP_KEYS`, or those of one chunk if that has more."""
         shards = self.model.database.namespace.shards
         start, self._asked = self._asked, min(len(self.names), self._asked + max(1, STEP_KEYS // shards))
         return self.model.database.all_shard_keys(self.names[start : self._asked])
 
     def learn(self, statuses: Sequence[Status]) -> None:
-        """What became of the keys that were asked for."""
+        """Take in the outcomes of the keys that were asked for."""
         self._hole = statuses.count(Status.OK) < len(statuses)
         self._statuses += statuses
 
@@ -59,14 +59,14 @@ class Question:
         return self._hole or self._asked == len(self.names)
 
     def judge(self, metrics: CacheMetrics) -> int:
-        """Chunks that are held or there with every shard, one after the other from the first. Counts."""
+        """Returns how many chunks, from the first, are held or found with every shard. Counts their tokens in `metrics`."""
         size = self.model.database.chunk_size
         end = self.model.prefix.judge(self.names[: self._asked], self.held * size, self._statuses)
         metrics.tokens("lookup", "requested", (len(self.names) - self._asked + self._behind) * size)
         return end // size
 
     def found_by_rank(self, end: int) -> list[list[str]]:
-        """The keys of the chunks from `held` to `end`, those of each rank."""
+        """Returns the keys of the chunks from `held` to `end`, in one list for each rank."""
         database, shards = self.model.database, self.model.database.namespace.shards
         keys = database.all_shard_keys(self.names[self.held : end])
         if shards == 1:
@@ -86,9 +86,9 @@ class Answerer:
         self._session_s = session_s
 
     def step(self, questions: Sequence[Question]) -> Iterator[tuple[int, Answer | None]]:
-        """Ask for the next keys of each question: after its index its answer, or None where there is more to ask for.
+        """Asks for the next keys of each question. Yields its index with its answer, or with None if there is more to ask for.
 
-        In any order, and as soon as it is known. Never raises.
+        Yields in any order, as soon as outcomes are known. Never raises.
         """
         by_backend: dict[int, list[int]] = {}
         for index, question in enumerate(questions):
@@ -97,13 +97,13 @@ class Answerer:
             yield from self._ask(questions, indices)
 
     def _ask(self, questions: Sequence[Question], indices: list[int]) -> Iterator[tuple[int, Answer | None]]:
-        """Those of one backend."""
+        """Asks the questions to one backend."""
         try:
             keys_of = [questions[index].next_keys() for index in indices]
             backend = questions[indices[0]].model.mover.backend
             with self._metrics.timed("lookup"):
                 statuses = backend.batched_contains([key for keys in keys_of for key in keys])
-        except Exception as error:  # whatever one backend does, the others are asked
+        except Exception as error:  # whatever one backend raises, the others are asked
             log.exception("lookups failed")
             for index in indices:
                 yield index, _failed(error)
@@ -117,19 +117,19 @@ class Answerer:
                 question.learn(found)
                 if question.ended:
                     answer = self._judge(question)
-            except Exception as error:  # whatever one lookup does, the others are answered
+            except Exception as error:  # whatever one lookup raises, the others are answered
                 log.exception("a lookup failed")
                 answer = _failed(error)
             yield index, answer
 
     def _judge(self, question: Question) -> Answer:
-        """What a lookup found; pinned for its session."""
+        """Returns what a lookup found, pinned for its session."""
         model, end = question.model, question.judge(self._metrics)
         if question.session and end > question.held:
             names, backend = question.names[question.held : end], model.mover.backend
             by_rank, client, session = question.found_by_rank(end), question.client, question.session
             self._sessions.open(client, session, model.group, backend, names, by_rank, self._session_s)
-            if model.mover.closed:  # the backend was released meanwhile, with the sessions that it had
+            if model.mover.closed:  # the backend was released meanwhile, and its sessions with it
                 self._sessions.end(client, session)
         return Found(end)
 

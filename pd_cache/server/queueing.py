@@ -1,4 +1,4 @@
-"""Whose turn is it? Bounded, and fair between clients by the work that they ask for, not by the number of requests."""
+"""Queues work for threads: bounded, and fair between clients by the work that they ask for, not by the number of requests."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ class Item(NamedTuple, Generic[T]):
     """In any unit that all items of the lane share."""
     work: T
     until: float = math.inf
-    """When it need not be taken any more, in the time of `expire`."""
+    """When it need not be taken any more; compared with the time given to `expire`."""
 
 
 class _Client(Generic[T]):
     def __init__(self) -> None:
         self.waiting: dict[Lane, deque[Item[T]]] = {lane: deque() for lane in Lane}
         self.served = dict.fromkeys(Lane, 0)
-        """The cost of what it was given, and never less than that of those who wait: nobody saves up by being idle."""
+        """The cost of the work it was given, never less than that of waiting clients: an idle client saves nothing up."""
         self.held = 0
         """Items waiting or running."""
 
 
 class _Takers:
-    """Threads that take from the same lanes, and wait for something to be there. The lock is the queue's."""
+    """Threads that take from the same lanes and wait for items. The lock is the queue's."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._something = threading.Condition(lock)
         self._waiting = 0
-        """Threads that wait and have not been woken."""
+        """How many threads wait and have not been woken."""
 
     def wait(self) -> None:
         self._waiting += 1
         self._something.wait()
 
     def wake(self) -> bool:
-        """Have one thread look; False if none waits."""
+        """Wake one thread to look. Returns False if none waits."""
         if not self._waiting:
             return False
         self._waiting -= 1
@@ -63,14 +63,14 @@ class _Takers:
 
 
 class FairQueue(Generic[T]):
-    """Items of many clients: in order within a client and lane, the client that was given least first. Thread-safe.
+    """Items of many clients: in order within a client and lane, and the client that was served least comes first. Thread-safe.
 
     An item wakes one thread that takes from its lane, not all: waking those that find nothing costs more than a lookup does.
-    A thread that is woken, or that comes back for more, looks at all of its lanes, so none is needed for an item that finds
-    nobody waiting.
+    A thread that is woken, or that comes back for more, looks at all of its lanes, so no thread has to be woken for an item while none
+    waits.
 
-    At most `limit` wait or run. A client may hold as much as it leaves free, so that one alone gets half of the places. Where
-    several clients have taken all of them, one that holds less takes a place from the one that holds most.
+    At most `limit` items wait or run. A client may hold as many places as it leaves free, so that a client alone gets half of them. If
+    several clients have taken all places, a client that holds fewer takes one from the client that holds most.
     """
 
     def __init__(self, limit: int) -> None:
@@ -87,7 +87,7 @@ class FairQueue(Generic[T]):
         return self._total
 
     def put(self, item: Item[T]) -> Item[T] | None:
-        """Queue an item; what found no place for it: None, the item itself, or the last one of a client that holds more."""
+        """Queue an item. Returns the item that lost its place: None, this item itself, or the last one of a client that holds more."""
         with self._lock:
             client = self._clients.get(item.client)
             if client is None:
@@ -105,7 +105,7 @@ class FairQueue(Generic[T]):
             return displaced
 
     def put_back(self, item: Item[T]) -> bool:
-        """Queue the rest of an item that was taken, before all else of its client; False if the queue is closed.
+        """Queue the rest of an item that was taken, before all else of its client. Returns False if the queue is closed.
 
         It keeps its place, so it need not be given to `finished` then.
         """
@@ -117,9 +117,9 @@ class FairQueue(Generic[T]):
             return True
 
     def take(self, lanes: tuple[Lane, ...]) -> Item[T] | None:
-        """The next item, of the first of the lanes that has one; waits for it. None once the queue is closed.
+        """Waits for the next item of the first lane that has one, and returns it. Returns None once the queue is closed.
 
-        The caller gives it to `finished` in the end.
+        The caller has to pass it to `finished` in the end.
         """
         with self._lock:
             takers = self._takers.get(lanes)
@@ -135,7 +135,7 @@ class FairQueue(Generic[T]):
                 takers.wait()
 
     def take_more(self, lane: Lane, most: int) -> list[Item[T]]:
-        """Up to `most` further items of a lane, without waiting: what can be done together with one that was taken."""
+        """Returns, without waiting, up to `most` further items of a lane, to be done together with one that was taken."""
         items: list[Item[T]] = []
         with self._lock:
             while len(items) < most and not self._closed and (item := self._next(lane)) is not None:
@@ -143,12 +143,12 @@ class FairQueue(Generic[T]):
         return items
 
     def finished(self, item: Item[T]) -> None:
-        """An item that was taken takes its place no longer."""
+        """Free the place of an item that was taken."""
         with self._lock:
             self._release(item)
 
     def expire(self, now: float) -> list[Item[T]]:
-        """Take out what waits and need not be taken any more."""
+        """Take out waiting items that need not be taken any more."""
         late: list[Item[T]] = []
         with self._lock:
             for client in list(self._clients.values()):
@@ -161,7 +161,7 @@ class FairQueue(Generic[T]):
         return late
 
     def discard(self, client: str) -> list[Item[T]]:
-        """Take out what a client has waiting."""
+        """Take out a client's waiting items."""
         with self._lock:
             known = self._clients.get(client)
             found = [] if known is None else [item for waiting in known.waiting.values() for item in waiting]
@@ -172,7 +172,7 @@ class FairQueue(Generic[T]):
             return found
 
     def close(self) -> list[Item[T]]:
-        """Have every `take` return None, from now on; what still waited."""
+        """Make every `take` return None from now on. Returns the items that still waited."""
         with self._lock:
             self._closed = True
             for takers in self._takers.values():
@@ -191,7 +191,7 @@ class FairQueue(Generic[T]):
             client.waiting[lane].append(item)
 
     def _displace(self, client: _Client[T]) -> Item[T] | None:
-        """Make room for a client that holds less than another, if there is one."""
+        """Make room for a client if another client holds more."""
         rich = [one for one in self._clients.values() if one.held > client.held + 1 and any(one.waiting.values())]
         if not rich or self._total < self._limit:
             return None
@@ -201,7 +201,7 @@ class FairQueue(Generic[T]):
         return item
 
     def _wake(self, lane: Lane) -> None:
-        """Have one thread take from the lane."""
+        """Wake one thread that takes from the lane."""
         any(takers.wake() for lanes, takers in self._takers.items() if lane in lanes)
 
     def _next(self, lane: Lane) -> Item[T] | None:
@@ -219,6 +219,6 @@ class FairQueue(Generic[T]):
         self._tidy(item.client)
 
     def _tidy(self, name: str) -> None:
-        """Forget a client that holds nothing, with what it was served: the others have moved on by then."""
+        """Forget a client that holds nothing, and what it was served: the others have been served more by then."""
         if not self._clients[name].held:
             del self._clients[name]

@@ -1,4 +1,4 @@
-"""Clients, and what they have lent: a worker's tensors, mapped, and what may be done with them."""
+"""Clients, and what they have lent: a worker's mapped tensors, and how they may be used."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Worker(NamedTuple):
     tensors: MappedTensors
 
     def run(self, request: Move, until: float) -> ChunkRun:
-        """What is to be moved, checked before anything moves; RefusalError for what does not fit.
+        """Returns what is to be moved, checked before anything moves. Raises RefusalError for a request that does not fit.
 
-        Nothing is copied after `until`, as of `time.monotonic()`.
+        Nothing is copied after `until`, by `time.monotonic()`.
         """
         layout, database = self.tensors.layout, self.model.database
         names, blocks = split_names(request.names), request.blocks
@@ -65,25 +65,25 @@ class PendingRegistration(NamedTuple):
     incoming: Incoming
     request: Register
     until: float
-    """As of `time.monotonic()`."""
+    """By `time.monotonic()`."""
 
 
 class Client:
-    """A connection that has said hello."""
+    """A client that has said hello."""
 
     def __init__(self, hello: Hello, group: Group) -> None:
         self.hello = hello
         self.group = group
         self.worker: Worker | None = None
         self.pending: PendingRegistration | None = None
-        """At most one: whoever sends another gives up the one before."""
+        """At most one: a client that sends another gives up the one before."""
         self.gone = False
         self.registering = threading.Lock()
         self.last_seen = time.monotonic()
 
     @property
     def registered(self) -> Worker:
-        """RefusalError before it has registered."""
+        """Raises RefusalError before it has registered."""
         worker = self.worker
         if worker is None:
             raise RefusalError("unknown_client", "register the KV tensors first")
@@ -92,7 +92,7 @@ class Client:
     def register(self, request: Register, models: Models, lifeline: LifelineServer) -> Answer:
         """Map its tensors, in place of what it had registered before. The descriptors have come.
 
-        RefusalError, SharingError, SealError or LayoutError, with nothing left open, for what cannot be served.
+        Raises RefusalError, SharingError, SealError or LayoutError, with nothing left open, if they cannot be served.
         """
         descriptors = lifeline.take(self.hello.client, request.registration)
         if not descriptors:
@@ -102,21 +102,21 @@ class Client:
                 self._map(request, descriptors, models)
         finally:
             lifeline.let_go(descriptors)
-            if self.gone:  # it went meanwhile, and found the lock taken
+            if self.gone:  # it went meanwhile, while the lock was taken
                 self.leave()
         return Done()
 
     def unregister(self) -> Answer:
-        """Unmap its tensors; RefusalError where a copy outlives the wait for it."""
+        """Unmap its tensors. Raises RefusalError if a copy outlives the wait for it."""
         with self.registering:
             if not self._unmap(_UNMAP_S):
                 raise RefusalError("busy", "a copy is still running; the memory is let go of when it ends")
         return Done()
 
     def leave(self) -> None:
-        """It is gone: nothing of it is begun any more, and its tensors are unmapped as soon as nothing copies. Never waits."""
+        """Called when the client is gone: begin none of its work, and unmap its tensors as soon as nothing copies. Never waits."""
         self.gone = True
-        if self.registering.acquire(blocking=False):  # else the thread that has it comes here when it is done
+        if self.registering.acquire(blocking=False):  # otherwise the thread that has it comes here when it is done
             try:
                 self._unmap(0.0)
             finally:
@@ -135,7 +135,7 @@ class Client:
         log.info("worker of %s registered: %s", self.hello.model, tensors.layout)
 
     def _unmap(self, timeout: float) -> bool:
-        """Take back the registration; False if a copy outlives the wait for it. Call with `registering`."""
+        """End the registration. Returns False if a copy outlives the wait for it. Call with `registering`."""
         worker, self.worker = self.worker, None
         if worker is None:
             return True

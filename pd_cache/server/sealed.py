@@ -23,7 +23,7 @@ _BLOCK = 512
 
 
 class SealError(ValueError):
-    """A file descriptor that is not sealed memory, or has less of it than was said."""
+    """A file descriptor that is not sealed memory, or has less memory than announced."""
 
 
 def sealed_memory(name: str, nbytes: int) -> int:
@@ -44,16 +44,16 @@ def is_sealed(descriptor: int) -> bool:
 
 
 def may_be_sealed(descriptor: int) -> bool:
-    """Whether it is a file of the kernel's memory, which takes seals; nothing that is done with such a file waits."""
+    """Whether it is a memory file of the kernel, which can be sealed; operations on such a file never wait."""
     return _seals(descriptor) >= 0
 
 
 def check_sealed(descriptor: int, nbytes: int) -> None:
-    """Raises SealError, in words, unless the descriptor is `nbytes` of memory that is safe to map, read and write.
+    """Raises SealError, with the reason, unless the descriptor is `nbytes` of memory that is safe to map, read and write.
 
     Safe means that no access can kill this process, block it, or take memory that its owner has not taken already: a memfd of
     ordinary pages, sealed against changes of its size, and allocated to the last page. Never waits, whatever the descriptor
-    is: what is no memfd is not even asked for its size, which a hung file system would not answer.
+    is: it does not even ask a descriptor that is not a memfd for its size, which a hung file system would not answer.
     """
     seals = _seals(descriptor)
     if seals < 0:
@@ -82,7 +82,7 @@ def reseat(source: int, address: int, nbytes: int) -> None:
     """Moves the memory at `address`, a shared mapping of all of the file `source`, into sealed memory, in place.
 
     Afterwards the same addresses are a mapping of sealed memory with the same contents, and the descriptor `source` refers to
-    that memory. Nothing may write there meanwhile. Raises OSError, with nothing changed, where there is not enough memory.
+    that memory. Nothing may write there meanwhile. Raises OSError, with nothing changed, if there is not enough memory.
     """
     descriptor = sealed_memory("pd-cache-tensors", nbytes)
     try:
@@ -99,7 +99,7 @@ def reseat(source: int, address: int, nbytes: int) -> None:
 
 
 def _seals(descriptor: int) -> int:
-    """The seals of a file, -1 where it can have none."""
+    """Returns the seals of a file, -1 if it cannot have any."""
     try:
         return int(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS))
     except OSError:
@@ -110,7 +110,7 @@ _MAP_FIXED = 0x10
 
 
 def _map_over(descriptor: int, address: int, nbytes: int) -> None:
-    """Replaces the mapping at `address` by one of the file."""
+    """Replaces the mapping at `address` by a mapping of the file."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.argtypes = (
         ctypes.c_void_p,

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from pd_cache.backends import StorageBackend
 
 MAX_SESSIONS = 4096
-"""One more ends the oldest of the client that has most."""
+"""Sessions of all clients; one more ends the oldest of the client that has most."""
 MAX_KEYS = 1 << 20
-"""Of all sessions; more end the oldest ones of the client that holds most."""
+"""Keys of all sessions; more keys end the oldest sessions of the client that holds most."""
 
 
 class Session:
@@ -35,7 +35,7 @@ class Session:
         shards: Sequence[Sequence[str]],
         deadline: float,
     ) -> None:
-        """`names` are the chunks found, `shards` their keys, one list for each rank that will load its own."""
+        """`names` are the chunks found. `shards` are their keys, one list for each rank, which loads its own."""
         self.client = client
         self.name = name
         self.model = model
@@ -44,12 +44,12 @@ class Session:
         self.deadline = deadline
         self._shards = dict(enumerate(shards))
         self.size = sum(len(keys) for keys in shards)
-        """Keys that it was opened with."""
+        """How many keys it was opened with."""
         self._pinned = set(backend.pin(self.keys))
 
     @property
     def keys(self) -> list[str]:
-        """What it holds, in one way or the other."""
+        """The keys that it holds, in one way or the other."""
         return [key for keys in self._shards.values() for key in keys]
 
     @property
@@ -59,11 +59,11 @@ class Session:
 
     @property
     def unpinned(self) -> list[str]:
-        """What no local tier keeps for it."""
+        """The keys that no local tier keeps for it."""
         return [key for key in self.keys if key not in self._pinned]
 
     def drop(self, rank: int | None = None) -> bool:
-        """Unpin one rank's keys, or all; True if nothing is left."""
+        """Unpin one rank's keys, or all. Returns True if nothing is left."""
         ranks = list(self._shards) if rank is None else [rank]
         for one in ranks:
             pinned = self._pinned.intersection(self._shards.pop(one, ()))
@@ -80,7 +80,7 @@ class _Share:
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
-        """Of its sessions, the oldest first."""
+        """Its sessions, the oldest first."""
         self.keys = 0
 
 
@@ -98,14 +98,14 @@ class Sessions:
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._by_request: dict[tuple[object, str], list[Session]] = {}
         self._keys = 0
-        """What the sessions held when they were opened."""
+        """How many keys the sessions held when they were opened."""
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     @property
     def pinned(self) -> int:
-        """Keys held, each as often as it is."""
+        """How many keys are held, each counted as often as it is held."""
         with self._lock:
             return sum(session.held for session in self._sessions.values())
 
@@ -129,17 +129,17 @@ class Sessions:
             share.names[name] = None
             share.keys += session.size
             self._keys += session.size
-            # who asks for too much pays for it: its own oldest session ends, not another client's
+            # a client that asks for too much loses its own oldest session, not another client's
             while len(self._sessions) > self._most:
                 self._end_oldest_of(max(self._clients, key=lambda one: len(self._clients[one].names)))
             while self._keys > self._most_keys:
                 self._end_oldest_of(max(self._clients, key=lambda one: self._clients[one].keys))
 
     def loaded(self, name: str, model: object, rank: int, names: Sequence[bytes]) -> None:
-        """A rank has loaded what the request's session holds for it.
+        """Called when a rank has loaded what the request's session holds for it.
 
-        The one that looked up and the one that loads are two clients of one engine. Where several engines of a model have
-        requests of one name, a session that holds these chunks is as good as the other: it holds the same keys.
+        The client that looks up and the client that loads belong to one engine. If several engines of a model have requests of the
+        same name, any session that holds these chunks will do: it holds the same keys.
         """
         with self._lock:
             candidates = self._by_request.get((model, name), ())
@@ -165,7 +165,7 @@ class Sessions:
                 self._end(*key)
 
     def expire(self) -> int:
-        """End the sessions whose deadline has passed; how many."""
+        """End the sessions whose deadline has passed. Returns how many."""
         now = self._clock()
         with self._lock:
             late = [key for key, session in self._sessions.items() if session.deadline <= now]
@@ -174,7 +174,7 @@ class Sessions:
         return len(late)
 
     def held(self) -> list[tuple[StorageBackend, list[str]]]:
-        """The keys that only a lease holds, without repetition, for each backend."""
+        """Returns the keys that only a lease holds, without repetition, for each backend."""
         with self._lock:
             by_backend: dict[int, tuple[StorageBackend, dict[str, None]]] = {}
             for session in self._sessions.values():

@@ -1,6 +1,6 @@
 """KV tensors in memory that an engine and its server both map. The bytes of a cache are never sent anywhere else.
 
-On the CPU a torch storage moves to sealed shared memory in place, so that every view of it follows, and travels as a file
+On the CPU a torch storage moves to sealed shared memory in place, so that every view of it stays valid, and travels as a file
 descriptor. On a GPU it travels as a CUDA IPC handle. Either way the server sees the engine's own pages.
 """
 
@@ -30,11 +30,11 @@ _SHARED_MEMORY = "/dev/shm"
 
 
 class SharingError(PdCacheError):
-    """KV tensors that cannot be shared, or that do not lie where they are said to."""
+    """KV tensors that cannot be shared, or that do not lie where the engine says."""
 
 
 class Shared(NamedTuple):
-    """What an engine tells about its tensors."""
+    """What an engine tells its server about its tensors."""
 
     storages: tuple[Storage, ...]
     tensors: tuple[TensorView, ...]
@@ -45,7 +45,7 @@ class Shared(NamedTuple):
 def share_tensors(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> Shared:
     """Make the tensors' memory mappable by another process. CPU storages move to shared memory, once.
 
-    Pointers into a CPU storage taken before are stale afterwards; tensors and views are not. SharingError where shared
+    Pointers taken into a CPU storage before are stale afterwards; tensors and views are not. Raises SharingError if shared
     memory does not suffice.
     """
     storages: list[Storage] = []
@@ -91,7 +91,7 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 def record_event(tensor: torch.Tensor) -> Any:
-    """A CUDA event after what the calling thread has given the tensor's device to do, for `event_handle`; None on a CPU."""
+    """Returns, for `event_handle`, a CUDA event after all work that the calling thread has given the tensor's device; None on a CPU."""
     if tensor.device.type != "cuda":
         return None
     event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ def record_event(tensor: torch.Tensor) -> Any:
 
 
 def event_handle(event: Any) -> bytes:
-    """What lets another process wait for a CUDA event made with `interprocess=True`; empty for None."""
+    """Returns a handle by which another process can wait for a CUDA event made with `interprocess=True`; empty for None."""
     return b"" if event is None else bytes(event.ipc_handle())
 
 
@@ -141,8 +141,8 @@ class MappedTensors:
     def __init__(self, request: Register, descriptors: Sequence[int], fence: FenceView, held: int = 1) -> None:
         """Map what the descriptors (in the order of the CPU storages, still the caller's) and handles refer to.
 
-        `held` is how many shards of each chunk the tensors hold. Takes over the fence that copies have to pass. SharingError or LayoutError, with nothing left open, for what does not
-        fit together.
+        `held` is how many shards of each chunk the tensors hold. Takes over the fence that copies have to pass. Raises SharingError or
+        LayoutError, with nothing left open, for parts that do not fit together.
         """
         self.fence = fence
         self._maps: list[mmap.mmap] = []
@@ -168,7 +168,7 @@ class MappedTensors:
 
     @contextlib.contextmanager
     def using(self, shard: int) -> Iterator[PagedCopier]:
-        """The copier of one of the shards, for as long as the block runs. AbandonedError once `unmap` was called."""
+        """The copier of one of the shards, for as long as the block runs. Raises AbandonedError once `unmap` was called."""
         with self._lock:
             if self._closed:
                 raise AbandonedError
@@ -185,7 +185,7 @@ class MappedTensors:
                     self._lock.notify_all()
 
     def unmap(self, timeout: float) -> bool:
-        """Let nobody in any more; True if the memory is unmapped, False if that is left to who still copies."""
+        """Let no copy begin any more. Returns True if the memory is unmapped, False if that is left to a thread that still copies."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -222,7 +222,7 @@ class MappedTensors:
 
 
 _REFERENCE_COUNTERS = 10_000
-"""In a file of torch's (CUDA_IPC_REF_COUNTER_FILE_SIZE); it writes to the one that it is told, unchecked."""
+"""Counters in a file of torch's (CUDA_IPC_REF_COUNTER_FILE_SIZE). Torch writes, unchecked, to the counter that it is given."""
 
 
 def _import_cuda(storage: CudaStorage) -> torch.Tensor:
@@ -261,9 +261,9 @@ def _view(view: TensorView, bases: list[torch.Tensor]) -> torch.Tensor:
 
 
 class FencedCopier(PagedCopier):
-    """Copies chunks of one move, each only while the engine has not given it up. For one thread at a time.
+    """Copies chunks of one move, each only if the engine has not given the move up. For one thread at a time.
 
-    Raises AbandonedError where it has, or would have if it were not stopped.
+    Raises AbandonedError if the engine has, or would have if it were not stopped.
     """
 
     def __init__(
@@ -300,6 +300,6 @@ class FencedCopier(PagedCopier):
 
 
 def _wait_on_stream(device: torch.device, handle: bytes) -> None:
-    """Have what this thread puts on its stream from now on run after an engine's event."""
+    """Make all work that this thread puts on its stream from now on run after an engine's event."""
     event = torch.cuda.Event.from_ipc_handle(device, handle)  # type: ignore[no-untyped-call]
     torch.cuda.current_stream(device).wait_event(event)

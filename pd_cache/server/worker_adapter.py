@@ -81,7 +81,7 @@ class WorkerAdapter:
         move_timeout_s: float = 15.0,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Arguments and errors as of `SchedulerAdapter`. A store or retrieve is given up after `move_timeout_s`."""
+        """Arguments and errors are those of `SchedulerAdapter`. A store or retrieve is given up after `move_timeout_s`."""
         self.metrics = metrics or CacheMetrics()
         self._timeout_s = move_timeout_s
         self._stores: list[_Storing] = []

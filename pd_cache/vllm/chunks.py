@@ -1,6 +1,6 @@
 """What a worker does with chunks, in either mode: with an engine of its own, or through the cache server of its host.
 
-Both know the worker's KV tensors and speak of their blocks. Troubles of the pool or the server are counted, and end a load or
+Both know the worker's KV tensors and speak of their blocks. Failures of the pool or the server are counted, and end a load or
 leave a chunk unstored; neither call touches a block after it has returned.
 """
 
@@ -34,7 +34,7 @@ from transfer.settings import MIN_SEGMENT
 log = logging.getLogger("vllm.pd_cache")
 
 _CONNECT_S = 10.0
-"""How long a worker waits at its start for a cache server; one that comes later is found all the same."""
+"""How long a worker waits at its start for a cache server; a server that comes later is still found."""
 _STORE_TIMEOUT_S = 15.0
 """After which a store through a cache server is given up; an engine's own transfers have deadlines of their own."""
 
@@ -47,10 +47,10 @@ class Chunks(Protocol):
     """Where lookups about these chunks are answered, if nobody else knows as much."""
 
     def mark(self) -> Any:
-        """What the calling thread has given the device to do so far: a store comes after it."""
+        """Marks the work that the calling thread has given the device so far; a store waits for it."""
 
     def load(self, request_id: str, names: Sequence[bytes], blocks: Sequence[int], timeout: float) -> int:
-        """Load chunks into blocks, -1 for those at the start that are left out; how many chunks, from the first, are there."""
+        """Load chunks into blocks, -1 for those at the start that are left out; returns how many chunks, from the first, were loaded."""
 
     def store(self, names: Sequence[bytes], blocks: Sequence[int], after: Any) -> list[Stored]:
         """Store chunks; what became of each. `after` is a mark."""
@@ -122,7 +122,7 @@ class ServerChunks:
             return 0
         loaded = move.answer.chunks
         self._count("retrieve", "loaded", loaded)
-        if loaded < len(names):  # which chunk failed for which reason, the server counts
+        if loaded < len(names):  # the server counts which chunk failed for which reason
             self.metrics.trouble("retrieve", "not_loaded")
         return loaded
 
@@ -185,7 +185,7 @@ def open_chunks(
         )
     except ValueError as error:  # what the file cannot know: how large a chunk of this model is
         raise ConfigError(f"transfer.staging_size: {node.transfer.staging_size}: {error}") from None
-    # of several ranks each has tiers of its own, and none knows what the others hold: there the pool is asked
+    # with several ranks, each has tiers of its own, and none knows what the others hold, so the pool is asked
     tiered = any(not isinstance(tier, MooncakeTier) for tier in node.cache.tiers)
     return EngineChunks(engine, instance, kv_caches, answers_lookups=tiered and ranks == 1)
 

@@ -118,7 +118,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A chunk that was not stored is computed again by whoever needs it."""
+        """A chunk that was not stored is computed again when it is needed."""
         return False
 
     @classmethod
@@ -230,7 +230,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             self._safely("namespace", lambda: write_namespace(Path(file), namespace), None)
 
     def _open_lookup(self, worker: Handshake) -> Lookup:
-        """Ask whoever knows most: the cache server, the worker's engine, or else the pool's master."""
+        """Ask where most is known: the cache server, the worker's engine, or else the pool's master."""
         seconds = self._settings.connector.lookup_timeout_ms / 1000
         own, metadata = (
             _with_exist_timeout(self._settings.node, self._settings.connector.lookup_timeout_ms),

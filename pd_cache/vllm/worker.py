@@ -58,7 +58,7 @@ class WorkerSide:
         self._load_timeout_s = load_timeout_s
         self._asynchronous = asynchronous
         self._load_queue: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
-        self._store_queue: queue.SimpleQueue[_Store | None] = queue.SimpleQueue()  # the scheduler bounds what is in it
+        self._store_queue: queue.SimpleQueue[_Store | None] = queue.SimpleQueue()  # the scheduler bounds its length
         self._changed = Condition()
         self._under_way = 0
         self._wanted: set[str] = set()
@@ -78,7 +78,7 @@ class WorkerSide:
             thread.start()
 
     def start(self, step: StepMetadata) -> None:
-        """Begin this step's loads; without `asynchronous`, do them."""
+        """Begin this step's loads; without `asynchronous`, wait until they have ended."""
         deadline = time.monotonic() + self._load_timeout_s
         for op in step.loads:
             if self._asynchronous:
@@ -108,7 +108,7 @@ class WorkerSide:
                 self._store_queue.put(_Store(op, after))
 
     def take_loads(self, step: StepMetadata, finished: set[str]) -> LoadResult:
-        """What ended; loads of `finished` requests that have not begun are given up."""
+        """Returns what ended. Loads of `finished` requests that have not begun are given up."""
         with self._changed:
             self._wanted -= finished
             if step.nothing_to_compute and (self._under_way or step.expecting) and not self._something_ended():
@@ -158,7 +158,7 @@ class WorkerSide:
                 self._changed.notify_all()
 
     def _load(self, op: LoadOp, deadline: float) -> set[int]:
-        """Load, and return the blocks that are not as they should be."""
+        """Load chunks. Returns the blocks that were not loaded."""
         if not op.names:
             return _blocks(op.blocks)
         loaded = 0
@@ -168,7 +168,7 @@ class WorkerSide:
                 loaded = self._chunks.load(op.request_id, op.names, op.blocks, remaining)
             else:
                 self._chunks.metrics.trouble("retrieve", "deadline", len(op.names))
-        except Exception as error:  # noqa: BLE001 - whatever it is, vLLM computes the blocks
+        except Exception as error:  # noqa: BLE001 - whatever the error is, vLLM computes the blocks
             self._unexpected("retrieve", len(op.names), error)
         return _blocks(op.blocks[loaded * len(op.blocks) // len(op.names) :])
 
@@ -191,5 +191,5 @@ class WorkerSide:
 
 
 def _blocks(blocks: Sequence[int]) -> set[int]:
-    """Those that are meant: not left out."""
+    """The blocks that are not left out."""
     return {block for block in blocks if block >= 0}

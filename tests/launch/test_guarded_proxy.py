@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ssl
 import subprocess
 import sys
 import time
@@ -18,7 +20,7 @@ import yaml
 from bench.arrivals import Arrival, Part
 from bench.load import Target, generate
 from bench.targets import clusters_proxy, past_prefill
-from launch.access import NOBODY, client_key, proxy_access, proxy_certificate
+from launch.access import NOBODY, client_key, proxy_access, proxy_certificate, trusting
 from launch.doctor.clock import offset_of
 from launch.doctor.descriptors import descriptor_finding
 from launch.doctor.finding import Verdict
@@ -132,6 +134,31 @@ def test_the_bench_asks_as_a_client_of_the_file(guarded: Guarded) -> None:
     assert [outcome.error for outcome in load.outcomes] == ["http 503"], (
         "it got through to the proxy, which has no node"
     )
+
+
+@pytest.mark.parametrize(("served", "accepted"), [("server", True), ("client", False)])
+def test_our_commands_trust_the_proxys_certificate_and_none_that_its_authority_signed_for_others(
+    tmp_path: Path, served: str, accepted: bool
+) -> None:
+    pairs = make_certificates(tmp_path)
+    chain = Path(pairs["server"][0]).read_text() + Path(pairs["ca"][0]).read_text()
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(*pairs[served])
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client_end = trusting(chain).wrap_bio(back, there)
+    server_end = server.wrap_bio(there, back, server_side=True)
+
+    def shake() -> None:
+        for end in (client_end, server_end, client_end):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+
+    if accepted:
+        shake()
+        assert client_end.getpeercert()
+    else:
+        with pytest.raises(ssl.SSLCertVerificationError, match="unable to get local issuer"):
+            shake()
 
 
 @pytest.mark.parametrize("name", ["api_keys_file", "monitor_keys_file", "cert_file", "key_file"])

@@ -203,7 +203,7 @@ def test_a_store_and_a_retrieve_in_many_turns_move_what_one_turn_moves(server: C
         assert engine.retrieve("b", TOKENS, 20) == set(range(20 + 6, 20 + 12)), (
             "it ends at the first chunk that is gone"
         )
-        assert server._queue.in_flight == 0
+        wait_for(lambda: not server._queue.in_flight, what="the last turn ending after its answer")
 
 
 def test_a_request_that_no_server_reads_is_refused_before_it_is_sent(server: CacheServer) -> None:

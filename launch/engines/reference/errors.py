@@ -1,4 +1,4 @@
-"""What the reference engine raises to whoever started it or sent it a request."""
+"""What the reference engine raises to the caller that started it or sent it a request."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The completions API in JSON: reading requests, building answers. Pure.
 
-Reading is strict: what would change the answer and is not supported is refused by name, not ignored.
+Reading is strict: parameters that would change the answer and are not supported are refused by name, not ignored.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool
     cache_salt: str | None
     for_remote_decode: bool
-    """A proxy asks this node to compute a prompt whose answer another one gives."""
+    """Whether a proxy asks this node to compute a prompt whose answer another node gives."""
     announced_prefix: int
     prefill: PrefillWork | None
 
 
 def parse_completion(body: bytes, model: str) -> CompletionRequest:
-    """Read a request to the model `model`. BadRequest for anything that cannot be done as asked."""
+    """Read a request to the model `model`. Raises BadRequest for anything that cannot be done as asked."""
     fields = _object(body)
     for name, value in fields.items():
         if name in _READ or name in _HARMLESS or value is None:

@@ -8,18 +8,18 @@ import msgspec
 import torch
 
 _GREEDY_BELOW = 1e-5
-"""As in vLLM. Divided by much less, logits become infinite, and their softmax no distribution."""
+"""As in vLLM. If logits are divided by much less, they become infinite, and their softmax is not a distribution."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen. ValueError for values outside the ranges."""
+    """How tokens are chosen. Raises ValueError for values outside the ranges."""
 
     temperature: float = 0.0
-    """0 to 2; 0 takes the likeliest token, and so does less than 0.00001, by which no logits can be divided."""
+    """0 to 2; 0 takes the likeliest token, and so does any value below 0.00001, by which logits cannot be divided."""
     top_p: float = 1.0
     """Above 0, up to 1: the smallest set of tokens with this much probability is drawn from."""
     seed: int | None = None
-    """The same seed, prompt and parameters give the same tokens; None draws one."""
+    """The same seed, prompt and parameters give the same tokens; None draws a seed."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= 2:
