@@ -329,8 +329,8 @@ class CacheServerNode(_Node, frozen=True, kw_only=True, tag="cache-server"):
     session_s: Seconds = 60.0
     """For how long a lookup protects what it found from eviction, if nobody loads it."""
     idle_s: Seconds = 600.0
-    """For how long it keeps the memory of a size of chunk after the last engine with such chunks has gone. The size that was
-    used last keeps its memory, and so does the one with the segment."""
+    """For how long it keeps the memory of a size of chunk after the last engine with such chunks has gone. The size with the
+    segment keeps its memory, and so does the one that was used last while there is no engine at all."""
 
 
 class ProxyNode(_Node, frozen=True, kw_only=True, tag="proxy"):

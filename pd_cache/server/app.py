@@ -113,7 +113,7 @@ class CacheServer:
             lifeline = own_address(url, stack)
             self.channel = ServerChannel(url)
             stack.callback(self.channel.close)
-            self._lifeline = LifelineServer(lifeline, self._gone, self._arrived)
+            self._lifeline = LifelineServer(lifeline, self._gone, self._arrived, self._strange)
             stack.callback(self._lifeline.close)
             self._resources = stack.pop_all()
         self._threads = [
@@ -250,6 +250,9 @@ class CacheServer:
             client = self._clients.get(name.encode())
         if client is not None:
             self._begin_registration(client)
+
+    def _strange(self) -> None:
+        self.metrics.trouble("server", "strange_lifeline")
 
     def _begin_registration(self, client: Client) -> None:
         with self._lock:

@@ -91,14 +91,22 @@ class LifelineServer:
     It keeps one set of descriptors for each client, the last one sent, until it is taken or the client goes.
     """
 
-    def __init__(self, path: Path, gone: Callable[[str], None], arrived: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        gone: Callable[[str], None],
+        arrived: Callable[[str], None],
+        strange: Callable[[], None] = lambda: None,
+    ) -> None:
         """Listen at `path`, replacing the socket that a dead server left there.
 
-        `gone(client)`, and `arrived(client)` for descriptors, are called on the thread and must not wait.
+        `gone(client)`, `arrived(client)` for descriptors, and `strange()` for a message that is none of ours are called on the
+        thread and must not wait.
         """
         self.path = path
         self._gone = gone
         self._arrived = arrived
+        self._strange = strange
         self._lock = threading.Lock()
         self._parcels: dict[str, _Parcel] = {}
         self._named: dict[str, _Peer] = {}
@@ -226,7 +234,7 @@ class LifelineServer:
         client, token = self._names[peer], data.decode("ascii", "replace")
         if len(data) != _TOKEN_BYTES or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             if data:
-                log.warning("a lifeline with a message that is none of ours was closed")
+                self._strange()
             self.let_go(descriptors)
             return False
         if not client:

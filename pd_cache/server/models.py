@@ -156,13 +156,13 @@ class Models:
     def release_idle(self, idle_s: float, now: float) -> None:
         """Close backends that have been without a worker for `idle_s` seconds. Call it now and then.
 
-        Others have chunks in the one with the segment, and the one that was used last serves an engine that comes back: these
-        two stay.
+        The one with the segment stays, because others have chunks in it. If no engine is left at all, the size that was used last
+        stays, too: most likely its engine comes back.
         """
         with self._opening:
             idle = self._without_workers()
             self._idle_since = {size: self._idle_since.get(size, now) for size in idle}
-            last = next(reversed(self._backends), None)
+            last = idle[-1] if len(idle) == len(self._backends) else None
             for size in idle:
                 if now - self._idle_since[size] >= idle_s and size not in (self._segment_of, last):
                     self._release(size, f"their last engine went {idle_s:g} s ago")

@@ -279,16 +279,25 @@ def test_the_backend_with_the_segment_goes_last_and_the_next_one_has_it(models: 
 
 
 def test_the_memory_of_a_size_that_no_engine_has_any_more_is_let_go_of_after_a_while(models: Models) -> None:
-    with_segment, idle, used, last = (come(models, heads, "a") for heads in (1, 2, 3, 4))
-    for one in (with_segment, idle, last):
+    with_segment, idle, used = (come(models, heads, "a") for heads in (1, 2, 3))
+    for one in (with_segment, idle):
         one.workers.clear()
     models.release_idle(600, now=1000.0)
     models.release_idle(600, now=1599.9)
     assert not idle.mover.backend.closed, "an engine that comes back finds its chunks"
     models.release_idle(600, now=1600.0)
-    assert [one.mover.backend.closed for one in (with_segment, idle, used, last)] == [False, True, False, False]
+    assert [one.mover.backend.closed for one in (with_segment, idle, used)] == [False, True, False]
     assert models.get(idle.group) is None
     assert come(models, 2, "b").mover.backend is not idle.mover.backend
+
+
+def test_the_size_that_was_used_last_keeps_its_memory_while_there_is_no_engine_at_all(models: Models) -> None:
+    everyone = [come(models, heads, "a") for heads in (1, 2, 3)]
+    for one in everyone:
+        one.workers.clear()
+    for now in (0.0, 700.0):
+        models.release_idle(600, now)
+    assert [one.mover.backend.closed for one in everyone] == [False, True, False]
 
 
 def test_the_time_without_engines_begins_anew_when_one_comes_back(models: Models) -> None:
