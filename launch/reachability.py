@@ -8,11 +8,16 @@ hosts. The result is kept for a second, and one round at a time is under way, ho
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
+import io
 import os
+import socket
+import ssl
+import threading
 import time
+import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
@@ -145,14 +150,51 @@ def _targets_of_node(record: NodeRecord) -> Iterator[Target]:
 def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> bytes:
     """Returns the body of an answer, if it is no larger than any answer of ours. `access`: key and certificates for the node.
 
-    Raises OSError (urllib's HTTPError for a status of 400 or more) if there is none, ValueError if it is not HTTP.
+    `timeout` bounds the connection, and then everything else together, however slowly the answer drips. Redirects are not followed, and
+    `http_proxy` means nothing here: a key goes to the node alone.
+
+    Raises OSError (urllib's HTTPError for a status other than 2xx) if there is none, ValueError if it is not HTTP.
     """
-    try:
-        request = urllib.request.Request(url, headers=access.headers)
-        with urllib.request.urlopen(request, timeout=timeout, context=access.context) as answer:
-            return bytes(answer.read(LARGEST_ANSWER))
-    except http.client.HTTPException as error:
-        raise ValueError(f"it does not speak HTTP ({type(error).__name__})") from None
+    parts = urllib.parse.urlsplit(url)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    with contextlib.ExitStack() as stack:
+        connected = stack.enter_context(socket.create_connection((host, port), timeout))
+        late = threading.Event()
+        timer = threading.Timer(timeout, _hang_up, (stack.enter_context(connected.dup()), late))
+        timer.daemon = True
+        timer.start()
+        stack.callback(timer.join)
+        stack.callback(timer.cancel)
+        connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        stack.callback(connection.close)
+        try:
+            if parts.scheme == "https":
+                context = access.context or ssl.create_default_context()
+                connected = stack.enter_context(context.wrap_socket(connected, server_hostname=host))
+            connection.sock = connected
+            path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+            connection.request("GET", path, headers={**access.headers, "Connection": "close"})
+            answer = connection.getresponse()
+            body = answer.read(LARGEST_ANSWER)
+        except http.client.HTTPException as error:
+            if late.is_set():
+                raise TimeoutError(f"no whole answer within {timeout:g} s") from None
+            raise ValueError(f"it does not speak HTTP ({type(error).__name__})") from None
+        except OSError as error:
+            if late.is_set():
+                raise TimeoutError(f"no whole answer within {timeout:g} s") from None
+            raise error
+        if late.is_set():
+            raise TimeoutError(f"no whole answer within {timeout:g} s")
+        if not 200 <= answer.status < 300:
+            raise urllib.error.HTTPError(url, answer.status, answer.reason, answer.headers, io.BytesIO(body))
+        return body
+
+
+def _hang_up(connected: socket.socket, late: threading.Event) -> None:
+    late.set()
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def segments_at(metrics: str) -> list[Segment]:

@@ -119,12 +119,14 @@ def note(name: str, text: str) -> Iterator[bool]:
 
 def read_note(name: str) -> str | None:
     """Returns the note of a living process of this user; None if there is none. Raises RuntimeFolderError as `own_folder` does."""
-    for path in _folders():
+    for number, path in enumerate(_folders()):
         try:
             folder = _opened(path)
         except FileNotFoundError:
             continue
         except OSError as error:
+            if number:  # not ours, and not the one that we use: what another user planted there is nothing to us
+                continue
             raise RuntimeFolderError(f"{path}: {error.strerror}; {_REPAIR}") from None
         try:
             found = _read(name, folder)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import msgspec
 
-from pd_cache.config import CacheConfig
+from pd_cache.config import MAX_SHARDS, CacheConfig
 from pd_cache.decoding import decode_json
 from pd_cache.layout import KVLayout
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 KEY_FORMAT = "pdc1"
 HASH_BYTES = 16
-MAX_SHARDS = 1024
-"""Objects that a chunk may be cut into."""
 Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
 """Checked when a namespace is read, not when it is made."""
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from pd_cache.config import Name
+from pd_cache.config import HOST, Name
 from pd_cache.decoding import UndecodableError, decode_json, one_line
 from pd_cache.errors import PdCacheError
 from pd_cache.tokens import Namespace
@@ -18,7 +18,7 @@ from pd_cache.tokens import Namespace
 MAX_RECORD = 64 << 10
 """Most bytes of a record; ours have about one thousand."""
 
-_HOST = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._*-]+)"
+_HOST = rf"(\[[0-9A-Fa-f:.]+\]|\*|{HOST})"
 _PORT = r":[0-9]{1,5}"
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 """Bounded so that every program can compute with it, also one that has only floating-point numbers."""

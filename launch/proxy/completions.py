@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
 import aiohttp
 from aiohttp import web
@@ -23,9 +25,12 @@ from pd_cache.config import LARGEST_BODY
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 CHAT = "/v1/chat/completions"
 _MAX_ANSWER = 4 << 20
 """Most bytes of a prefill node's answer."""
+_LARGE = 1 << 18
+"""Bytes of a body that takes too long to read for the event loop."""
 _NO_TOKENIZE_S = 30.0
 _MOST_SLOW = 3
 
@@ -42,6 +47,7 @@ class Completions:
         self._direct = direct
         self._metrics = metrics
         self._prefill_timeout_s = prefill_timeout_s
+        self._large = asyncio.Semaphore(1)
         self._tokenize_after = 0.0
         """Until then, no node is asked for tokens."""
         self._slow_to_tokenize = 0
@@ -58,8 +64,10 @@ class Completions:
 
     async def _prepare(self, exchange: Exchange, body: bytes) -> bytes | Refusal:
         """Returns the body for the decode node, after the prefill node did its part; or a prefill node's refusal."""
-        completion = Completion(body, prompt="messages" if exchange.path == CHAT else "prompt")
-        prompt = completion.prompt()
+        field: Literal["messages", "prompt"] = "messages" if exchange.path == CHAT else "prompt"
+        nbytes = len(body)
+        completion = await self._computed(nbytes, lambda: Completion(body, prompt=field))
+        prompt = await self._computed(nbytes, completion.prompt)
         exchange.model = self._fleet.served(completion.model(), exchange.started)
         if not self._pools["decode"].count(exchange.model):
             raise overloaded("No decode node could answer")
@@ -69,7 +77,7 @@ class Completions:
         if why is not None:
             result: str = why
         elif self._pools["prefill"].count(exchange.model):
-            answer = await self._prefill(exchange, completion.for_prefill(), prompt)
+            answer = await self._prefill(exchange, await self._computed(nbytes, completion.for_prefill), prompt)
             self._metrics.prefill_seconds.observe(time.monotonic() - exchange.started)
             if isinstance(answer, Refusal):
                 return answer
@@ -78,7 +86,14 @@ class Completions:
         else:
             result = "no_prefill_nodes"
         self._metrics.handoffs.labels(result).inc()
-        return completion.for_decode(handoff)
+        return await self._computed(nbytes, lambda: completion.for_decode(handoff))
+
+    async def _computed(self, nbytes: int, function: Callable[[], T]) -> T:
+        """Returns what the function returns. For a large body it runs on another thread, one at a time: other requests go on meanwhile."""
+        if nbytes < _LARGE:
+            return function()
+        async with self._large:
+            return await asyncio.to_thread(function)
 
     # --- the prefill hop -----------------------------------------------------------------------------------------
 

@@ -26,6 +26,8 @@ Why = Literal["short", "in_pool"]
 _THREADS = 4
 _MAX_WAITING = 32
 """Lookups under way; more prompts at a time than these take the usual way unasked."""
+_MAX_TOKENS = 1 << 18
+"""Of a prompt that is looked up: to name the chunks of a longer one would take this process too long."""
 
 
 class Pool(NamedTuple):
@@ -119,7 +121,7 @@ class DirectRule:
         if prompt.tokens < self._tokens:
             return "short"
         eyes = self._eyes
-        if eyes is None or self._tokens == 0 or self._waiting >= _MAX_WAITING:
+        if eyes is None or self._tokens == 0 or self._waiting >= _MAX_WAITING or prompt.tokens > _MAX_TOKENS:
             return None
         self._waiting += 1
         try:

@@ -29,6 +29,8 @@ class WatchedFiles:
     def __init__(self) -> None:
         self._watches: list[_Watch] = []
         self._seen: dict[str, _Signature] = {}
+        self._said: dict[str, str] = {}
+        """What was logged of files that cannot be used: it is logged once, and they are tried at each look."""
 
     def add(self, what: str, files: Sequence[str], load: Callable[[], None]) -> None:
         """Call `load` now, and on another thread whenever one of `files` changes. It must raise ConfigError if a file cannot be used, and
@@ -43,12 +45,17 @@ class WatchedFiles:
             signature = _signature(watch.files)
             if signature == self._seen[watch.what]:
                 continue
-            self._seen[watch.what] = signature
             try:
                 watch.load()
             except ConfigError as error:
-                log.error("%s changed and cannot be used; what was read before stays in force: %s", watch.what, error)
+                if self._said.get(watch.what) != str(error):
+                    log.error(
+                        "%s changed and cannot be used; what was read before stays in force: %s", watch.what, error
+                    )
+                self._said[watch.what] = str(error)
             else:
+                self._seen[watch.what] = signature
+                self._said.pop(watch.what, None)
                 log.info("%s changed, and was read again", watch.what)
 
     async def follow(self) -> None:

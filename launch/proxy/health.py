@@ -58,6 +58,9 @@ class HealthChecks:
                 if error.reason == "exhausted":
                     return  # our own trouble, which says nothing about the node
                 why = f"{error.reason}: {error}"
+            except Exception as error:  # a node that cannot even be asked is not well
+                log.exception("node %s cannot be asked", url)
+                why = repr(error)
         if self._well.get(url, True) != (not why):
             log.warning("node %s: %s", url, f"not well: {why}" if why else "well again")
         self._well[url] = not why

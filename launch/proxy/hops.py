@@ -139,6 +139,8 @@ def _exhausted(error: BaseException) -> bool:
 def _mapped() -> Iterator[None]:
     try:
         yield
+    except (aiohttp.InvalidURL, UnicodeError) as error:  # no name that can be looked up, though it looked like one
+        raise HopError("unreachable", _told(error)) from error
     except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
         raise HopError("exhausted" if _exhausted(error) else "unreachable", _told(error)) from error
     except asyncio.TimeoutError as error:  # an OSError, too, from Python 3.11 on

@@ -33,10 +33,10 @@ class Listener:
         self,
         make_app: Callable[[], web.Application],
         connections: Connections,
-        tls: ssl.SSLContext | None,
+        tls: Callable[[], ssl.SSLContext] | None,
         header_timeout_s: float,
     ) -> None:
-        """`setup` calls `make_app` when the event loop runs. `header_timeout_s` bounds a TLS handshake; all other deadlines are those of
+        """`tls` is asked for each connection. `setup` calls `make_app` when the event loop runs. `header_timeout_s` bounds a TLS handshake; all other deadlines are those of
         `connections`."""
         self._make_app = make_app
         self._runner: web.AppRunner | None = None
@@ -111,7 +111,7 @@ class Listener:
         served = _Served(server(), self._connections)
         if self._tls is None:
             return _Plain(served, self._connections)
-        return _Secured(served, self._connections, self._tls, self._header_timeout_s, self._handshakes)
+        return _Secured(served, self._connections, self._tls(), self._header_timeout_s, self._handshakes)
 
 
 class _Served(asyncio.Protocol):

@@ -21,6 +21,8 @@ LIST_S = 10.0
 """How long the list may take in all."""
 _AT_ONE_S = 3.0
 _MAX_ANSWER = 4 << 20
+_AT_A_TIME = 16
+"""Models that are asked for at a time, by all clients together."""
 _MOST = 4
 """Most nodes that are asked for one model."""
 
@@ -31,11 +33,12 @@ class Models:
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
         self._pool = nodes.pools["decode"]
+        self._places = asyncio.Semaphore(_AT_A_TIME)
 
     async def serve(self, exchange: Exchange) -> web.Response:
         """Returns one node's answer for each model. A model none of whose nodes answers is left out."""
         models: list[str | None] = [*sorted(self._pool.models())] or [None]
-        answers = await asyncio.gather(*(self._of_one(exchange, model) for model in models))
+        answers = await asyncio.gather(*(self._in_turn(exchange, model) for model in models))
         found = [entry for entries in answers if isinstance(entries, list) for entry in entries]
         if found:
             body = msgspec.json.encode({"object": "list", "data": found})
@@ -44,6 +47,11 @@ class Models:
             if isinstance(refusal, Refusal):
                 return passed_on(refusal)
         raise overloaded("No decode node could answer", self._pool.retry_after(time.monotonic()))
+
+    async def _in_turn(self, exchange: Exchange, model: str | None) -> list[msgspec.Raw] | Refusal | None:
+        """The same as `_of_one`, for a few models at a time: connections to nodes are for completions, too."""
+        async with self._places:
+            return await self._of_one(exchange, model)
 
     async def _of_one(self, exchange: Exchange, model: str | None) -> list[msgspec.Raw] | Refusal | None:
         """Returns the list of a node that serves `model`, or its refusal; None if none of them answers."""

@@ -51,7 +51,7 @@ def run_proxy(
         room, header_s=settings.header_timeout_s, idle_s=settings.idle_timeout_s, write_s=settings.write_timeout_s
     )
     files, checks = WatchedFiles(), PeerChecks(config, node.name)
-    tls = None if settings.tls is None else ServerTls(settings.tls, files).context
+    tls = None if settings.tls is None else ServerTls(settings.tls, files).current
     proxy = Proxy(
         settings,
         direct,
@@ -61,7 +61,14 @@ def run_proxy(
         connections=connections,
     )
     asyncio.run(
-        _serve(config, proxy, Listener(proxy.app, connections, tls, settings.header_timeout_s), node, ready, on_stop)
+        _serve(
+            config,
+            proxy,
+            Listener(proxy.app, connections, tls, settings.header_timeout_s),
+            node,
+            ready,
+            on_stop,
+        )
     )
 
 

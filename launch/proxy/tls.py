@@ -12,7 +12,7 @@ from pd_cache.errors import ConfigError
 
 
 class ServerTls:
-    """A context for the listening socket, which gets another certificate when the files change."""
+    """A context for new connections; another one when the files change."""
 
     def __init__(self, config: ServerTlsConfig, files: WatchedFiles) -> None:
         """Raises ConfigError, which says which file cannot be used, and why."""
@@ -20,14 +20,20 @@ class ServerTls:
         self.context = _fresh()
         files.add("proxy.tls", [config.cert_file, config.key_file], self._load)
 
+    def current(self) -> ssl.SSLContext:
+        """The context of a connection that comes now."""
+        return self.context
+
     def _load(self) -> None:
-        config = self._config
-        # first into another context: if a file cannot be used, this one must not be left half changed
-        for context in (_fresh(), self.context):
-            try:
-                context.load_cert_chain(config.cert_file, config.key_file, password=_no_pass_phrase)
-            except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-                raise ConfigError(_why(config, error)) from None
+        config, context = (
+            self._config,
+            _fresh(),
+        )  # the one in use is not changed: handshakes go on with it on other threads
+        try:
+            context.load_cert_chain(config.cert_file, config.key_file, password=_no_pass_phrase)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise ConfigError(_why(config, error)) from None
+        self.context = context
 
 
 def _fresh() -> ssl.SSLContext:

@@ -6,7 +6,9 @@ from pd_cache.config.checks import Problem, consistency_problems
 from pd_cache.config.document import KeyPath
 from pd_cache.config.reader import Source, decode_custom, dump_config, load_config, parse_config, read_config
 from pd_cache.config.schema import (
+    HOST,
     LARGEST_BODY,
+    MAX_SHARDS,
     ROLES,
     SECRET_VARIABLES,
     Argument,
@@ -45,7 +47,9 @@ from pd_cache.config.schema import (
 )
 
 __all__ = [
+    "HOST",
     "LARGEST_BODY",
+    "MAX_SHARDS",
     "ROLES",
     "SECRET_VARIABLES",
     "Argument",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from pd_cache.config.document import KeyPath
 from pd_cache.config.schema import (
+    MAX_SHARDS,
     SECRET_VARIABLES,
     Argument,
     Arguments,
@@ -225,8 +226,17 @@ def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
                 yield Problem((*where, name), "is set by pd-cache itself; leave it out")
             if problem := _secret_problem(name.replace("_", "-"), value):
                 yield Problem((*where, name), problem)
+    shards = config.shards
+    if shards > MAX_SHARDS:
+        sizes = sorted({tensor_parallel(engine, node) for node in config.nodes if isinstance(node, EngineNode)})
+        shown = ", ".join(str(size)[:20] for size in sizes[:8])
+        yield Problem(
+            ("engine", "args"),
+            f"tensor-parallel sizes {shown} cut a chunk into more than {MAX_SHARDS} parts, the most there can be",
+        )
+        return
     for index, node in enumerate(config.nodes):
-        if isinstance(node, EngineNode) and config.shards % tensor_parallel(engine, node):
+        if isinstance(node, EngineNode) and shards % tensor_parallel(engine, node):
             yield Problem(
                 ("cache", "shards"),
                 f"must be a multiple of the tensor-parallel size {tensor_parallel(engine, node)} of nodes[{index}]",

@@ -50,10 +50,16 @@ VariableName = Annotated[
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z", description="the name of a variable: letters, digits and underscores"
     ),
 ]
+MAX_SHARDS = 1024
+"""Most objects that a chunk may be cut into: a lookup asks for each of them."""
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+HOST = rf"{_LABEL}(\.{_LABEL})*"
+"""The pattern of a host name or an IPv4 address: labels of at most 63 characters, as the name service takes them."""
 Host = Annotated[
     str,
     msgspec.Meta(
-        pattern=r"^[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_])?\Z",
+        pattern=rf"^{HOST}\Z",
+        max_length=253,
         description="a host name or an IPv4 address, without scheme and port",
     ),
 ]
@@ -129,7 +135,7 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
     hash_mode: Literal["auto", "tokens", "blocks"] = "auto"
     """Name chunks by hashing tokens, or by the engine's own block hashes; `auto` is blocks for vLLM, else tokens."""
     hash_seed: LineOrEmpty = ""
-    shards: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    shards: Annotated[int, msgspec.Meta(ge=0, le=MAX_SHARDS)] = 0
     """Into how many parts a chunk's KV heads are cut: a common multiple of the tensor-parallel sizes of all nodes that are to
     share chunks. 0 takes the least one of the nodes in this file."""
     tiers: Annotated[tuple[StorageTier, ...], msgspec.Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
@@ -565,8 +571,12 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
         """Returns into how many parts the nodes of this file cut a chunk's KV heads."""
         if self.cache.shards or not isinstance(self.engine, VllmEngineConfig):
             return self.cache.shards or 1
-        sizes = (tensor_parallel(self.engine, node) for node in self.nodes if isinstance(node, EngineNode))
-        return math.lcm(*sizes)
+        found = 1
+        for size in sorted({tensor_parallel(self.engine, node) for node in self.nodes if isinstance(node, EngineNode)}):
+            found = math.lcm(found, size)
+            if found > MAX_SHARDS:
+                break  # refused by `checks`; the numbers of a file may be of any size
+        return found
 
     def by_role(self, role: str) -> list[Node]:
         return [node for node in self.nodes if node.role == role]

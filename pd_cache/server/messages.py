@@ -20,11 +20,10 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from pd_cache.config import MAX_SHARDS
 from pd_cache.decoding import UndecodableError, msgpack_decoder
 
 PROTOCOL = 1
-MAX_SHARDS = 1024
-"""Most objects that a chunk may be cut into, as in the cluster's file: a lookup asks for each of them."""
 NAME_WIDTHS = range(8, 17)
 """Bytes that a chunk's name may have; see `tokens.stride_hashes`."""
 
@@ -59,17 +58,17 @@ class Hello(Message, frozen=True, tag="hello"):
     """Names this process's connection, also on its lifeline."""
     kind: Literal["scheduler", "worker", "observer"]
     software: Text
-    model: str = ""
+    model: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     """Identifies the weights; engines of one name, world size and block size share chunks."""
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS)] = 0
     block_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     """Tokens a block of the engine's paged cache."""
-    namespace: str = ""
+    namespace: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Fingerprint of the chunks' namespace, if the client knows it."""
     hash_mode: Literal["", "tokens", "blocks"] = ""
     """What this engine names chunks by; empty if the server's file decides."""
-    hash_seed: str = ""
+    hash_seed: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     """What its names depend on besides tokens; empty if the server's file decides."""
     held: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
     """Shards of each chunk that every rank holds; each is an object of its own."""

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pd_cache.backends import StorageBackend, open_backend
-from pd_cache.config import CacheConfig, NodeSettings
+from pd_cache.config import MAX_SHARDS, CacheConfig, NodeSettings
 from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVLayout
 from pd_cache.lookup.prefix import PrefixLookup
@@ -24,8 +24,8 @@ OpenBackend = Callable[[NodeSettings, int], StorageBackend]
 
 log = logging.getLogger(__name__)
 
-_MAX_SHARDS = 1024
-"""Most objects of a chunk: KV heads, or ranks times shards."""
+_MAX_MODELS = 64
+"""Most groups that are remembered without a worker."""
 _MAX_BACKENDS = 4
 """Most sizes of payload at a time, each with a backend of its own."""
 
@@ -102,11 +102,11 @@ class Models:
                 "mismatch", f"this server names chunks by {cache.hash_mode} (cache.hash_mode), the engine by {mode}"
             )
         seed = hello.hash_seed or cache.hash_seed
-        if hello.world_size * hello.held > _MAX_SHARDS:
+        if hello.world_size * hello.held > MAX_SHARDS:
             raise RefusalError(
                 "invalid",
                 f"world size {hello.world_size} with {hello.held} shards each makes {hello.world_size * hello.held} objects of "
-                f"every chunk; {_MAX_SHARDS} are the most",
+                f"every chunk; {MAX_SHARDS} are the most",
             )
         return Group(hello.model, hello.world_size, hello.held, hello.block_size, mode, seed)
 
@@ -143,7 +143,14 @@ class Models:
             model.workers.add(client)
             size = model.mover.backend.payload_bytes
             self._backends[size] = self._backends.pop(size)
+            self._idle_since.pop(size, None)
+            self._forget_models()
             return model
+
+    def _forget_models(self) -> None:
+        """Forget the oldest groups without a worker beyond `_MAX_MODELS`; they are made again when a worker comes."""
+        for group in [group for group, model in self._models.items() if not model.workers][: -_MAX_MODELS or None]:
+            self._models.pop(group).mover.close(0.0)
 
     def __iter__(self) -> Iterator[Model]:
         return iter(list(self._models.values()))
@@ -159,13 +166,16 @@ class Models:
         The one with the segment stays, because others have chunks in it. If no engine is left at all, the size that was used last
         stays, too: most likely its engine comes back.
         """
+        released: list[Callable[[], None]] = []
         with self._opening:
             idle = self._without_workers()
             self._idle_since = {size: self._idle_since.get(size, now) for size in idle}
             last = idle[-1] if len(idle) == len(self._backends) else None
             for size in idle:
                 if now - self._idle_since[size] >= idle_s and size not in (self._segment_of, last):
-                    self._release(size, f"their last engine went {idle_s:g} s ago")
+                    released.append(self._take_out(size, f"their last engine went {idle_s:g} s ago"))
+        for close in released:  # which takes a while: others may register meanwhile
+            close()
 
     def close(self) -> None:
         """Close the backends; nothing moves any more."""
@@ -202,9 +212,8 @@ class Models:
         idle = self._without_workers()
         if not idle:
             return False
-        self._release(
-            min(idle, key=lambda one: one == self._segment_of), "their last engine has gone, another size came"
-        )
+        size = min(idle, key=lambda one: one == self._segment_of)
+        self._take_out(size, "their last engine has gone, another size came")()
         return True
 
     def _without_workers(self) -> list[int]:
@@ -212,17 +221,22 @@ class Models:
         used = {id(model.mover.backend) for model in self if model.workers}
         return [size for size, backend in self._backends.items() if id(backend) not in used]
 
-    def _release(self, size: int, why: str) -> None:
+    def _take_out(self, size: int, why: str) -> Callable[[], None]:
+        """Take a backend out of the tables. Returns what closes it."""
         backend = self._backends.pop(size)
         if size == self._segment_of:
             self._segment_of = None
-        for group, model in list(self._models.items()):
-            if model.mover.backend is backend:
-                del self._models[group]
-                model.mover.close(self._settings.transfer.timeouts.close_ms / 1000)
-        self._released(backend)
-        backend.close()
-        log.info("chunks of %d bytes are not served any more: %s", size, why)
+        groups = [group for group, model in self._models.items() if model.mover.backend is backend]
+        movers = [self._models.pop(group).mover for group in groups]
+
+        def close() -> None:
+            for mover in movers:
+                mover.close(self._settings.transfer.timeouts.close_ms / 1000)
+            self._released(backend)
+            backend.close()
+            log.info("chunks of %d bytes are not served any more: %s", size, why)
+
+        return close
 
     def _open_tiers(self, settings: NodeSettings, payload_bytes: int) -> StorageBackend:
         return open_backend(settings, payload_bytes, pin=host_pin(), metrics=self._metrics)

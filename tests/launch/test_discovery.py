@@ -121,6 +121,7 @@ def test_a_namespace_of_absurd_numbers_is_not_believed(absurd: dict[str, int]) -
         (b'{"name": "a", "role": "proxy", "address": "http://[:1"}', "address"),
         (b'{"name": "a", "role": "store", "address": "tcp://h:1"}', "a store's address is host:port"),
         (b'{"name": "a", "role": "cache-server", "address": "http://h:1"}', "a cache-server's address is ipc"),
+        (b'{"name": "a", "role": "decode", "address": "http://a..b:80"}', "address"),
         (b'{"name": "a", "role": "prefill", "address": "http://h:0"}', "port 0"),
         (b'{"name": "a", "role": "prefill", "address": "http://h:99999"}', "Port out of range"),
         (b'{"name": "a", "role": "prefill", "address": "http://h:1\\n"}', "address"),

@@ -117,7 +117,7 @@ def test_without_the_key_files_status_says_that_the_proxy_is_up_and_no_more(guar
 
 
 def test_a_certificate_that_nobody_vouches_for_is_refused(guarded: Guarded) -> None:
-    with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+    with pytest.raises(ssl.SSLCertVerificationError, match="CERTIFICATE_VERIFY_FAILED"):
         fetch(f"{guarded.url}/health", access=NOBODY)
 
 

@@ -185,3 +185,32 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
 def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(name)
+
+
+VLLM = """\
+engine: {kind: vllm, model: m}
+nodes:
+  - {name: master, role: master}
+"""
+
+
+def with_sizes(sizes: list[int]) -> str:
+    return VLLM + "".join(
+        f"  - {{name: d{n}, role: decode, port: {8100 + n}, args: {{tp: {size}}}}}\n" for n, size in enumerate(sizes)
+    )
+
+
+@pytest.mark.parametrize("sizes", [[64, 81], [10**19 + n for n in range(300)]], ids=["too many parts", "huge numbers"])
+def test_tensor_parallel_sizes_that_cut_chunks_into_too_many_parts_are_refused(sizes: list[int]) -> None:
+    with pytest.raises(ConfigError, match="cut a chunk into more than 1024 parts"):
+        parse_config(with_sizes(sizes), "c.yaml")
+
+
+def test_tensor_parallel_sizes_that_share_chunks_are_accepted() -> None:
+    assert parse_config(with_sizes([2, 3, 4]), "c.yaml")[0].shards == 12
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64, "a.", "a-.b", ".".join(["a" * 50] * 6)])
+def test_a_host_that_no_name_service_takes_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="host"):
+        parse_config(f"nodes: [{{name: m, role: master, host: {host}}}]\n", "c.yaml")

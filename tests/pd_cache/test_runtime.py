@@ -64,6 +64,18 @@ def test_a_session_folder_of_our_own_is_preferred(tmp_path: Path, ours: Path, mo
     assert runtime_folder() == ours
 
 
+def test_what_others_planted_where_our_folder_would_be_is_nothing_to_a_session_with_a_folder_of_its_own(
+    tmp_path: Path, ours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = tmp_path / "session"
+    session.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    ours.symlink_to("nowhere")
+    with note("n", "text") as left:
+        assert left
+        assert read_note("n") == "text"
+
+
 @needs_root
 def test_a_session_folder_of_another_user_is_not_taken(
     tmp_path: Path, ours: Path, monkeypatch: pytest.MonkeyPatch

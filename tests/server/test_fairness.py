@@ -314,6 +314,34 @@ def test_the_time_without_engines_begins_anew_when_one_comes_back(models: Models
     assert idle.mover.backend.closed
 
 
+def test_the_time_without_engines_begins_anew_also_where_one_came_and_left_unseen(models: Models) -> None:
+    _, idle, _ = (come(models, heads, "a") for heads in (1, 2, 3))
+    idle.workers.clear()
+    models.release_idle(600, now=1000.0)
+    come(models, 2, "b").workers.clear()
+    come(models, 3, "b")
+    models.release_idle(600, now=1601.0)
+    assert not idle.mover.backend.closed
+
+
+def test_others_register_while_a_backend_is_closed_that_nobody_uses(models: Models) -> None:
+    _, idle, _ = (come(models, heads, "a") for heads in (1, 2, 3))
+    idle.workers.clear()
+    came: list[Any] = []
+    idle.mover.backend.close = lambda: came.append(come(models, 3, "b"))
+    models.release_idle(600, now=1000.0)
+    models.release_idle(600, now=1600.0)
+    assert came
+
+
+def test_groups_whose_engines_have_left_are_not_remembered_without_end(models: Models) -> None:
+    for index in range(100):
+        hello = Hello(uuid.uuid4().hex, "worker", "x", f"model {index}", 1, 0, BLOCK)
+        layout = KVLayout.from_tensors(make_cache(heads=1, block_size=BLOCK))
+        models.serve(models.group(hello), layout, "a").workers.clear()
+    assert len(list(models)) <= 65
+
+
 # --- connections -----------------------------------------------------------------------------------------------------
 
 FEW_FILES = """

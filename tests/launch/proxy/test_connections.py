@@ -190,7 +190,7 @@ async def listening(limit: int = 100, **config: Any) -> AsyncIterator[Running]:
         limit, header_s=settings.header_timeout_s, idle_s=settings.idle_timeout_s, write_s=settings.write_timeout_s
     )
     files = WatchedFiles()
-    tls = None if settings.tls is None else ServerTls(settings.tls, files).context
+    tls = None if settings.tls is None else ServerTls(settings.tls, files).current
     proxy = Proxy(settings, files=files, connections=connections)
     listener = Listener(proxy.app, connections, tls, settings.header_timeout_s)
     try:

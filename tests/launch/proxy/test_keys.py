@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -80,6 +81,26 @@ def test_a_file_of_keys_that_becomes_unusable_leaves_the_old_ones_in_force_and_i
     file.write_text(f"bob {KEY}-of-bob")
     files.look()
     assert keys.client(f"Bearer {KEY}-of-bob") == "bob"
+
+
+def test_a_file_that_could_not_be_read_for_a_moment_is_read_later_though_it_looks_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, files = tmp_path / "keys", WatchedFiles()
+    keys = Keys(ProxyConfig(api_keys_file=keys_file(tmp_path, f"alice {KEY}")), files)
+    file.write_text(f"bob {KEY}-of-bob")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", _denied)
+        patch.setattr(Path, "read_bytes", _denied)
+        patch.setattr("builtins.open", _denied)
+        files.look()
+    assert keys.client(f"Bearer {KEY}") == "alice"
+    files.look()
+    assert keys.client(f"Bearer {KEY}-of-bob") == "bob"
+
+
+def _denied(*_: object, **__: object) -> NoReturn:
+    raise PermissionError(13, "Permission denied")
 
 
 def test_secrets_that_are_swapped_by_a_link_are_read_again(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""Asking a node for its report: bounded however it answers, and asked of that node alone."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import urllib.error
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from launch.access import Access
+from launch.reachability import fetch
+
+Serve = Callable[[socket.socket, threading.Event], None]
+
+
+@contextmanager
+def answering(serve: Serve) -> Iterator[tuple[str, list[bytes]]]:
+    """A server on loopback; its URL, and the heads of the requests that came."""
+    heads: list[bytes] = []
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            while not over.is_set():
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    try:
+                        heads.append(connection.recv(65536))
+                        serve(connection, over)
+                    except OSError:
+                        pass
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", heads
+        finally:
+            over.set()
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def drop_by_drop(data: bytes) -> Serve:
+    def serve(connection: socket.socket, over: threading.Event) -> None:
+        for index in range(len(data)):
+            if over.wait(0.02):
+                return
+            connection.sendall(data[index : index + 1])
+
+    return serve
+
+
+def whole(data: bytes) -> Serve:
+    return lambda connection, _: connection.sendall(data)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"x" * 100_000,
+        b"HTTP/1.1 200 OK\r\n" + b"".join(b"X-%d: 1\r\n" % index for index in range(90)) + b"X: " + b"y" * 60_000,
+    ],
+    ids=["its body", "its headers"],
+)
+def test_a_node_that_answers_drop_by_drop_is_given_up_at_the_deadline(answer: bytes) -> None:
+    with answering(drop_by_drop(answer)) as (url, _):
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError, match="no whole answer"):
+            fetch(f"{url}/peers", 0.3)
+        assert time.monotonic() - begun < 60, "the whole of it would take half an hour"
+
+
+def test_a_key_goes_to_the_node_and_not_to_a_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+    with answering(whole(body)) as (proxy, of_proxy), answering(whole(body)) as (node, of_node):
+        monkeypatch.setenv("http_proxy", proxy)
+        monkeypatch.setenv("no_proxy", "")
+        assert fetch(f"{node}/metrics?a=1", 60, Access("secret")) == b"ok"
+    assert not of_proxy
+    assert of_node[0].startswith(b"GET /metrics?a=1 HTTP/1.1\r\n")
+    assert b"Authorization: Bearer secret" in of_node[0]
+
+
+def test_a_redirect_is_not_followed() -> None:
+    with answering(whole(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")) as (elsewhere, of_elsewhere):
+        moved = f"HTTP/1.1 302 Found\r\nLocation: {elsewhere}/\r\nContent-Length: 0\r\n\r\n".encode()
+        with answering(whole(moved)) as (node, _), pytest.raises(urllib.error.HTTPError) as raised:
+            fetch(node, 60, Access("secret"))
+    assert raised.value.code == 302
+    assert not of_elsewhere
+
+
+def test_what_does_not_speak_http_is_a_value_error() -> None:
+    with answering(whole(b"SSH-2.0-x\r\n")) as (url, _), pytest.raises(ValueError, match="does not speak HTTP"):
+        fetch(url, 60)
