@@ -129,7 +129,7 @@ class CacheEngine:
         names, length = self._named(tokens, hashes, extra_keys)
         first = unwanted_prefix(mask, length, self.chunk_size)
         outcomes = self.mover.store(self._plan(names, length, first, kv_caches, slot_mapping), timeout)
-        return outcomes.count(Stored.NEW) * self.chunk_size // self.metadata.held
+        return self._chunks(outcomes).count(Stored.NEW) * self.chunk_size
 
     def store_chunks(
         self, names: Sequence[bytes], *, kv_caches: KVCaches, slot_mapping: torch.Tensor, timeout: float | None = None
@@ -139,7 +139,10 @@ class CacheEngine:
         slot_mapping: int [chunks * chunk_size].
         """
         run = self._plan(names, len(names) * self.chunk_size, 0, kv_caches, slot_mapping)
-        outcomes = self.mover.store(run, timeout)
+        return self._chunks(self.mover.store(run, timeout))
+
+    def _chunks(self, outcomes: Sequence[Stored]) -> list[Stored]:
+        """What became of each chunk, of what became of its shards."""
         held = self.metadata.held
         return [Stored.together(outcomes[start : start + held]) for start in range(0, len(outcomes), held)]
 

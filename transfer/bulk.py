@@ -40,6 +40,7 @@ _ROUND_EXTRA_S = 0.6
 _LANES = 4
 """Connections to a peer, unless MC_TCP_LANES_PER_PEER says otherwise, up to `_MOST_LANES`."""
 _MOST_LANES = 16
+_MOST_UNREVOKED = 1 << 16
 _RETRY_FULL_AFTER_S = 0.02
 """Eviction frees space in ticks of about 10 ms. A put that found the pool full is tried once more after this time."""
 
@@ -116,6 +117,10 @@ class Bulk:
         self._step = 0 if self._shared else keys_per_step(settings)
         self._stall_s = stall_seconds(settings)
         self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
+        self._unrevoked: dict[str, None] = {}
+        """Keys whose put sessions Mooncake's client still holds although they were given up."""
+        self._held: dict[int, frozenset[str]] = {}
+        """By thread: the peers that hold it for longer than a peer may stall."""
         self._reading: dict[int, tuple[float, list[str]]] = {}
         """When the read of each thread began, and of which keys."""
 
@@ -154,9 +159,12 @@ class Bulk:
         if self._shared:
             return
         now = time.monotonic()
-        for began, keys in list(self._reading.values()):
+        for thread, (began, keys) in list(self._reading.items()):
             if now - began > self._stall_s:
-                for peer in frozenset[str]().union(*self._where(keys).values()):
+                peers = frozenset[str]().union(*self._where(keys).values())
+                if thread in self._reading:
+                    self._held[thread] = peers
+                for peer in peers:
                     self._blame(peer, now)
 
     # --- inside --------------------------------------------------------------------------------------------------
@@ -194,6 +202,7 @@ class Bulk:
                 outcomes = self._guarded(targets, lambda: self._client.batch_get_into(some, addresses, sizes))
             finally:
                 del self._reading[me]
+                self._held.pop(me, None)
             self._judge(some, outcomes)
             for index, outcome in zip(wanted, outcomes, strict=True):
                 codes[index] = outcome
@@ -208,6 +217,8 @@ class Bulk:
     def _put_in_session(self, keys: list[str], addresses: list[int], sizes: list[int], config: Any) -> list[int]:
         """Does what `batch_put_from` does, at the same cost. But `batch_put_from` answers 0 for a key that another writer has begun
         and may never end. A session reports such keys, and keys that exist already."""
+        if left := [key for key in keys if key in self._unrevoked]:
+            self._revoke(left)
         codes = self._client.batch_put_session_start(keys, sizes, config)
         ours = [index for index, code in enumerate(codes) if code == 0]
         if ours:
@@ -220,7 +231,7 @@ class Bulk:
             for index, code in zip(whole, self._end([keys[i] for i in whole]), strict=True):
                 codes[index] = code
             if broken := [keys[i] for i in ours if codes[i] != 0]:
-                self._client.batch_put_session_revoke(broken)
+                self._revoke(broken)
         others = [index for index, code in enumerate(codes) if status_of(code) in (Status.BUSY, Status.INVALID)]
         if others:  # there already, or begun by another writer, perhaps on another thread of ours
             there = self._client.batch_is_exist([keys[i] for i in others])
@@ -228,6 +239,17 @@ class Bulk:
                 if exists == 1:
                     codes[index] = 0
         return codes
+
+    def _revoke(self, keys: list[str]) -> None:
+        """Give up sessions. One that the master does not hear of stays open in Mooncake's client, which then refuses its key
+        (-600); so it is revoked again before the next put of the key."""
+        for key, code in zip(keys, self._client.batch_put_session_revoke(keys), strict=True):
+            if code == 0 or status_of(code) is Status.MISSING:
+                self._unrevoked.pop(key, None)
+            else:
+                self._unrevoked[key] = None
+        while len(self._unrevoked) > _MOST_UNREVOKED:
+            del self._unrevoked[next(iter(self._unrevoked))]
 
     def _end(self, keys: list[str]) -> list[int]:
         return self._client.batch_put_session_end(keys) if keys else []
@@ -239,11 +261,12 @@ class Bulk:
         if not self.peers.any_silent:
             return list(range(len(keys)))
         where, now = self._where(keys), time.monotonic()
+        held = frozenset[str]().union(*list(self._held.values()))
         asked: dict[frozenset[str], bool] = {}  # one trial of a silent peer, not one a key
         for key in keys:
             peers = where.get(key, frozenset())
             if peers not in asked:
-                asked[peers] = self.peers.may_ask(peers, now)
+                asked[peers] = self.peers.may_ask(peers, now, held)
         return [index for index, key in enumerate(keys) if asked[where.get(key, frozenset())]]
 
     def _judge(self, keys: list[str], codes: list[int]) -> None:
@@ -258,6 +281,7 @@ class Bulk:
                 log.info("peer %s delivers again", peer)
         for peer in {peer for key in failed for peer in where.get(key, ())} - delivered:
             self._blame(peer, now)
+        self.peers.tried(frozenset[str]().union(*where.values()))
 
     def _blame(self, peer: str, now: float) -> None:
         if self.peers.failed(peer, now):

@@ -31,7 +31,18 @@ def _nothing() -> None:
 class Call(Generic[T]):
     """One call under way. The lock is held until the outcome is there: the cheapest way for one thread to wait."""
 
-    __slots__ = ("_done", "_error", "_function", "_on_end", "_taken", "_threads", "_value", "deadline", "started")
+    __slots__ = (
+        "_done",
+        "_error",
+        "_function",
+        "_on_end",
+        "_taken",
+        "_threads",
+        "_value",
+        "deadline",
+        "had_s",
+        "started",
+    )
 
     def __init__(
         self, threads: CallThreads, function: Callable[[], T], deadline: float, on_end: Callable[[], None]
@@ -46,6 +57,8 @@ class Call(Generic[T]):
         self._done = threading.Lock()
         self._done.acquire()
         self.deadline = deadline
+        self.had_s = 0.0
+        """Seconds until its deadline when a thread took it up: how long it has had to end, if the deadline has passed."""
         self.started = False
         """Whether a thread has begun it; none ever does if the deadline passed first."""
 
@@ -72,8 +85,8 @@ class Call(Generic[T]):
         function, self._function = self._function, None
         assert function is not None
         try:
-            if time.monotonic() < self.deadline:
-                self.started = True
+            if (left := self.deadline - time.monotonic()) > 0:
+                self.had_s, self.started = left, True
                 self._value = function()
         except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
             self._error = error

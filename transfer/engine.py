@@ -6,14 +6,12 @@ address, and failing transfers are the only sign here that a peer died.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from transfer.bulk import Watch
 from transfer.calls import CallThreads
-from transfer.environment import MAX_TRANSFERS, engine_timeout_seconds, prepare
+from transfer.environment import MAX_TRANSFERS, prepare
 from transfer.errors import MissingLibraryError, Status, TransferError
 from transfer.settings import TransferSettings
 from transfer.staging import Slot
@@ -43,8 +41,6 @@ class DirectEngine:
         """The address that peers need; a new one after each start."""
         self._threads = CallThreads("mooncake-engine", settings.threads)
         self._registered: list[int] = []
-        variable = os.environ.get("MC_TRANSFER_TIMEOUT", "")
-        self._gives_up_after_s = int(variable) if variable.isdecimal() else engine_timeout_seconds(settings)
 
     def register(self, address: int, nbytes: int) -> None:
         """Let peers read and write this memory, which must stay mapped until `close`. Raises TransferError if Mooncake refuses."""
@@ -84,9 +80,8 @@ class DirectEngine:
             slot.retain()
 
         def transfer() -> list[int]:
-            watch = Watch(self._gives_up_after_s)
             code = function(peer, [slot.address for slot in held], addresses, [slot.size for slot in held])
-            if code != 0 and watch.may_have_given_up():  # it returned, and the transfer goes on
+            if code != 0:  # it returns when the first task has failed, while others of the batch go on
                 for slot in held:
                     slot.forfeit(self)
             return [code]

@@ -25,8 +25,10 @@ class Peers:
         self._lock = threading.Lock()
         self._silent: dict[str, tuple[float, float]] = {}
         """For each silent peer, when to try it again and the pause before that."""
+        self._trial: frozenset[str] = frozenset()
+        """The peers of the trial under way; empty if there is none."""
         self._trial_ends = 0.0
-        """When to stop waiting for the outcome of the trial under way; 0 after a report."""
+        """When to stop waiting for its outcome."""
 
     @property
     def any_silent(self) -> bool:
@@ -36,13 +38,11 @@ class Peers:
     def delivered(self, peer: str) -> bool:
         """Note that a peer answered. Returns True if it was silent before."""
         with self._lock:
-            self._trial_ends = 0.0
             return self._silent.pop(peer, None) is not None
 
     def failed(self, peer: str, now: float) -> bool:
         """Note that a peer did not answer. Returns True if it answered before."""
         with self._lock:
-            self._trial_ends = 0.0
             known = self._silent.pop(peer, None)
             pause = self._retry_s if known is None else min(self._longest_s, 2 * known[1])
             self._silent[peer] = (now + pause, pause)
@@ -50,15 +50,24 @@ class Peers:
                 del self._silent[next(iter(self._silent))]
             return known is None
 
-    def may_ask(self, peers: Collection[str], now: float) -> bool:
+    def tried(self, peers: Collection[str]) -> None:
+        """Note that a read of objects at `peers` has ended, whatever came of it: if it was the trial, that is over."""
+        with self._lock:
+            if self._trial <= set(peers):
+                self._trial = frozenset()
+
+    def may_ask(self, peers: Collection[str], now: float, held: Collection[str] = ()) -> bool:
         """Whether to read an object that has copies at `peers`: one of them is not silent, or it is time to try one again.
 
-        Only one trial of any peer is under way at a time, because it may hold its thread for as long as `TRIAL_S`.
+        Only one trial of any peer is under way at a time, because it may hold its thread for as long as `TRIAL_S`. There is none of a
+        peer that holds a thread already (`held`).
         """
         with self._lock:
             if not peers or any(peer not in self._silent for peer in peers):
                 return True
-            if now < self._trial_ends or all(now < self._silent[peer][0] for peer in peers):
+            if (self._trial and now < self._trial_ends) or all(now < self._silent[peer][0] for peer in peers):
                 return False
-            self._trial_ends = now + TRIAL_S
+            if not set(held).isdisjoint(peers):
+                return False
+            self._trial, self._trial_ends = frozenset(peers), now + TRIAL_S
             return True

@@ -239,7 +239,11 @@ class StagingPool:
             replace = bool(count) and self.forfeited_bytes <= _FORFEITS * self.nbytes
         if not replace:
             return
-        address, memory = self._map(count)
+        try:
+            address, memory = self._map(count)
+        except OSError as error:  # no memory, of all times now: the pool shrinks
+            log.error("staging: %d slots are lost, there is no other memory for them: %s", count, error)
+            return
         if (code := client.register_buffer(address, len(memory))) != 0:
             log.error("staging: %d slots are lost, Mooncake refused other memory for them (%d)", count, code)
             return

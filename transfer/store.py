@@ -52,6 +52,8 @@ SYSTEM_PACKAGES = {
 
 _EXISTS = {1: Status.OK, 0: Status.MISSING}
 
+_FAIR = 0.9
+"""The part of its usual time that a call must have had, if it is to say something about the pool that it did not end."""
 _HEADROOM = 4
 """One in this many slots is left to leases that wait: see `StagingPool.lease`."""
 
@@ -498,7 +500,7 @@ class MooncakeStore:
 
     def _timed_out(self, what: str, call: Call[list[R]], patience: float) -> None:
         """Called when a deadline passed. That says something about the pool only if the call had a fair time to run."""
-        if call.started and patience >= self._settings.timeouts.exist_ms / 1000:
+        if call.had_s >= _FAIR * self._settings.timeouts.exist_ms / 1000:
             self._settle(f"{what} (no answer in {patience:g} s)", failed=True)
 
     def _register(self, pool: StagingPool) -> bool:

@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _BATCH_BYTES = 64 << 20
+_FAIR = 0.9
+"""The part of that time which a call must have had."""
 _FAIR_S = 2.0
 """A disk that has not answered within this hangs."""
 _EVICTED_FOR_ONE = 8
@@ -388,7 +390,7 @@ class LocalDiskBackend(StorageBackend):
     def _outcome(self, call: Call[Status], patience: float) -> Status:
         status = call.outcome(Status.TIMEOUT)
         if status is Status.TIMEOUT:
-            self._late("a write", call.started, patience, self._timeouts.put_ms)
+            self._late("a write", call.had_s, self._timeouts.put_ms)
         return status
 
     def _remove(self, digest: str) -> Status:
@@ -440,14 +442,18 @@ class LocalDiskBackend(StorageBackend):
                 self._metrics.spoiled("a deletion", name_of(error), str(error))
                 if not self.folder.takes_room(name):
                     return Status.OK
-                self._stuck.append(name)
-                self.index.shrink()
-                with self.health.changed:
-                    self.health.changed.notify_all()
-                return Status.NO_SPACE
+                return self._stays(name)
             status = self.health.judge("a deletion", error, writing=True)
             return Status.OK if status is Status.INTERNAL else status
         return Status.OK
+
+    def _stays(self, name: str) -> Status:
+        """A file that cannot be deleted keeps its place in the budget until it can."""
+        self._stuck.append(name)
+        self.index.shrink()
+        with self.health.changed:
+            self.health.changed.notify_all()
+        return Status.NO_SPACE
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -509,7 +515,7 @@ class LocalDiskBackend(StorageBackend):
         if read.call is not None:
             reason = read.call.outcome(Status.TIMEOUT.value)
             if reason == Status.TIMEOUT.value:
-                self._late("a read", read.call.started, read.patience, self._timeouts.get_ms)
+                self._late("a read", read.call.had_s, self._timeouts.get_ms)
         if read.staged is not None and not reason:
             read.staged.sealed_for = key
             return FetchedObject(read.staged)
@@ -530,10 +536,11 @@ class LocalDiskBackend(StorageBackend):
     def _count(self) -> None:
         self._metrics.holds(len(self.index) * self._file_bytes)
 
-    def _late(self, what: str, started: bool, patience: float, usual_ms: int) -> None:
-        """Called when a deadline passed. A disk that hangs counts as failed; a long queue or an impatient caller proves nothing."""
-        if started and patience >= min(_FAIR_S, usual_ms / 1000):
-            self.health.late(what, patience)
+    def _late(self, what: str, had_s: float, usual_ms: int) -> None:
+        """Called when a deadline passed. A disk that hangs counts as failed; a long queue or an impatient caller proves nothing:
+        `had_s` is how long the disk itself has had."""
+        if had_s >= _FAIR * min(_FAIR_S, usual_ms / 1000):
+            self.health.late(what, had_s)
 
     def _keep(self) -> None:
         """The keeper thread: opens the folder, tries it again while it is switched off, and lets the budget grow again."""

@@ -173,11 +173,11 @@ class MooncakeBackend(StorageBackend):
                 self._heal(key)
             return fetched
         slot.release()
-        if (
-            result.status is Status.INVALID
-        ):  # an object larger than a chunk of this namespace, which Mooncake does not read
+        if result.status is Status.INVALID:  # larger than a chunk of this namespace: Mooncake does not read it
             self._heal(key)
             return FetchedObject(None, "other_size")
+        if result.status is Status.CHECKSUM:  # Mooncake's own, of an object that another client wrote
+            self._heal(key)
         return FetchedObject(None, result.status.value)
 
     def _heal(self, key: str) -> None:

@@ -191,8 +191,7 @@ def test_a_store_and_a_retrieve_in_many_turns_move_what_one_turn_moves(server: C
     with Engine(server.url) as engine:
         store_surely(engine, TOKENS[:CHUNK])
         monkeypatch.setattr(moves, "TURN_BYTES", 1)
-        engine.store("a", TOKENS)
-        assert engine.worker.get_failed_stores() == {}
+        store_surely(engine, TOKENS)
         assert engine.lookup("a", TOKENS) == 6 * CHUNK
         assert engine.retrieve("a", TOKENS, 20) == set()
         assert engine.holds(TOKENS, 20)
@@ -377,7 +376,7 @@ def test_a_server_without_descriptors_for_more_connections_refuses_them_and_live
                 connections[-1].connect(str(path))
             except OSError:
                 return False
-            return known.ask(StatusQuery(), 60) == Refused("here", "")
+            return known.ask(StatusQuery(), 5) == Refused("here", "")
 
         assert not all(connect() for _ in range(400)), "it took more connections than it has descriptors"
         assert known.ask(StatusQuery(), 60) == Refused("here", "")

@@ -220,6 +220,25 @@ def test_a_put_says_ok_only_for_what_the_pool_holds(slots: list[Slot]) -> None:
     assert client.revoked == ["dead"]
 
 
+def test_a_session_that_could_not_be_revoked_is_revoked_before_the_next_put_of_its_key(slots: list[Slot]) -> None:
+    client = Client()
+    bulk = Bulk(client, settings(), lambda _: None)
+    revoke, refused = client.batch_put_session_revoke, [-900]
+
+    def unheard(keys: list[str]) -> list[int]:
+        revoke(keys)
+        return refused
+
+    client.batch_put_session_revoke = unheard  # type: ignore[method-assign]
+    bulk.put(["dead", "well"], slots[:2], [100] * 2, None, soon())
+    assert client.revoked == ["dead"]
+    refused[:] = [0]
+    bulk.put(["dead"], slots[:1], [100], None, soon())
+    assert client.revoked == ["dead"] * 3, "before it is begun, and because it failed again"
+    bulk.put(["well"], slots[:1], [100], None, soon())
+    assert client.revoked == ["dead"] * 3
+
+
 def test_a_put_that_found_no_room_is_tried_once_more(slots: list[Slot]) -> None:
     client = Client()
     client.full = {"x"}
