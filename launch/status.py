@@ -192,7 +192,7 @@ def _ask(record: NodeRecord, access: Access) -> NodeStatus:
             _ask_http(record.address, row, access if record.role == "proxy" else NOBODY)
         else:
             row.state = _NOT_ASKED
-    except (OSError, urllib.error.URLError) as error:
+    except OSError as error:
         row.state = f"no answer: {getattr(error, 'reason', error)}"
     except (PdCacheError, ValueError) as error:
         row.state = f"no answer: {error}"

@@ -348,7 +348,7 @@ class MooncakeStore:
             return [self._refusal()] * len(keys)
         codes = call.outcome([])
         if not codes:
-            self._timed_out("batch_is_exist", call, timeout)
+            self._timed_out("batch_is_exist", call)
             return [Status.TIMEOUT] * len(keys)
         if codes.count(1) == len(codes):
             return [Status.OK] * len(codes)
@@ -459,7 +459,7 @@ class MooncakeStore:
             return None
         answer = call.outcome([])
         if not answer:
-            self._timed_out("control call", call, timeout)
+            self._timed_out("control call", call)
             return None
         return answer[0]
 
@@ -498,10 +498,10 @@ class MooncakeStore:
         elif self._breaker.succeeded():
             log.info("pool %s is back", self._master)
 
-    def _timed_out(self, what: str, call: Call[list[R]], patience: float) -> None:
+    def _timed_out(self, what: str, call: Call[list[R]]) -> None:
         """Called when a deadline passed. That says something about the pool only if the call had a fair time to run."""
         if call.had_s >= _FAIR * self._settings.timeouts.exist_ms / 1000:
-            self._settle(f"{what} (no answer in {patience:g} s)", failed=True)
+            self._settle(f"{what} (no answer in {call.had_s:.3g} s)", failed=True)
 
     def _register(self, pool: StagingPool) -> bool:
         """Whether the pool's memory can be used now. Raises TransferError if it never can be; a host client just tries again."""

@@ -96,15 +96,12 @@ class _Write:
 class _Writes:
     """What became of a put; see `base.PutOutcome`."""
 
-    def __init__(self, backend: LocalDiskBackend, parts: list[Status | Call[Status]], patience: float) -> None:
+    def __init__(self, backend: LocalDiskBackend, parts: list[Status | Call[Status]]) -> None:
         self._backend = backend
         self._parts = parts
-        self._patience = patience
 
     def results(self) -> list[Status]:
-        return [
-            part if isinstance(part, Status) else self._backend._outcome(part, self._patience) for part in self._parts
-        ]
+        return [part if isinstance(part, Status) else self._backend._outcome(part) for part in self._parts]
 
 
 class _Read(NamedTuple):
@@ -113,8 +110,6 @@ class _Read(NamedTuple):
     call: Call[str] | None
     staged: StagedObject | None
     reason: str = ""
-    patience: float = 0.0
-    """Seconds that the call was given."""
 
     def release(self) -> None:
         """To be called when nobody waits for it any more. A call that runs keeps a reference of its own until it ends."""
@@ -238,7 +233,7 @@ class LocalDiskBackend(StorageBackend):
         items = self.memory.own(staged, keys)
         seconds = self._put_seconds(timeout)
         deadline = time.monotonic() + seconds
-        return _Writes(self, [self._put(key, item, deadline) for key, item in zip(keys, items, strict=True)], seconds)
+        return _Writes(self, [self._put(key, item, deadline) for key, item in zip(keys, items, strict=True)])
 
     def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         if self.health.state not in (DiskState.ON, DiskState.FULL):
@@ -387,7 +382,7 @@ class LocalDiskBackend(StorageBackend):
             del self._writing[write.digest]
         return wanted
 
-    def _outcome(self, call: Call[Status], patience: float) -> Status:
+    def _outcome(self, call: Call[Status]) -> Status:
         status = call.outcome(Status.TIMEOUT)
         if status is Status.TIMEOUT:
             self._late("a write", call.had_s, self._timeouts.put_ms)
@@ -477,7 +472,7 @@ class LocalDiskBackend(StorageBackend):
             undo.callback(target.release)
             read = functools.partial(self._read, key, entry, target)
             call = self._reads.submit(read, time.monotonic() + seconds, undo.pop_all().close)
-        return _Read(call, staged, "" if call is not None else self._rejection().value, seconds)
+        return _Read(call, staged, "" if call is not None else self._rejection().value)
 
     def _read(self, key: str, entry: Entry[str], target: StagedObject) -> str:
         """On a reading thread: read and check an object. Returns what is wrong with it, if anything is."""

@@ -50,16 +50,16 @@ def serve(engine: Engine, requests: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_thousands_of_requests_leave_memory_files_and_threads_as_they_were(server: ServerProcess) -> None:
+def test_twenty_thousand_requests_leave_memory_files_and_threads_as_they_were(server: ServerProcess) -> None:
     pid = server.process.pid
     with Engine(server.address) as engine:
         store_surely(engine, TOKENS)
-        serve(engine, 1000)
+        serve(engine, 2000)
         gc.collect()
         here, there = psutil.Process(), psutil.Process(pid)
         before = (own_memory(pid), there.num_fds(), there.num_threads(), here.num_fds())
         mine = own_memory(os.getpid())
-        serve(engine, 8000)
+        serve(engine, 20_000)
         gc.collect()
         after = (own_memory(pid), there.num_fds(), there.num_threads(), here.num_fds())
         assert after[0] - before[0] < 2 << 20, "the server grows"

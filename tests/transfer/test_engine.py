@@ -72,6 +72,23 @@ def test_memory_that_was_not_registered_is_refused(ends: tuple[End, End]) -> Non
     assert here.engine.read(there.engine.address, here.slots, beyond, timeout=20) is Status.TRANSFER_FAILED
 
 
+def test_after_a_call_that_failed_at_once_its_slots_are_used_by_nobody_else(ends: tuple[End, End]) -> None:
+    """Mooncake returns when the first transfer of a batch has failed, and may still carry the others out."""
+    here, there = ends
+    given = set(here.addresses)
+    one_bad = [there.memory.address + there.memory.nbytes, *there.addresses[1:]]
+    assert here.engine.read(there.engine.address, here.slots, one_bad, timeout=20) is Status.TRANSFER_FAILED
+    for slot in here.slots:
+        slot.release()
+    again = [slot for _ in range(COUNT) if (slot := here.memory.try_lease()) is not None]
+    assert again, "other memory takes their place"
+    assert given.isdisjoint(slot.address for slot in again)
+    assert here.memory.forfeited_bytes
+    for slot in again:
+        slot.release()
+    here.memory.check_integrity()
+
+
 def test_a_closed_engine_begins_nothing(ends: tuple[End, End]) -> None:
     here, there = ends
     assert here.engine.close(5.0)

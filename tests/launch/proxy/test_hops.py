@@ -97,6 +97,24 @@ async def test_without_prefill_nodes_requests_go_straight_to_decode() -> None:
 
 
 @scenario
+async def test_a_node_whose_name_cannot_be_looked_up_costs_no_request() -> None:
+    nowhere = "http://a..b:80"
+    async with cluster(prefill=[nowhere, ""], decode=[nowhere, ""]) as c:
+        for _ in range(6):
+            async with c.post() as response:
+                assert response.status == 200
+
+
+@scenario
+async def test_a_large_body_arrives_as_it_was_sent() -> None:
+    body = {"prompt": [7] * 300_000, "max_tokens": 1}
+    async with cluster(prefill=0) as c:
+        async with c.post(body) as response:
+            assert response.status == 200
+        assert c.decode[0].bodies == [body]
+
+
+@scenario
 async def test_requests_are_spread_over_the_nodes() -> None:
     async with cluster(2, 3) as c:
         for _ in range(6):
