@@ -104,7 +104,7 @@ def _open(config: ClusterConfig, host: str) -> tuple[MooncakeStore, StagingPool]
     try:
         store.wait_open(_OPEN_S)
         return store, store.staging(_OBJECT)
-    except BaseException:
+    except BaseException:  # a Ctrl-C, too: nobody else has the store yet to close it
         store.close()
         raise
 
