@@ -16,7 +16,7 @@ FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("
 
 LAYERS = (
     ("errors", "runtime", "config", "metrics", "tokens", "block_hashes", "layout", "handoff", "weights", "decoding"),
-    ("server.descriptors", "server.messages", "server.channel"),
+    ("server.descriptors", "server.door", "server.messages", "server.channel"),
     ("paged", "backends", "lookup"),
     ("mover",),
     ("engine",),

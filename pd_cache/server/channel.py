@@ -23,6 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pd_cache.errors import PdCacheError
 from pd_cache.server.descriptors import next_descriptor, raise_limit
+from pd_cache.server.door import Door
 from pd_cache.server.messages import (
     MAX_FRAME,
     Answer,
@@ -434,7 +435,7 @@ class ServerChannel:
         socket.setsockopt(zmq.SNDHWM, _OUTSTANDING)
         socket.setsockopt(zmq.RCVHWM, _SERVER_INCOMING)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED)
         try:
             socket.bind(url)
         except zmq.ZMQError as error:
@@ -482,29 +483,33 @@ class ServerChannel:
         self._context.term()
 
     def _keep_door(self) -> None:
-        """The thread that stops listening while too many are connected.
+        """The thread that keeps newcomers out while too many clients are connected.
 
         ZMQ ends the process when it cannot accept a connection for want of a file descriptor. The kernel gives out the lowest free
         number, so a connection's number shows how many are taken.
         """
-        listens = True
+        door, listener, is_open = Door(self.url), -1, True
         while not self._closing:
             if not self._monitor.poll(int(_WAIT_SLICE_S * 1000)):
-                if not listens and next_descriptor() < self._last_descriptor:
-                    listens = self._listen()
+                if not is_open and next_descriptor() < self._last_descriptor:
+                    is_open = self._move(door.open, listener)
                 continue
-            if recv_monitor_message(self._monitor)["value"] >= self._last_descriptor and listens:
-                with self._wire.lock:
-                    self._socket.unbind(self.url)
-                listens = False
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_LISTENING:
+                listener = event["value"]
+            elif event["value"] >= self._last_descriptor and is_open and self._move(door.shut, listener):
+                is_open = False
                 log.error("%s: too many connections; new ones are refused until some have ended", self.url)
+        if not is_open:
+            self._move(door.open, listener)  # so that the path is removed with the address
 
-    def _listen(self) -> bool:
-        with self._wire.lock:
-            try:
-                self._socket.bind(self.url)
-            except zmq.ZMQError:  # tried again
-                return False
+    def _move(self, turn: Callable[[int], None], listener: int) -> bool:
+        """Returns whether the door could be opened or shut."""
+        try:
+            turn(listener)
+        except OSError as error:  # tried again
+            log.error("%s: newcomers cannot be let in or kept out: %s", self.url, error)
+            return False
         return True
 
     def _send(self, client: bytes, number: int, answer: Answer) -> None:

@@ -28,9 +28,9 @@ from pd_cache.server.messages import MAX_FRAME, Done, Hello, Lookup, RefusalErro
 from pd_cache.server.models import Models
 from tests.support.engines import BLOCK, CHUNK
 from tests.support.kv import make_cache
-from tests.support.pool import ROOT, Pool
+from tests.support.pool import ROOT, Pool, free_port
 from tests.support.server import Engine, served, store_surely
-from tests.support.waiting import wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 TOKENS = list(range(6 * CHUNK))
 
@@ -356,39 +356,63 @@ while True:
 """
 
 
-def test_a_server_without_descriptors_for_more_connections_refuses_them_and_lives(tmp_path: Path) -> None:
-    path = tmp_path / "cache.sock"
-    process = subprocess.Popen(
-        [sys.executable, "-c", FEW_FILES, f"ipc://{path}"], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_a_server_without_descriptors_for_more_connections_keeps_new_ones_out_and_serves_those_that_it_has(
+    kind: str, tmp_path: Path
+) -> None:
+    path, port = tmp_path / "cache.sock", free_port()
+    url, family, address = {
+        "ipc": (f"ipc://{path}", socket.AF_UNIX, str(path)),
+        "tcp": (f"tcp://127.0.0.1:{port}", socket.AF_INET, ("127.0.0.1", port)),
+    }[kind]
+    process = subprocess.Popen([sys.executable, "-c", FEW_FILES, url], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout, contextlib.ExitStack() as stack:
         stack.callback(process.wait)
         stack.callback(process.kill)
         assert process.stdout.readline() == "ready\n"
-        known = stack.enter_context(Stranger(f"ipc://{path}"))
-        connections: list[socket.socket] = []
+        known = stack.enter_context(Stranger(url))
+        connections = [stack.enter_context(socket.socket(family)) for _ in range(400)]
 
-        def connect() -> bool:
-            """One more, with the server awake in between; False once it is refused."""
-            connections.append(socket.socket(socket.AF_UNIX))
+        def kept_out(connection: socket.socket) -> bool:
+            connection.settimeout(
+                0.5 if kind == "tcp" else None
+            )  # the server's kernel does not answer, or refuses at once
             try:
-                connections[-1].connect(str(path))
+                connection.connect(address)
             except OSError:
-                return False
-            return known.ask(StatusQuery(), 5) == Refused("here", "")
+                return True
+            return False
 
-        assert not all(connect() for _ in range(400)), "it took more connections than it has descriptors"
-        assert known.ask(StatusQuery(), 60) == Refused("here", "")
+        took = 0
+        while not kept_out(connections[took]):
+            took += 1
+            assert took < 400, "it took more connections than it has descriptors"
+            # its known client neither waits nor has to connect again
+            assert known.ask(StatusQuery(), PATIENCE_S) == Refused("here", "")
+        assert known.ask(StatusQuery(), PATIENCE_S) == Refused("here", "")
+        assert took > 100, "it has descriptors for more than that"
         for connection in connections:
             connection.close()
 
         def served_again() -> bool:
-            with Stranger(f"ipc://{path}") as newcomer:
-                return newcomer.ask(StatusQuery(), 0.5) == Refused("here", "")
+            with Stranger(url) as newcomer:
+                return newcomer.ask(StatusQuery(), 2) == Refused("here", "")
 
-        wait_for(served_again, 20, "the server listening again")
+        wait_for(served_again, what="the server lets clients in again")
+        assert known.ask(StatusQuery(), PATIENCE_S) == Refused("here", "")
         assert process.poll() is None
+
+
+def test_a_server_that_ends_while_it_keeps_newcomers_out_leaves_its_path_as_any_other_does(tmp_path: Path) -> None:
+    server = channel.ServerChannel(f"ipc://{tmp_path}/c.sock")
+    try:
+        server._last_descriptor = 0
+        with Stranger(server.url):
+            wait_for(lambda: not (tmp_path / "c.sock").exists(), what="newcomers are kept out")
+    finally:
+        server.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["c.sock"], "the owner of the address removes it"
 
 
 def test_a_flood_of_bad_frames_does_not_put_a_channel_to_sleep(tmp_path: Path, monkeypatch: Any) -> None:
