@@ -163,7 +163,7 @@ class Proxy:
     async def _read_and_complete(self, exchange: Exchange) -> web.StreamResponse:
         config = self._config
         self._admission.check(exchange.client)  # so that no body is read only to be refused
-        with self._bodies.held() as memory:
+        with self._bodies.held(exchange.client or exchange.request.remote or "") as memory:
             limit_s = min(config.body_timeout_s, config.request_timeout_s)
             body = await read_body(exchange.request, memory, self._bodies, MAX_BODY, limit_s)
             self.connections.arrived(exchange.request.transport)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,11 +12,15 @@ from aiohttp import http_exceptions, web
 from launch.proxy.answers import ApiError, overloaded
 from launch.proxy.exchange import ClientGone
 
+_SMALL = 256 << 10
+"""Bytes up to which a body is small: 64k tokens of text, or a chat of many turns."""
+
 
 class Body:
     """The memory that one request's body takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: str) -> None:
+        self.client = client
         self.size = 0
         """Bytes."""
         self.complete = False
@@ -23,25 +28,39 @@ class Body:
         """Ends the reading of a body that is not complete."""
         self.given_up = False
 
+    @property
+    def large(self) -> bool:
+        return self.size > _SMALL
+
 
 class BodyBudget:
     """Bytes for all bodies together. Pure.
 
-    When they are used up, the largest body that is still arriving is given up: that frees the most for others, and never hits one of
-    many small bodies that wait because a client sends large ones slowly.
+    Two rules keep room for others, also while bodies that are complete hold their memory for long:
+
+    - Large bodies together get three quarters of the bytes. The rest is kept for small ones.
+    - One client's bodies of a kind, small or large, may take as much as they leave free for that kind. So a client that is alone gets half
+      of the room, each of two clients a third, and so on: there is always room for one more client. Nobody has to say how many there are.
+
+    A body is of the kind that the bytes which have come make it. If one does not fit, a body of its kind that is still arriving is given up:
+    the largest one of the client that holds most.
     """
 
     def __init__(self, limit: int) -> None:
         """`limit`: bytes in all."""
         self._limit = limit
         self._bodies: set[Body] = set()
+        self._held: Counter[tuple[str, bool]] = Counter()
+        """Bytes of each client, in small (False) and in large bodies (True)."""
+        self._large = 0
+        """Bytes in large bodies."""
         self.used = 0
         """Bytes in use."""
 
     @contextmanager
-    def held(self) -> Iterator[Body]:
-        """Accounts for a body, whose memory is given back when the block ends."""
-        body = Body()
+    def held(self, client: str) -> Iterator[Body]:
+        """Accounts for a client's body, whose memory is given back when the block ends."""
+        body = Body(client)
         self._bodies.add(body)
         try:
             yield body
@@ -53,22 +72,43 @@ class BodyBudget:
         """Note `count` more bytes of a body that arrives. Returns False if this body itself is to be given up."""
         if body.given_up:
             return False
-        while self.used + count > self._limit:
-            arriving = [other for other in self._bodies if not other.complete and not other.given_up]
-            largest = max(arriving, key=lambda other: other.size + (count if other is body else 0))
-            largest.given_up = True
-            if largest is body:
+        self._resize(body, body.size + count)
+        while not self._fits(body):
+            arriving = (
+                other
+                for other in self._bodies
+                if not other.complete and not other.given_up and other.large == body.large
+            )
+            other = max(arriving, key=lambda other: (self._held[other.client, other.large], other.size))
+            other.given_up = True
+            self.release(other)
+            if other is body:
                 return False
-            self.release(largest)
-            largest.give_up()
-        body.size += count
-        self.used += count
+            other.give_up()
         return True
 
     def release(self, body: Body) -> None:
         """Give a body's memory back, because the body is not needed any more."""
-        self.used -= body.size
-        body.size = 0
+        self._resize(body, 0)
+
+    def _fits(self, body: Body) -> bool:
+        room = self._limit - self.used
+        if body.large:
+            room = min(room, self._limit * 3 // 4 - self._large)
+        return self._held[body.client, body.large] <= room
+
+    def _resize(self, body: Body, size: int) -> None:
+        self._add(body, -body.size)
+        body.size = size
+        self._add(body, size)
+
+    def _add(self, body: Body, count: int) -> None:
+        kind = (body.client, body.large)
+        self._held[kind] += count
+        if not self._held[kind]:
+            del self._held[kind]
+        self._large += count if body.large else 0
+        self.used += count
 
 
 async def read_body(request: web.Request, body: Body, budget: BodyBudget, most: int, limit_s: float) -> bytes:
@@ -91,7 +131,7 @@ async def read_body(request: web.Request, body: Body, budget: BodyBudget, most: 
             reading.exception()  # retrieved even if the client's disconnect came first
         body.complete = True
     if body.given_up:
-        raise overloaded("Requests that are being read take all the memory that there is for them")
+        raise overloaded("The bodies of other requests take the memory that there is for this client's")
     if reading.cancelled():
         raise ApiError(408, f"The body did not arrive within {limit_s:.3g} s", code="timeout")
     return reading.result()

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 from launch.proxy.completion import Completion
+from launch.proxy.patience import within
 from launch.proxy.prefixes import Prompt
 from pd_cache.block_hashes import BlockHasher
 from pd_cache.lookup import LookupClient
@@ -127,7 +128,7 @@ class DirectRule:
         try:
             if not completion.plain() or (eyes.model is not None and completion.model() not in (None, eyes.model)):
                 return None
-            return await asyncio.wait_for(self._look(eyes, completion, request_id, tokenize), self._timeout_s)
+            return await within(self._look(eyes, completion, request_id, tokenize), self._timeout_s)
         except (ValueError, asyncio.TimeoutError):
             return None
         finally:

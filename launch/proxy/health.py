@@ -10,6 +10,7 @@ import aiohttp
 
 from launch.discovery import Namespaced, read_about
 from launch.proxy.hops import HopError, read_all, send
+from launch.proxy.patience import within
 from launch.proxy.routing import NodePool
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class HealthChecks:
         async with places:
             why = ""
             try:
-                why = await asyncio.wait_for(self._ask(session, url), self._timeout_s)
+                why = await within(self._ask(session, url), self._timeout_s)
             except asyncio.TimeoutError:
                 why = f"no answer within {self._timeout_s:g} s"
             except HopError as error:

@@ -9,10 +9,13 @@ import io
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.tracing import Trace
 
+from launch.proxy.patience import within
 from launch.proxy.routing import Reason
 from pd_cache.errors import PdCacheError
 
@@ -60,14 +63,33 @@ class HopError(PdCacheError):
 def new_session(connections: int, connect_timeout_s: float) -> aiohttp.ClientSession:
     """Returns the session for all nodes: at most `connections` in all, no limit per node, answers' bytes left as they are."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(
-            limit=connections, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_socket
+        connector=_Connector(
+            connect_timeout_s, limit=connections, keepalive_timeout=_KEEPALIVE_S, socket_factory=_socket
         ),
-        # `connect` covers name resolution, too; the total is the caller's deadline
-        timeout=aiohttp.ClientTimeout(total=None, connect=connect_timeout_s),
+        timeout=aiohttp.ClientTimeout(total=None),  # the caller has a deadline, and so has the connector
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
     )
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Makes connections within a deadline that allows for a busy machine. aiohttp's own would blame the node for the proxy's delays."""
+
+    def __init__(self, connect_timeout_s: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._connect_timeout_s = connect_timeout_s
+
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        """Returns a new connection. Looking up the host's name is part of it."""
+        connecting = asyncio.ensure_future(super()._create_connection(req, traces, timeout))
+        try:
+            return await within(connecting, self._connect_timeout_s)
+        except asyncio.CancelledError:
+            if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
+                connecting.result().close()
+            raise
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

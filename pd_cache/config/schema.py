@@ -445,7 +445,8 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
     body_timeout_s: Seconds = 60.0
     """How long a request's body may take to arrive."""
     body_memory: ByteSize = ByteSize(512 << 20)
-    """Bytes that all bodies together may take, each from its own first byte to the first one of its decode node's answer; at least 16MiB, one body's limit."""
+    """Bytes that all bodies together may take, each from its own first byte to the first one of its decode node's answer. A quarter is kept for
+    bodies of at most 256KiB, and no client gets more of either part than it leaves free; so 48MiB, three of the largest body, are the least."""
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
     """Which prefill node computes a prompt; see `launch/proxy/routing.py`."""
     direct_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
@@ -474,8 +475,10 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
             raise ValueError("`max_requests_per_key` needs `api_keys_file`")
         if self.node_key_file is not None and self.api_keys_file is None:
             raise ValueError("`node_key_file` needs `api_keys_file`: the nodes' key would let everybody in")
-        if self.body_memory < LARGEST_BODY:
-            raise ValueError(f"`body_memory` must hold at least the largest body, {ByteSize(LARGEST_BODY)}")
+        if self.body_memory < 3 * LARGEST_BODY:
+            raise ValueError(
+                f"`body_memory` must be at least {ByteSize(3 * LARGEST_BODY)}, three times the largest body"
+            )
 
 
 class HandoffConfig(_Section, frozen=True, kw_only=True):

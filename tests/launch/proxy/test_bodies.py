@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
 
+import aiohttp
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -14,49 +17,134 @@ from hypothesis import strategies as st
 
 from launch.proxy.bodies import Body, BodyBudget
 from pd_cache.config import ProxyConfig
-from tests.support.proxy import EVENTS, Cluster, begin, cluster, error_of, hangs, scenario, until
+from tests.support.proxy import EVENTS, Cluster, begin, cluster, decodes, error_of, hangs, scenario, until
 from transfer.settings import ByteSize
 
 MIB = 1 << 20
 
 
-def test_of_bodies_that_do_not_fit_the_largest_that_still_arrives_gives_way() -> None:
-    budget, given_up = BodyBudget(100), []
-    with budget.held() as done, budget.held() as large, budget.held() as small:
-        for name, body, size in (("done", done, 50), ("large", large, 30), ("small", small, 20)):
-            body.give_up = lambda name=name: given_up.append(name)  # type: ignore[misc]
-            assert budget.grow(body, size)
-        done.complete = True
-        assert budget.grow(small, 1)
-        assert (given_up, budget.used) == (["large"], 71)
-        assert not budget.grow(large, 1)
-        assert not budget.grow(small, 60), "it would be the largest itself"
-    assert budget.used == 0
+class Held:
+    """Bodies in a budget, as requests of several clients would hold them."""
+
+    def __init__(self, limit: int) -> None:
+        self.budget = BodyBudget(limit)
+        self._stack = contextlib.ExitStack()
+        self.given_up: list[Body] = []
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+        assert (self.budget.used, self.budget._large, self.budget._held) == (0, 0, {})
+
+    def body(self, client: str, size: int = 0, *, complete: bool = False) -> Body:
+        """A new body, of which so many bytes have come, if they were taken."""
+        body = self._stack.enter_context(self.budget.held(client))
+        body.give_up = lambda: self.given_up.append(body)
+        self.budget.grow(body, size)
+        body.complete = complete
+        return body
+
+    def fill(self, client: str, size: int) -> int:
+        """Bytes that one client can hold in complete bodies of this size."""
+        bodies = 0
+        while self.body(client, size, complete=True).size:
+            bodies += 1
+        return bodies * size
+
+
+def test_of_one_clients_bodies_the_largest_that_still_arrives_gives_way() -> None:
+    with Held(100) as held:
+        held.body("a", 20, complete=True)
+        large, small, other = held.body("a", 18), held.body("a", 5), held.body("b", 8)
+        assert held.budget.grow(small, 7)
+        assert (held.given_up, held.budget.used) == ([large], 40)
+        assert not held.budget.grow(large, 1)
+        assert not held.budget.grow(small, 40), "it is the largest itself now"
+        assert (other.size, held.given_up) == (8, [large])
+
+
+def test_a_client_with_less_takes_the_room_of_one_with_more() -> None:
+    with Held(100) as held:
+        much = [held.body("a", 10) for _ in range(5)]
+        little = held.body("b", 25)
+        assert held.given_up == [], "it takes half of what was free"
+        assert held.budget.grow(little, 8)
+        assert (len(held.given_up), held.budget.used) == (2, 30 + 33)
+        assert set(held.given_up) < set(much)
+        assert not held.budget.grow(little, 3), "now it is the one with more"
+
+
+@pytest.mark.parametrize(("size", "room"), [(256 << 10, 512 * MIB), (MIB, 384 * MIB)])
+def test_a_client_leaves_as_much_as_it_takes_of_the_room_for_bodies_of_a_size(size: int, room: int) -> None:
+    with Held(512 * MIB) as held:
+        assert [held.fill(client, size) for client in "abc"] == [room // 2, room // 4, room // 8]
+    with Held(512 * MIB) as held:  # clients that take turns
+        for client in "abc" * (room // 4 // size):
+            assert held.body(client, size).size
+        assert held.given_up == []
+
+
+def test_small_bodies_find_room_however_many_clients_hold_large_ones() -> None:
+    with Held(512 * MIB) as held:
+        clients = [str(number) for number in range(64)]
+        held_by_large = sum(held.fill(client, 16 * MIB) + held.fill(client, MIB) for client in clients)
+        assert 350 * MIB < held_by_large <= 384 * MIB
+        for client in [*clients, "polite"]:
+            assert held.body(client, 256 << 10, complete=True).size, client
+
+
+def test_bodies_that_grow_large_no_longer_take_the_room_of_small_ones() -> None:
+    with Held(64 * MIB) as held:
+        held.fill("a", 256 << 10)
+        small = held.budget.used
+        growing = [held.body(str(number), 256 << 10) for number in range(60)]
+        for body in growing:
+            held.budget.grow(body, MIB)
+        assert held.budget.used - small <= 48 * MIB
+        assert held.body("polite", 256 << 10, complete=True).size
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 60), st.sampled_from(["grow", "end", "release"])), max_size=50)
+    st.lists(
+        st.tuples(
+            st.integers(0, 5), st.integers(0, 600 << 10), st.sampled_from(["grow", "complete", "release", "end"])
+        ),
+        max_size=60,
+    )
 )
 def test_bodies_never_take_more_than_the_budget_and_give_all_of_it_back(events: list[tuple[int, int, str]]) -> None:
-    budget = BodyBudget(100)
-    open_bodies: dict[int, tuple[object, Body]] = {}
+    limit = MIB
+    budget = BodyBudget(limit)
+    open_bodies: dict[int, tuple[contextlib.ExitStack, Body]] = {}
     for who, count, what in events:
         if who not in open_bodies:
-            holding = budget.held()
-            open_bodies[who] = (holding, holding.__enter__())
-        holding, body = open_bodies[who]
+            stack = contextlib.ExitStack()
+            open_bodies[who] = (stack, stack.enter_context(budget.held("ab"[who % 2])))
+        stack, body = open_bodies[who]
         if what == "grow" and not body.complete:
             budget.grow(body, count)
-        elif what == "release":
-            body.complete = True
-            budget.release(body)
         elif what == "end":
-            holding.__exit__(None, None, None)  # type: ignore[attr-defined]
+            stack.close()
             del open_bodies[who]
-        assert budget.used == sum(body.size for _, body in open_bodies.values()) <= 100
-    for holding, _ in open_bodies.values():
-        holding.__exit__(None, None, None)  # type: ignore[attr-defined]
-    assert budget.used == 0
+        elif what != "grow":
+            body.complete = True
+            if what == "release":
+                budget.release(body)
+        bodies = [body for _, body in open_bodies.values()]
+        assert budget.used == sum(body.size for body in bodies) <= limit
+        assert budget._large == sum(body.size for body in bodies if body.large) <= limit * 3 // 4
+        assert budget._held == {
+            (body.client, body.large): sum(
+                other.size for other in bodies if (other.client, other.large) == (body.client, body.large)
+            )
+            for body in bodies
+            if body.size
+        }
+    for stack, _ in open_bodies.values():
+        stack.close()
+    assert (budget.used, budget._large, budget._held) == (0, 0, {})
 
 
 def large(mib: int) -> io.BytesIO:
@@ -105,11 +193,11 @@ async def test_a_body_that_comes_too_slowly_is_a_408_long_before_the_requests_de
 
 @scenario
 async def test_unfinished_bodies_give_way_to_a_request_that_is_there() -> None:
-    async with cluster(0, 1, body_memory=ByteSize(16 * MIB)) as c:
+    async with cluster(0, 1, body_memory=ByteSize(48 * MIB)) as c:
         go = asyncio.Event()
         slow = [await sending(c, go, *[b" " * MIB] * 5) for _ in range(3)]
         await until(lambda: c.proxy._bodies.used == 15 * MIB, "three bodies of 5 MiB are being read")
-        async with c.post(data=large(2)) as response:
+        async with c.post(data=large(4)) as response:
             assert response.status == 200
         go.set()
         assert sorted(await asyncio.gather(*slow)) == [200, 200, 503]
@@ -118,7 +206,7 @@ async def test_unfinished_bodies_give_way_to_a_request_that_is_there() -> None:
 
 @scenario
 async def test_bodies_that_wait_for_nodes_fill_the_memory_and_the_next_may_come_back() -> None:
-    async with cluster(0, 1, body_memory=ByteSize(16 * MIB)) as c:
+    async with cluster(0, 1, body_memory=ByteSize(48 * MIB)) as c:
         c.decode[0].default = hangs
         asking = [asyncio.ensure_future(c.post(data=large(7)).__aenter__()) for _ in range(2)]
         await until(lambda: len(c.decode[0].bodies) == 2, "the node has them")
@@ -149,6 +237,52 @@ async def test_a_stream_holds_no_memory_for_its_body() -> None:
             go.set()
 
 
-def test_the_memory_for_bodies_must_hold_the_largest_one() -> None:
-    with pytest.raises(ValueError, match="at least the largest body, 16MiB"):
-        ProxyConfig(body_memory=ByteSize(16 * MIB - 1))
+@pytest.mark.parametrize("known_by", ["key", "address"])
+def test_a_client_whose_bodies_wait_for_nodes_costs_no_other_client_an_answer(known_by: str, tmp_path: Path) -> None:
+    keys = {name: name * 4 for name in ("greedy", "polite")}
+    (tmp_path / "keys").write_text("".join(f"{name} {key}\n" for name, key in keys.items()))
+    settings = {"api_keys_file": str(tmp_path / "keys")} if known_by == "key" else {}
+
+    async def hangs_if_greedy(request: web.Request) -> web.StreamResponse:
+        return await (hangs if (await request.json())["prompt"][:1] == "x" else decodes)(request)
+
+    def body(letter: str, mib: int) -> io.BytesIO:
+        return io.BytesIO(json.dumps({"prompt": letter * mib * MIB}).encode())
+
+    @scenario
+    async def asked() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            c = await stack.enter_async_context(cluster(0, 1, body_memory=ByteSize(48 * MIB), **settings))
+            c.decode[0].default = hangs_if_greedy
+            address = "127.0.0.1" if known_by == "key" else "127.0.0.2"
+            session = await stack.enter_async_context(
+                aiohttp.ClientSession(c.url, connector=aiohttp.TCPConnector(local_addr=(address, 0)))
+            )
+
+            async def greedy(letter: str, mib: int) -> int:
+                headers = {"Authorization": f"Bearer {keys['greedy']}"}
+                async with session.post("/v1/completions", data=body(letter, mib), headers=headers) as response:
+                    return response.status
+
+            asking = [asyncio.create_task(greedy("x", 5)) for _ in range(16)]
+            try:
+                await until(lambda: sum(task.done() for task in asking) == 13, "it may hold three of them")
+                assert {task.result() for task in asking if task.done()} == {503}
+                for mib in (0, 5, 10):
+                    headers = {"Authorization": f"Bearer {keys['polite']}"}
+                    async with c.post(data=body("y", mib), headers=headers) as response:
+                        assert response.status == 200
+                assert await greedy("y", 0) == 200, "its own small requests go on, too"
+                assert await greedy("y", 5) == 503
+            finally:
+                for task in asking:
+                    task.cancel()
+                await asyncio.wait(asking)
+            await until(lambda: c.proxy._bodies.used == 0, "their memory was given back")
+
+    asked()
+
+
+def test_the_memory_for_bodies_must_leave_a_lone_client_room_for_the_largest_one() -> None:
+    with pytest.raises(ValueError, match="at least 48MiB, three times the largest body"):
+        ProxyConfig(body_memory=ByteSize(48 * MIB - 1))
