@@ -89,8 +89,15 @@ class Quota:
         """`headroom`: how many of these slots a lease that does not wait leaves to those that do."""
         self.most = max(1, most)
         self.headroom = min(headroom, self.most - 1)
-        # weak, so that a slot that was forgotten does not count for ever
-        self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
+        self.slots: set[weakref.ref[Slot]] = set()
+        """The slots that count; also forgotten ones, until a lease finds no room."""
+
+    def has_room(self, waits: bool) -> bool:
+        """Whether a lease, one that waits or not, may take a slot."""
+        most = self.most if waits else self.most - self.headroom
+        if len(self.slots) >= most:
+            self.slots = {slot for slot in self.slots if slot() is not None}
+        return len(self.slots) < most
 
 
 class Slot:
@@ -231,16 +238,17 @@ class StagingPool:
         looked = False
         while True:
             with self._changed:
-                if not self._has_room(quota, waits):
-                    self._collect()
-                remaining = deadline - time.monotonic()
                 if self._closed or not self._places:
                     return None
-                if self._has_room(quota, waits):
+                headroom = 0 if waits else self.headroom
+                if len(self._free) <= headroom:
+                    self._collect()
+                if len(self._free) > headroom and (quota is None or quota.has_room(waits)):
                     return self._take(quota)
-                if looked and remaining <= 0:
-                    return None
                 if looked:
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        return None
                     self._changed.wait(min(remaining, _FORGOTTEN_S))
             # without the lock: a call may let go of slots of another pool
             self.reclaim()
@@ -302,19 +310,13 @@ class StagingPool:
         while self._unpins:
             self._unpins.pop()()
 
-    def _has_room(self, quota: Quota | None, waits: bool) -> bool:
-        """Whether a lease may take a slot now. Called with the lock held."""
-        if len(self._free) <= (0 if waits else self.headroom):
-            return False
-        return quota is None or len(quota.slots) < quota.most - (0 if waits else quota.headroom)
-
     def _take(self, quota: Quota | None) -> Slot:
         """Called with the lock held. In an order in which an interrupt between any two steps loses nothing: see `_collect`."""
         address, place = self._free.popitem()
         slot = Slot(self, place, quota)
-        self._leased[address] = weakref.ref(slot)
+        self._leased[address] = reference = weakref.ref(slot)
         if quota is not None:
-            quota.slots.add(slot)
+            quota.slots.add(reference)
         return slot
 
     def _holder(self, address: int) -> Slot | None:
@@ -343,7 +345,7 @@ class StagingPool:
             slot._references -= 1
             if slot._references:
                 return
-            self._settle(slot)
+            self._leave_quota(slot)
             if slot.address in self._places:
                 self._returned(slot.address)
             else:
@@ -351,10 +353,14 @@ class StagingPool:
 
     def _settle(self, slot: Slot) -> None:
         with self._changed:
-            if slot._quota is not None:
-                slot._quota.slots.discard(slot)
-                slot._quota = None
-                self._changed.notify_all()
+            self._leave_quota(slot)
+
+    def _leave_quota(self, slot: Slot) -> None:
+        """Called with the lock held."""
+        if slot._quota is not None:
+            slot._quota.slots.discard(weakref.ref(slot))
+            slot._quota = None
+            self._changed.notify_all()
 
     def _returned(self, address: int) -> None:
         """Called, with the lock held, when nothing refers to a slot of ours any more."""

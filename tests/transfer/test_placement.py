@@ -60,6 +60,11 @@ def test_of_two_replicas_the_one_that_counts_as_read_is_the_one_that_is_read(mak
         read_from = store._bulk._where(keys)
         assert set(read_from.values()) == {dead, alive}
         pool.kill("store-0")
+        unlucky = fresh(2)
+        both = store.start_put(unlucky, slots[:2], [SLOT] * 2, timeout=20, placement=Placement(replicas=2))
+        assert both.results() == [Status.TRANSFER_FAILED] * 2, "one copy of two is a failure"
+        assert store.batch_exist(unlucky, timeout=20) == [Status.MISSING] * 2
+        assert not store._bulk.peers.any_silent, "which of the two failed is not known"
         for key in [key for key in keys if read_from[key] == alive]:
             assert store.start_get([key], slots[:1], timeout=20).results() == [GetResult(Status.OK, SLOT)]
         assert not store._bulk.peers.any_silent
