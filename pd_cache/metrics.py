@@ -97,7 +97,13 @@ class CacheMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
-        tokens = Counter("pd_cache_tokens", "Tokens by what became of them", ["op", "outcome"], registry=self.registry)
+        tokens = Counter(
+            "pd_cache_tokens",
+            "Tokens by what became of them. `stored`: this node found them missing, put them, and the pool holds them; if two nodes put "
+            "a chunk at the same time, both count it",
+            ["op", "outcome"],
+            registry=self.registry,
+        )
         self._tokens = {
             (op, outcome): tokens.labels(op, outcome)
             for op, outcome in (
@@ -132,7 +138,9 @@ class CacheMetrics:
         )
         self._tier_bytes = Gauge("pd_cache_tier_bytes", "Bytes held, by tier", tier, registry=registry)
         self._tier_evictions = Counter("pd_cache_tier_evictions", "Chunks evicted", tier, registry=registry)
-        self._tier_healed = Counter("pd_cache_tier_healed", "Damaged objects removed, by tier", tier, registry=registry)
+        self._tier_healed = Counter(
+            "pd_cache_tier_healed", "Removals of damaged objects that succeeded, by tier", tier, registry=registry
+        )
         self._tier_dropped = Counter(
             "pd_cache_tier_dropped_writes",
             "Chunks not written to a tier, by reason",

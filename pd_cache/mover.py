@@ -34,6 +34,8 @@ class Stored(enum.IntEnum):
     BEFORE = 1
     """The chunk was there already."""
     NEW = 2
+    """The chunk was missing, and is there after the put. Another node may have put it at the same time: Mooncake's puts of a key that is
+    there succeed, and a host client cannot tell the two apart."""
 
     @staticmethod
     def together(parts: Iterable[Stored]) -> Stored:

@@ -117,6 +117,8 @@ class Bulk:
         self._step = 0 if self._shared else keys_per_step(settings)
         self._stall_s = stall_seconds(settings)
         self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
+        self.own_peer = ""
+        """The address of this process's own segment, which it reads without a transfer; empty if it has none."""
         self._unrevoked: dict[str, None] = {}
         """Keys whose put sessions Mooncake's client still holds although they were given up."""
         self._held: dict[int, frozenset[str]] = {}
@@ -161,7 +163,7 @@ class Bulk:
         now = time.monotonic()
         for thread, (began, keys) in list(self._reading.items()):
             if now - began > self._stall_s:
-                peers = frozenset[str]().union(*self._where(keys).values())
+                peers = frozenset(self._where(keys).values())
                 if thread in self._reading:
                     self._held[thread] = peers
                 for peer in peers:
@@ -262,12 +264,9 @@ class Bulk:
             return list(range(len(keys)))
         where, now = self._where(keys), time.monotonic()
         held = frozenset[str]().union(*list(self._held.values()))
-        asked: dict[frozenset[str], bool] = {}  # one trial of a silent peer, not one a key
-        for key in keys:
-            peers = where.get(key, frozenset())
-            if peers not in asked:
-                asked[peers] = self.peers.may_ask(peers, now, held)
-        return [index for index, key in enumerate(keys) if asked[where.get(key, frozenset())]]
+        # one trial of a silent peer, not one a key
+        asked = {peer: self.peers.may_ask(peer, now, held) for peer in frozenset(where.values())}
+        return [index for index, key in enumerate(keys) if key not in where or asked[where[key]]]
 
     def _judge(self, keys: list[str], codes: list[int]) -> None:
         """Learn from a read which peers deliver."""
@@ -275,25 +274,32 @@ class Bulk:
         if self._shared or not (failed or self.peers.any_silent):
             return
         where, now = self._where(keys), time.monotonic()
-        delivered = {peer for key, code in zip(keys, codes, strict=True) if code >= 0 for peer in where.get(key, ())}
+        delivered = {where[key] for key, code in zip(keys, codes, strict=True) if code >= 0 and key in where}
         for peer in delivered:
             if self.peers.delivered(peer):
                 log.info("peer %s delivers again", peer)
-        for peer in {peer for key in failed for peer in where.get(key, ())} - delivered:
+        for peer in {where[key] for key in failed if key in where} - delivered:
             self._blame(peer, now)
-        self.peers.tried(frozenset[str]().union(*where.values()))
+        self.peers.tried(frozenset(where.values()))
 
     def _blame(self, peer: str, now: float) -> None:
         if self.peers.failed(peer, now):
             log.warning("peer %s does not deliver: its objects are misses until it does", peer)
 
-    def _where(self, keys: list[str]) -> dict[str, frozenset[str]]:
-        """Returns the peers that hold each object in memory. Keys whose peers are unknown are left out."""
-        return {
-            key: frozenset(
+    def _where(self, keys: list[str]) -> dict[str, str]:
+        """Returns the peer that each object is read from. Keys that this process reads from its own segment, and those of which nothing
+        is known, are left out.
+
+        Of several copies in memory Mooncake reads its own, or else the first that the master names, and no other if that fails
+        (`SelectBestReplica` in mooncake-store/include/replica_selection.h).
+        """
+        where: dict[str, str] = {}
+        for key, replicas in self._client.batch_get_replica_desc(list(keys)).items():
+            peers = [
                 replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
                 for replica in replicas
                 if replica.is_memory_replica()
-            )
-            for key, replicas in self._client.batch_get_replica_desc(list(keys)).items()
-        }
+            ]
+            if peers and self.own_peer not in peers:
+                where[key] = peers[0]
+        return where

@@ -5,13 +5,15 @@ A call into Mooncake cannot be cancelled. The caller therefore waits on its own 
 
 1. after the call returned, if a thread has begun it;
 2. at once, if it could not be queued;
-3. as soon as its deadline has passed, or nobody waits for it any more (`abandon`), if it is still queued then.
+3. as soon as nobody waits for it any more (`abandon`), if it is still queued then. Its waiter abandons it when its deadline has passed,
+   and so does everyone who needs what overdue calls were given (`CallThreads.drop_overdue`).
 
 One lock, which only one side gets, decides whether a call is begun or dropped.
 """
 
 from __future__ import annotations
 
+import collections
 import queue
 import threading
 import time
@@ -111,6 +113,8 @@ class CallThreads:
 
     def __init__(self, name: str, count: int, *, limit: int = 256, spare: int = 0) -> None:
         self._queue: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
+        self._waiting: collections.deque[Call[object]] = collections.deque()
+        """The calls of the queue, and some that have left it."""
         self._name = name
         self._count = count
         self._spare = spare
@@ -136,7 +140,10 @@ class CallThreads:
             ahead = self._queue.qsize() + len(self._running)
             accepted = not self._closed and self._late() < len(self._threads) and ahead < self._limit
             if accepted:
-                self._queue.put(call)  # type: ignore[arg-type]  # the queue does not care what the call returns
+                while self._waiting and self._waiting[0]._taken.locked():
+                    self._waiting.popleft()
+                self._waiting.append(call)  # type: ignore[arg-type]  # neither queue cares what the call returns
+                self._queue.put(call)  # type: ignore[arg-type]
         if not accepted:
             call._drop()
             return None
@@ -152,6 +159,14 @@ class CallThreads:
         """Start a spare thread if calls are queued behind threads that are late."""
         with self._lock:
             self._relieve()
+
+    def drop_overdue(self) -> None:
+        """Have queued calls whose deadline has passed let go of what they were given, though nobody looks at them now."""
+        now = time.monotonic()
+        with self._lock:
+            overdue = [call for call in self._waiting if call.deadline <= now]
+        for call in overdue:
+            call.abandon()
 
     def close(self, timeout: float) -> bool:
         """Refuse new calls and wait for those accepted. Returns False if some still run after `timeout` seconds."""

@@ -25,8 +25,8 @@ class Peers:
         self._lock = threading.Lock()
         self._silent: dict[str, tuple[float, float]] = {}
         """For each silent peer, when to try it again and the pause before that."""
-        self._trial: frozenset[str] = frozenset()
-        """The peers of the trial under way; empty if there is none."""
+        self._trial = ""
+        """The peer of the trial under way; empty if there is none."""
         self._trial_ends = 0.0
         """When to stop waiting for its outcome."""
 
@@ -53,21 +53,19 @@ class Peers:
     def tried(self, peers: Collection[str]) -> None:
         """Note that a read of objects at `peers` has ended, whatever came of it: if it was the trial, that is over."""
         with self._lock:
-            if self._trial <= set(peers):
-                self._trial = frozenset()
+            if self._trial in peers:
+                self._trial = ""
 
-    def may_ask(self, peers: Collection[str], now: float, held: Collection[str] = ()) -> bool:
-        """Whether to read an object that has copies at `peers`: one of them is not silent, or it is time to try one again.
+    def may_ask(self, peer: str, now: float, held: Collection[str] = ()) -> bool:
+        """Whether to read an object from `peer`: it is not silent, or it is time to try it again.
 
         Only one trial of any peer is under way at a time, because it may hold its thread for as long as `TRIAL_S`. There is none of a
         peer that holds a thread already (`held`).
         """
         with self._lock:
-            if not peers or any(peer not in self._silent for peer in peers):
+            if peer not in self._silent:
                 return True
-            if (self._trial and now < self._trial_ends) or all(now < self._silent[peer][0] for peer in peers):
+            if (self._trial and now < self._trial_ends) or now < self._silent[peer][0] or peer in held:
                 return False
-            if not set(held).isdisjoint(peers):
-                return False
-            self._trial, self._trial_ends = frozenset(peers), now + TRIAL_S
+            self._trial, self._trial_ends = peer, now + TRIAL_S
             return True

@@ -8,7 +8,7 @@ segment tells the base address; the kernel's own map of the process tells how fa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from transfer.staging import prefault
@@ -26,12 +26,11 @@ def mapping_at(address: int, maps: Iterable[str]) -> range | None:
     return None
 
 
-def prefault_segment(size: int, probe_address: Callable[[], int | None]) -> float | None:
-    """Make the freshly mounted segment of `size` bytes resident; seconds taken, or None where it was not possible.
+def prefault_segment(size: int, base: int | None) -> float | None:
+    """Make the freshly mounted segment of `size` bytes resident. Returns the seconds that it took, or None if it was not possible.
 
-    `probe_address` puts a small object into the segment and tells where it lies.
+    `base`: where a small object, the first in the segment, lies; None if that is not known.
     """
-    base = probe_address()
     if base is None:
         log.warning("segment of %d bytes not prefaulted: its address could not be found", size)
         return None

@@ -4,6 +4,8 @@ A slot is reference counted: its holder has one reference, and so has every call
 caller whose deadline passes lets go of its own reference at once. The call's reference keeps the slot *quarantined*: it is not
 handed out again before the call returns. If a call returned although its transfer may go on, the slot is *forfeited*: its memory
 is never handed out again.
+
+A peer that hangs must not take the memory that others need: a `Quota` bounds how many slots may wait for peers at a time.
 """
 
 from __future__ import annotations
@@ -66,11 +68,36 @@ class Registrar(Memory, Protocol):
     def alloc_from_mem_pool(self, size: int) -> int: ...
 
 
+def _nothing() -> None:
+    return
+
+
 class _Place(NamedTuple):
     """Where a slot lies: `pages` is a view of whole pages that begin at `address`."""
 
     address: int
     pages: memoryview
+
+
+class Quota:
+    """Bounds how many slots may wait for peers, for one direction of transfers. Guarded by the lock of the pool that it is used with.
+
+    A slot counts from its lease until `Slot.settle`, or until nothing refers to it any more: if its call is late, until that returns.
+    """
+
+    def __init__(self, most: int, headroom: int = 0) -> None:
+        """`headroom`: how many of these slots a lease that does not wait leaves to those that do."""
+        self.most = max(1, most)
+        self.headroom = min(headroom, self.most - 1)
+        self.slots: set[weakref.ref[Slot]] = set()
+        """The slots that count; also forgotten ones, until a lease finds no room."""
+
+    def has_room(self, waits: bool) -> bool:
+        """Whether a lease, one that waits or not, may take a slot."""
+        most = self.most if waits else self.most - self.headroom
+        if len(self.slots) >= most:
+            self.slots = {slot for slot in self.slots if slot() is not None}
+        return len(self.slots) < most
 
 
 class Slot:
@@ -80,11 +107,12 @@ class Slot:
     interrupted, goes back to its pool when nothing refers to this object any more. Calls in flight do refer to it.
     """
 
-    __slots__ = ("__weakref__", "_pool", "_references", "address", "pages", "size", "view")
+    __slots__ = ("__weakref__", "_pool", "_quota", "_references", "address", "pages", "size", "view")
 
-    def __init__(self, pool: StagingPool, place: _Place) -> None:
-        """A new slot has one reference."""
+    def __init__(self, pool: StagingPool, place: _Place, quota: Quota | None = None) -> None:
+        """A new slot has one reference, and counts in `quota`."""
         self._pool = pool
+        self._quota = quota
         self._references = 1
         self.address = place.address
         self.pages = place.pages
@@ -98,6 +126,10 @@ class Slot:
     def release(self) -> None:
         """Let go of one reference; the last one gives the slot back to its pool."""
         self._pool._release(self)
+
+    def settle(self) -> None:
+        """Note that the slot does not wait for a peer any more, so that its quota has room for another. Idempotent."""
+        self._pool._settle(self)
 
     def forfeit(self, client: Memory) -> None:
         """Does `StagingPool.forfeit` for this slot."""
@@ -144,6 +176,8 @@ class StagingPool:
         """Slots that are not leased; the one used most recently comes last."""
         self._leased: dict[int, weakref.ref[Slot]] = {}
         """For each other slot, the object that it was last leased as."""
+        self.reclaim: Callable[[], None] = _nothing
+        """Has calls that are overdue let go of their slots; called when a lease finds none."""
         self._changed = Condition()
         self._closed = False
 
@@ -194,33 +228,35 @@ class StagingPool:
             self._collect()
             return len(self._places) - len(self._free)
 
-    def lease(self, deadline: float) -> Slot | None:
+    def lease(self, deadline: float, quota: Quota | None = None) -> Slot | None:
         """Returns a slot with one reference, after waiting for one until `deadline` (`time.monotonic()`) at most; None if none came free.
 
-        A lease whose deadline has passed does not wait, and leaves the last `headroom` slots to those that wait, so that reading ahead
-        never takes all slots. Returns None at once while there is no memory (`SharedStagingPool`).
+        A lease whose deadline has passed does not wait, and leaves the last `headroom` slots, of the pool and of the quota, to those
+        that wait, so that reading ahead never takes all slots. Returns None at once while there is no memory (`SharedStagingPool`).
         """
-        headroom = self.headroom if deadline <= time.monotonic() else 0
-        with self._changed:
-            while len(self._free) <= headroom:
-                self._collect()
-                if len(self._free) > headroom:
-                    break
-                remaining = deadline - time.monotonic()
-                if self._closed or not self._places or remaining <= 0:
+        waits = deadline > time.monotonic()
+        looked = False
+        while True:
+            with self._changed:
+                if self._closed or not self._places:
                     return None
-                self._changed.wait(min(remaining, _FORGOTTEN_S))
-            if self._closed:
-                return None
-            # in an order in which an interrupt between any two steps loses nothing: see `_collect`
-            address, place = self._free.popitem()
-            slot = Slot(self, place)
-            self._leased[address] = weakref.ref(slot)
-            return slot
+                headroom = 0 if waits else self.headroom
+                if len(self._free) <= headroom:
+                    self._collect()
+                if len(self._free) > headroom and (quota is None or quota.has_room(waits)):
+                    return self._take(quota)
+                if looked:
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        return None
+                    self._changed.wait(min(remaining, _FORGOTTEN_S))
+            # without the lock: a call may let go of slots of another pool
+            self.reclaim()
+            looked = True
 
-    def try_lease(self) -> Slot | None:
+    def try_lease(self, quota: Quota | None = None) -> Slot | None:
         """Returns a slot if one is free now, beyond the headroom."""
-        return self.lease(0.0)
+        return self.lease(0.0, quota)
 
     def forfeit(self, slots: Sequence[Slot], client: Memory) -> None:
         """Never hand out the memory of these leased slots again, because a transfer that was given up may still use it.
@@ -274,6 +310,15 @@ class StagingPool:
         while self._unpins:
             self._unpins.pop()()
 
+    def _take(self, quota: Quota | None) -> Slot:
+        """Called with the lock held. In an order in which an interrupt between any two steps loses nothing: see `_collect`."""
+        address, place = self._free.popitem()
+        slot = Slot(self, place, quota)
+        self._leased[address] = reference = weakref.ref(slot)
+        if quota is not None:
+            quota.slots.add(reference)
+        return slot
+
     def _holder(self, address: int) -> Slot | None:
         """Returns the slot that the memory at `address` is leased as; None if nothing refers to it any more."""
         reference = self._leased.get(address)
@@ -300,16 +345,29 @@ class StagingPool:
             slot._references -= 1
             if slot._references:
                 return
+            self._leave_quota(slot)
             if slot.address in self._places:
                 self._returned(slot.address)
             else:
                 self._dismissed(slot)
 
+    def _settle(self, slot: Slot) -> None:
+        with self._changed:
+            self._leave_quota(slot)
+
+    def _leave_quota(self, slot: Slot) -> None:
+        """Called with the lock held."""
+        if slot._quota is not None:
+            slot._quota.slots.discard(weakref.ref(slot))
+            slot._quota = None
+            self._changed.notify_all()
+
     def _returned(self, address: int) -> None:
         """Called, with the lock held, when nothing refers to a slot of ours any more."""
         self._free[address] = self._places[address]
         self._leased.pop(address, None)
-        self._changed.notify()
+        # all: which of those that wait can use it depends on their quotas
+        self._changed.notify_all()
 
     def _dismissed(self, slot: Slot) -> None:
         """Called, with the lock held, when nothing refers any more to a slot whose memory the pool has given up."""

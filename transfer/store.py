@@ -293,6 +293,7 @@ class MooncakeStore:
         """
         if isinstance(pool, SharedStagingPool) is not self._shared:
             raise ValueError(f"a {self._settings.client} client cannot use a {type(pool).__name__}")
+        pool.reclaim = self._drop_overdue
         with self._changed:
             self._regions.append(pool)
             if self._state == "open" and not self._register(pool):
@@ -360,7 +361,9 @@ class MooncakeStore:
         The slots are retained until the call has really ended, however long that takes.
         """
         self._check_batch(keys, slots)
-        call = self._start(self._gets, lambda held, deadline: self._bulk.get(keys, held, deadline), slots, timeout)
+        call = self._start(
+            self._gets, lambda held, deadline: self._bulk.get(keys, held, deadline), slots, timeout, Slot.release
+        )
         return Pending(self, call, len(keys), lambda status, code: GetResult(status, max(code, 0)))
 
     def start_put(
@@ -377,6 +380,8 @@ class MooncakeStore:
 
         OK: the pool holds the object. It may have been there before; its key names its contents, so the bytes are the same. BUSY:
         another writer has begun the key and not ended it (a host client cannot tell this, and returns OK).
+
+        The slots are retained until the call has really ended; then they are settled.
         """
         self._check_batch(keys, slots)
         lengths = list(sizes)
@@ -388,7 +393,11 @@ class MooncakeStore:
         def put(held: Sequence[Slot], deadline: float) -> list[int]:
             return self._bulk.put(keys, held, lengths, config, deadline)
 
-        return Pending(self, self._start(self._puts, put, slots, timeout), len(keys), lambda status, _: status)
+        def let_go(slot: Slot) -> None:
+            slot.settle()  # other tiers may keep it
+            slot.release()
+
+        return Pending(self, self._start(self._puts, put, slots, timeout, let_go), len(keys), lambda status, _: status)
 
     def remove(self, keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:
         """Remove keys; BUSY for one that is leased, unless `force`."""
@@ -423,18 +432,24 @@ class MooncakeStore:
         transfer: Callable[[Sequence[Slot], float], list[int]],
         slots: Sequence[Slot],
         timeout: float,
+        let_go: Callable[[Slot], None],
     ) -> Call[list[int]] | None:
-        if not self.available:
-            return None
         held, deadline = list(slots), time.monotonic() + timeout
         for slot in held:
             slot.retain()
 
-        def let_go() -> None:
+        def let_go_of_all() -> None:
             while held:
-                held.pop().release()
+                let_go(held.pop())
 
-        return threads.submit(self._judged("a transfer", lambda: transfer(held, deadline)), deadline, let_go)
+        if not self.available:
+            let_go_of_all()
+            return None
+        return threads.submit(self._judged("a transfer", lambda: transfer(held, deadline)), deadline, let_go_of_all)
+
+    def _drop_overdue(self) -> None:
+        self._gets.drop_overdue()
+        self._puts.drop_overdue()
 
     def _suspect(self) -> None:
         """Called when a transfer's deadline passed; nobody waits for the outcome."""
@@ -577,8 +592,11 @@ class MooncakeStore:
         name = self._client.get_hostname()
         if self._placement.preferred_segment == "own" and (self.segment_size or self._shared):
             self._put_config.preferred_segment = name
+        first = self._probe_segment() if self.segment_size else None
+        if first is not None:
+            self._bulk.own_peer = first.transport_endpoint
         if self.segment_size and settings.prefault:
-            prefault_segment(self.segment_size, self._probe_segment)
+            prefault_segment(self.segment_size, None if first is None else int(first.buffer_address))
         with self._changed:
             if self._state == "opening":
                 if not all(self._register(pool) for pool in self._regions):
@@ -590,8 +608,9 @@ class MooncakeStore:
                 log.info("pool %s: open, segment of %d bytes as %s", self._master, self.segment_size, name)
         return True
 
-    def _probe_segment(self) -> int | None:
-        """Returns the address at which a small object lands in the fresh segment: its first one."""
+    def _probe_segment(self) -> Any | None:
+        """Returns where a small object lands in the fresh segment: at its first address. Mooncake's client reports neither that nor the
+        address of its transport."""
         key = f"pdc1/probe/{os.getpid()}-{uuid.uuid4().hex}"
         here = load_mooncake().ReplicateConfig()
         here.preferred_segment = self._client.get_hostname()
@@ -602,4 +621,4 @@ class MooncakeStore:
             replicas = self._client.get_replica_desc(key)
             if not replicas:
                 return None
-            return int(replicas[0].get_memory_descriptor().buffer_descriptor.buffer_address)
+            return replicas[0].get_memory_descriptor().buffer_descriptor

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pd_cache.backends.objects import TRAILER_BYTES, inspect, seal
+from pd_cache.backends.objects import TRAILER_BYTES, seal
 from transfer.errors import Status
-from transfer.staging import Slot, StagingPool
+from transfer.staging import Quota, Slot, StagingPool
 
 if TYPE_CHECKING:
     from pd_cache.backends.base import Staged
@@ -100,9 +100,9 @@ class ObjectMemory:
             raise ValueError(f"slots of {pool.slot_bytes} bytes cannot hold an object of {self.object_bytes}")
         self.pool = pool
 
-    def stage(self, seconds: float) -> StagedObject | None:
-        """Memory for one payload; None if none came free within `seconds`."""
-        slot = self.pool.lease(time.monotonic() + seconds)
+    def stage(self, seconds: float, quota: Quota | None = None) -> StagedObject | None:
+        """Memory for one payload, which counts in `quota`; None if none came free within `seconds`."""
+        slot = self.pool.lease(time.monotonic() + seconds, quota)
         return None if slot is None else StagedObject(self, slot)
 
     @property
@@ -116,15 +116,6 @@ class ObjectMemory:
         if len(own) != len(keys) or len(staged) != len(keys):
             raise ValueError("batched_put takes one piece of memory per key, as `stage` lent it")
         return own
-
-    def checked(self, key: str, slot: Slot, size: int, on_release: Callable[[], None] = _nothing) -> FetchedObject:
-        """The outcome of a read of `size` bytes into `slot`, whose reference is taken over."""
-        damage = inspect(key, slot.view[:size], self.payload_bytes)
-        if damage is None:
-            return FetchedObject(StagedObject(self, slot, key), on_release=on_release)
-        slot.release()
-        on_release()
-        return FetchedObject(None, damage.value)
 
     def close(self) -> None:
         """Lend nothing more. What is lent stays valid until it is released. Idempotent."""

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-from pd_cache.backends.base import Fetched, PutOutcome, Settled, Staged, StorageBackend
-from pd_cache.backends.memory import FetchedObject, ObjectMemory
-from pd_cache.backends.objects import TRAILER_BYTES
+from pd_cache.backends.base import Fetched, PutOutcome, Staged, StorageBackend
+from pd_cache.backends.memory import FetchedObject, ObjectMemory, StagedObject, slots_of
+from pd_cache.backends.objects import TRAILER_BYTES, Damage, inspect
 from pd_cache.config import MooncakeTier, NodeSettings
 from pd_cache.metrics import CacheMetrics, TierMetrics
 from transfer.errors import Status
-from transfer.staging import Pin, Slot, StagingPool
+from transfer.staging import Pin, Quota, Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore, Pending
 
 _BATCH_BYTES = 64 << 20
@@ -26,13 +26,22 @@ _READ_AHEAD = 4
 """Batches in flight or being scattered; without `read_ahead` it is one at a time."""
 _SHARE = 8
 """A batch takes at most one in this many slots for each transfer thread. So a thread and its spare, both held by a peer that hangs,
-keep a quarter of the slots, and those of the other direction another quarter."""
+keep a quarter of the slots, and those of the other direction another quarter. Queued calls and readers that wait for them are bounded
+by quotas."""
+_READS, _PUTS = 5, 4
+"""How many eighths of the slots reads may hold, and puts, for as long as they wait for a peer. Whatever hangs in one direction, an eighth
+is left to the other besides its own late calls, which hold two."""
+
+_DAMAGED = frozenset({*(damage.value for damage in Damage), "other_size", Status.CHECKSUM.value})
+"""Reasons for which an object is removed. `checksum` is Mooncake's own, of an object that another client wrote."""
 
 
 class _Batch(NamedTuple):
     keys: list[str]
     slots: deque[Slot]
     call: Pending[GetResult]
+    end: float
+    """The deadline for all that concerns its keys (`time.monotonic()`)."""
 
 
 class MooncakeBackend(StorageBackend):
@@ -75,8 +84,12 @@ class MooncakeBackend(StorageBackend):
             self.store.close()
             raise
         self.memory = ObjectMemory(self.staging, payload_bytes)
+        # without the slots in which a local tier keeps objects
+        slots = slots_of(transfer.staging_size, payload_bytes)
+        self._reads = Quota(min(slots - 1, -(-_READS * slots // _SHARE)), headroom=slots // _SHARE)
+        self._puts = Quota(_PUTS * slots // _SHARE, headroom=slots // _SHARE)
         per_call = min(_BATCH_KEYS, _BATCH_BYTES // max(1, payload_bytes))
-        self.batch_size = max(1, min(per_call, self.staging.slots // (_SHARE * transfer.threads)))
+        self.batch_size = max(1, min(per_call, slots // (_SHARE * transfer.threads)))
 
     @property
     def available(self) -> bool:
@@ -106,16 +119,16 @@ class MooncakeBackend(StorageBackend):
                     started += len(slots)
                     # what is left of one deadline for the memory and the transfer
                     seconds = max(0.0, end - time.monotonic())
-                    ahead.append(_Batch(batch, slots, self.store.start_get(batch, list(slots), timeout=seconds)))
+                    ahead.append(_Batch(batch, slots, self.store.start_get(batch, list(slots), timeout=seconds), end))
                 if not ahead:
                     down = not self._closed and not self.store.available
                     reason = Status.POOL_DOWN.value if down else self.memory.refusal
                     for _ in keys[started:]:
                         yield FetchedObject(None, reason)
                     return
-                batch_keys, slots, call = ahead[0]
+                batch_keys, slots, call, end = ahead[0]
                 for key, result in zip(batch_keys, call.results(), strict=True):
-                    yield self._checked(key, slots.popleft(), result)
+                    yield self._checked(key, slots.popleft(), result, end)
                 ahead.popleft()
         finally:
             for batch_left in ahead:
@@ -124,13 +137,11 @@ class MooncakeBackend(StorageBackend):
                     slot.release()
 
     def stage(self, *, timeout: float | None = None) -> Staged | None:
-        return self.memory.stage(self._seconds(timeout, self._timeouts.put_ms))
+        return self.memory.stage(self._seconds(timeout, self._timeouts.put_ms), self._puts)
 
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
         try:
-            if not self.store.available:
-                return Settled([Status.CLOSED if self._closed else Status.POOL_DOWN] * len(keys))
             sizes = [item.seal(key) for key, item in zip(keys, items, strict=True)]
             seconds = self._seconds(timeout, self._timeouts.put_ms)
             return self.store.start_put(list(keys), [item.slot for item in items], sizes, timeout=seconds)
@@ -160,31 +171,41 @@ class MooncakeBackend(StorageBackend):
     def _lease(self, count: int, deadline: float) -> deque[Slot]:
         """Returns up to `count` slots. Waits for the first until `deadline`; takes the others only if they are free."""
         slots: deque[Slot] = deque()
-        first = self.staging.lease(deadline)
+        first = self.staging.lease(deadline, self._reads)
         while first is not None and len(slots) < count:
             slots.append(first)
-            first = self.staging.try_lease() if len(slots) < count else None
+            first = self.staging.try_lease(self._reads) if len(slots) < count else None
         return slots
 
-    def _checked(self, key: str, slot: Slot, result: GetResult) -> Fetched:
-        if result.status is Status.OK:
-            fetched = self.memory.checked(key, slot, result.size)
-            if fetched.payload is None:
-                self._heal(key)
-            return fetched
-        slot.release()
-        if result.status is Status.INVALID:  # larger than a chunk of this namespace: Mooncake does not read it
-            self._heal(key)
-            return FetchedObject(None, "other_size")
-        if result.status is Status.CHECKSUM:  # Mooncake's own, of an object that another client wrote
-            self._heal(key)
-        return FetchedObject(None, result.status.value)
-
-    def _heal(self, key: str) -> None:
-        """Take a damaged object away, so that the next writer of its key replaces it.
-
-        By force: each lookup renews its lease, so it would stay for as long as its prompt is looked up.
+    def _checked(self, key: str, slot: Slot, result: GetResult, end: float) -> Fetched:
+        """Returns a key's outcome and takes over its slot. An object that is damaged, also when it is read again, is removed, so that the
+        next writer of its key replaces it.
         """
-        removed = self.store.remove([key], timeout=self._timeouts.exist_ms / 1000, force=True)
-        if removed == [Status.OK]:
+        reason = self._trouble(key, slot, result)
+        if reason in _DAMAGED:
+            # It may have been replaced since it was read: other readers found the damage, too. Mooncake has no removal on condition,
+            # so a replacement that comes after the second look is removed. That costs a miss.
+            again = self.store.start_get([key], [slot], timeout=max(0.0, end - time.monotonic())).results()[0]
+            now = self._trouble(key, slot, again)
+            if now == reason:
+                self._heal(key, end)
+            reason = now and reason
+        if not reason:
+            slot.settle()  # its peer has delivered; from here on it is the reader's
+            return FetchedObject(StagedObject(self.memory, slot, key))
+        slot.release()
+        return FetchedObject(None, reason)
+
+    def _trouble(self, key: str, slot: Slot, result: GetResult) -> str:
+        """Returns why a slot does not hold the object of `key` after a read; empty if it does."""
+        if result.status is Status.OK:
+            damage = inspect(key, slot.view[: result.size], self.payload_bytes)
+            return "" if damage is None else damage.value
+        # Mooncake does not read what is larger than the slot, and so than a chunk of this namespace
+        return "other_size" if result.status is Status.INVALID else result.status.value
+
+    def _heal(self, key: str, end: float) -> None:
+        """Remove a damaged object, by force: each lookup renews its lease, so it would stay for as long as its prompt is looked up."""
+        seconds = min(self._timeouts.exist_ms / 1000, end - time.monotonic())
+        if seconds > 0 and self.store.remove([key], timeout=seconds, force=True) == [Status.OK]:
             self._metrics.healed()

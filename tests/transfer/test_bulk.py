@@ -40,6 +40,8 @@ class Client:
 
     def __init__(self) -> None:
         self.peer_of: dict[str, str] = {}
+        """Where each object is read from."""
+        self.further_copies: dict[str, list[str]] = {}
         self.dead: set[str] = set()
         self.begun_by_others: set[str] = set()
         self.full: set[str] = set()
@@ -53,7 +55,7 @@ class Client:
 
     def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Any]]:
         self.located += 1
-        return {key: [Replica(self.peer_of[key])] for key in keys}
+        return {key: [Replica(peer) for peer in (self.peer_of[key], *self.further_copies.get(key, ()))] for key in keys}
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
         return [int(key in self.peer_of) for key in keys]
@@ -184,6 +186,36 @@ def test_objects_of_a_silent_peer_fail_at_once_and_those_of_others_are_read(slot
     assert client.gets == [["a0", "b0"], ["b0"]]
 
 
+def test_of_several_copies_only_the_peer_that_was_read_from_is_blamed_or_cleared(slots: list[Slot]) -> None:
+    client = Client()
+    client.peer_of = {"a0": "a", "b0": "b", "b1": "b"}
+    client.further_copies = {"a0": ["b"], "b0": ["a"]}
+    client.dead = {"a"}
+    bulk = Bulk(client, settings(), lambda _: None)
+    assert bulk.get(["a0"], slots[:1], soon()) == [FAILED]
+    now = time.monotonic()
+    assert bulk.peers.may_ask("b", now), "it has a copy that nobody read"
+    assert bulk.get(["b0", "b1"], slots[:2], soon()) == [4096] * 2
+    assert bulk.peers.any_silent, "nor did the healthy peer's delivery clear the other"
+    assert not bulk.peers.may_ask("a", now)
+    assert bulk.get(["a0"], slots[:1], soon()) == [FAILED]
+    assert client.gets == [["a0"], ["b0", "b1"]], "Mooncake would read the same copy again"
+
+
+def test_what_a_process_reads_from_its_own_segment_says_nothing_about_peers(slots: list[Slot]) -> None:
+    client = Client()
+    client.peer_of = {"mine": "me", "a0": "a"}
+    client.further_copies = {"mine": ["a"]}
+    client.dead = {"a"}
+    bulk = Bulk(client, settings(), lambda _: None)
+    bulk.own_peer = "me"
+    assert bulk.get(["a0"], slots[:1], soon()) == [FAILED]
+    client.peer_of["mine"], client.further_copies["mine"] = "a", ["me"]
+    client.dead = set()
+    assert bulk.get(["mine"], slots[:1], soon()) == [4096], "whichever copy the master names first"
+    assert bulk.peers.any_silent
+
+
 def test_a_peer_that_hangs_is_suspected_while_the_read_is_still_under_way(slots: list[Slot]) -> None:
     client = Client()
     client.peer_of = {"a": "hangs", "b": "well"}
@@ -196,8 +228,8 @@ def test_a_peer_that_hangs_is_suspected_while_the_read_is_still_under_way(slots:
     reader.start()
     wait_for(lambda: bulk._reading)
     bulk.suspect_slow_peers()
-    assert not bulk.peers.may_ask({"hangs"}, time.monotonic())
-    assert bulk.peers.may_ask({"well"}, time.monotonic())
+    assert not bulk.peers.may_ask("hangs", time.monotonic())
+    assert bulk.peers.may_ask("well", time.monotonic())
     release.set()
     reader.join(60)
     assert not bulk.peers.any_silent, "it delivered"

@@ -16,7 +16,7 @@ from transfer.calls import CallThreads
 from transfer.errors import Status, TransferError, status_of
 from transfer.segment import mapping_at, prefault_segment
 from transfer.settings import ByteSize
-from transfer.staging import Slot, StagingPool
+from transfer.staging import Quota, Slot, StagingPool
 
 
 def soon(seconds: float = 5.0) -> float:
@@ -232,6 +232,83 @@ class Registry:
         return 0
 
 
+def test_slots_that_wait_for_peers_are_bounded_by_their_quota_and_leave_the_others_alone() -> None:
+    staging = StagingPool(8 * 4096, 4096, prefaulted=False)
+    puts = Quota(4, headroom=1)
+    ahead = [slot for _ in range(8) if (slot := staging.try_lease(puts)) is not None]
+    assert len(ahead) == 3, "the last of the quota is left to those that wait"
+    waited = staging.lease(soon(60), puts)
+    assert waited is not None
+    assert staging.lease(soon(0.01), puts) is None
+    others = [slot for _ in range(8) if (slot := staging.try_lease()) is not None]
+    assert len(others) == 4
+
+    waited.settle()
+    waited.settle()
+    assert staging.lease(soon(0.01), puts) is None, "the quota has room, the pool has none"
+    others.pop().release()
+    again = staging.lease(soon(60), puts)
+    assert again is not None
+    others.pop().release()
+    assert staging.lease(soon(0.01), puts) is None
+    ahead[0].retain()
+    ahead[0].release()
+    assert staging.lease(soon(0.01), puts) is None, "a call has it still"
+    ahead.pop(0).release()
+    assert staging.lease(soon(60), puts) is not None
+    for slot in (*ahead, waited, again, *others):
+        slot.release()
+    staging.check_integrity()
+    staging.close()
+
+
+def test_a_slot_that_is_forgotten_leaves_its_quota() -> None:
+    staging = StagingPool(4 * 4096, 4096, prefaulted=False)
+    puts = Quota(1)
+    for _ in range(3):
+        assert staging.lease(soon(60), puts) is not None
+        gc.collect()
+    staging.close()
+
+
+def test_a_lease_that_waits_for_its_quota_gets_what_another_settles() -> None:
+    staging = StagingPool(4 * 4096, 4096, prefaulted=False)
+    puts, reads = Quota(1), Quota(1)
+    first, read = staging.lease(soon(60), puts), staging.lease(soon(60), reads)
+    assert first is not None
+    assert read is not None
+    got: list[Slot | None] = []
+    waiters = [
+        threading.Thread(target=lambda quota=quota: got.append(staging.lease(soon(60), quota)))
+        for quota in (puts, reads)
+    ]
+    for waiter in waiters:
+        waiter.start()
+    read.settle()
+    waiters[1].join(60)
+    assert [slot is not None for slot in got] == [True]
+    first.settle()
+    waiters[0].join(60)
+    assert [slot is not None for slot in got] == [True, True]
+    staging.close()
+
+
+def test_overdue_calls_let_go_as_soon_as_their_memory_is_wanted(threads: CallThreads) -> None:
+    staging = StagingPool(4096, 4096, prefaulted=False)
+    staging.reclaim = threads.drop_overdue
+    release = threading.Event()
+    running = threads.submit(release.wait, soon(60))
+    assert running is not None
+    wait_for(lambda: running.started)
+    slot = staging.try_lease()
+    assert slot is not None
+    overdue = threads.submit(lambda: 1, soon(0.05), slot.release)
+    assert overdue is not None
+    assert staging.lease(soon(60)) is not None, "though nobody waits for the call, and the thread is held"
+    release.set()
+    staging.close()
+
+
 def test_forfeited_memory_is_never_leased_again_and_other_memory_takes_its_place() -> None:
     staging = StagingPool(4 * 4096, 4096, prefaulted=False)
     slots = [staging.try_lease() for _ in range(4)]
@@ -376,7 +453,7 @@ def test_only_a_mapping_that_is_large_enough_is_prefaulted() -> None:
     assert mapping_at(0x7F80, maps) == range(0x7F00, 0x8000)
     assert mapping_at(0x8010, maps) is None, "read-only"
     assert mapping_at(0xFFFF, maps) is None
-    assert prefault_segment(1 << 40, lambda: None) is None
+    assert prefault_segment(1 << 40, None) is None
     staging = StagingPool(4096, 4096, prefaulted=False)
-    assert prefault_segment(1 << 40, lambda: staging.address) is None
+    assert prefault_segment(1 << 40, staging.address) is None
     staging.close()

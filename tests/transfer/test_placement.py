@@ -11,7 +11,7 @@ from tests.support.waiting import wait_for
 from tests.transfer.test_store import SLOT, fresh, leased, opened, put
 from transfer.errors import Status
 from transfer.settings import Placement
-from transfer.store import MooncakeStore
+from transfer.store import GetResult, MooncakeStore
 
 MIB = 1 << 20
 
@@ -41,6 +41,50 @@ def test_two_replicas_lie_on_two_segments_and_survive_the_loss_of_one(two_segmen
         assert (two_segments.used(0), two_segments.used(1)) == (4 * SLOT, 4 * SLOT)
         two_segments.kill("store-0")
         wait_for(lambda: readable(store, staging, keys, b"r"), 20, "every key being read from its other copy")
+
+
+def test_of_two_replicas_the_one_that_counts_as_read_is_the_one_that_is_read(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(client_ttl_s=600).start("master", "store-0", "store-1")
+    with opened(pool, slots=16) as (store, staging):
+        slots = leased(staging, 16, b"r")
+        keys = fresh(16)
+        probes = fresh(2)
+        for index, some in enumerate((slice(0, 8), slice(8, 16))):
+            there = Placement(replicas=2, preferred_segment=pool.segment(index))
+            put_there = store.start_put(keys[some], slots[some], [SLOT] * 8, timeout=20, placement=there)
+            assert put_there.results() == [Status.OK] * 8
+            alone = Placement(preferred_segment=pool.segment(index))
+            put_alone = store.start_put([probes[index]], slots[:1], [SLOT], timeout=20, placement=alone)
+            assert put_alone.results() == [Status.OK]
+        dead, alive = (store._bulk._where(probes)[probe] for probe in probes)
+        read_from = store._bulk._where(keys)
+        assert set(read_from.values()) == {dead, alive}
+        pool.kill("store-0")
+        unlucky = fresh(2)
+        both = store.start_put(unlucky, slots[:2], [SLOT] * 2, timeout=20, placement=Placement(replicas=2))
+        assert both.results() == [Status.TRANSFER_FAILED] * 2, "one copy of two is a failure"
+        assert store.batch_exist(unlucky, timeout=20) == [Status.MISSING] * 2
+        assert not store._bulk.peers.any_silent, "which of the two failed is not known"
+        for key in [key for key in keys if read_from[key] == alive]:
+            assert store.start_get([key], slots[:1], timeout=20).results() == [GetResult(Status.OK, SLOT)]
+        assert not store._bulk.peers.any_silent
+        for key in [key for key in keys if read_from[key] == dead]:
+            assert store.start_get([key], slots[:1], timeout=20).results()[0].status is Status.TRANSFER_FAILED
+        assert set(store._bulk.peers._silent) == {dead}
+        for slot in slots:
+            slot.release()
+
+
+def test_a_copy_in_the_own_segment_is_read_whichever_the_master_names_first(pool: Pool) -> None:
+    with (
+        opened(pool, slots=16, segment_size=32 << 20, placement=Placement(replicas=2)) as (owner, memory),
+        opened(pool) as (other, _),
+    ):
+        keys = fresh(8)
+        assert put(owner, memory, keys) == [Status.OK] * 8
+        assert set(other._bulk._where(keys)) == set(keys)
+        assert owner._bulk.own_peer
+        assert owner._bulk._where(keys) == {}, "a read of them concerns no peer"
 
 
 def test_one_replica_does_not_survive_the_loss_of_its_segment(two_segments: Pool) -> None:
