@@ -397,8 +397,9 @@ def measure_eviction(entries: int, policy: PolicyName, least: int, slices: int =
     def take_in(keys: Sequence[str]) -> float:
         start = time.thread_time()  # nothing here waits: other processes shall not count
         for key in keys:
-            index.reserve(key)
-            index.fill(key, 0)
+            place = index.reserve(key).place
+            assert place is not None
+            index.fill(place, key, 0)
         return time.thread_time() - start
 
     take_in(names(entries))

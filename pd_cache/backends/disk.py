@@ -6,9 +6,11 @@ file, without a system call.
 1. A file that cannot be read leaves the index, and the next put of its key writes another file. Only trouble of the folder itself
    switches the tier off (`disk_health.py`). Every call then returns at once, until the keeper finds that the folder works again.
 2. The budget is what fits: if the file system has less room than `capacity`, the oldest objects make room, and the budget grows
-   again when there is room.
+   again when there is room. A file that cannot be deleted keeps its place (`disk_sweeper.py`).
 3. A disk that hangs holds a bounded share of the memory: usually a quarter of the slots for reads, and half of them for writes.
    No caller waits for a deletion.
+4. Pins, and places in the budget, are taken on the tier's own threads, which no user interrupts. A caller holds memory and a place
+   among the reads or writes (`places.py`), which come back when it forgets them.
 """
 
 from __future__ import annotations
@@ -19,89 +21,40 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from pd_cache.backends.base import Fetched, PutOutcome, Staged, StorageBackend
 from pd_cache.backends.disk_health import DiskHealth, DiskState, state_of
+from pd_cache.backends.disk_sweeper import DiskSweeper
+from pd_cache.backends.disk_writer import DiskWriter, WriteUnderWay
 from pd_cache.backends.eviction import PolicyName, make_policy
-from pd_cache.backends.faults import Fault, fault_of, name_of
+from pd_cache.backends.faults import name_of
 from pd_cache.backends.folder import PAGE, Found, ObjectFolder, digest_of
-from pd_cache.backends.index import Entry, EvictingIndex, Removal, Room
+from pd_cache.backends.index import EvictingIndex, Pin, Removal, Room
 from pd_cache.backends.memory import FetchedObject, ObjectMemory, StagedObject
 from pd_cache.backends.objects import Damage, inspect
+from pd_cache.backends.places import Place, Share
 from pd_cache.metrics import TierMetrics
 from transfer.calls import Call, CallThreads
 from transfer.errors import PoolUnavailableError, Status
-from transfer.locks import Condition
 from transfer.settings import Timeouts
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _BATCH_BYTES = 64 << 20
-_FAIR = 0.9
-"""The part of that time which a call must have had."""
-_FAIR_S = 2.0
-"""A disk that has not answered within this hangs."""
-_EVICTED_FOR_ONE = 8
-"""At most this many objects make room for one of the same size: if that is not enough, another program takes the space they leave."""
-
-
-class Share:
-    """Limits how many slots the calls of one kind may hold. Waiting for a place ends early if the tier becomes unusable."""
-
-    def __init__(self, most: int, changed: Condition, useful: Callable[[], bool]) -> None:
-        self._most = max(1, most)
-        self._taken = 0
-        self._changed = changed
-        self._useful = useful
-
-    def take(self, seconds: float) -> bool:
-        """Take a place, after waiting for one if need be. Returns False if none came free. Each place is given back once."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._taken < self._most or not self._useful(), seconds)
-            taken = self._taken < self._most
-            self._taken += taken
-            return taken
-
-    def give_back(self) -> None:
-        with self._changed:
-            self._taken -= 1
-            self._changed.notify_all()
-
-    def wait_half_free(self, seconds: float) -> bool:
-        """Wait until at most half of the places are taken; returns False if that took too long."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._taken * 2 <= self._most or not self._useful(), seconds)
-
-
-class _Write:
-    """One object on its way to the disk."""
-
-    __slots__ = ("call", "digest", "evicted", "settled", "staged")
-
-    def __init__(self, digest: str, evicted: list[str]) -> None:
-        self.digest = digest
-        self.staged: StagedObject | None = None
-        self.evicted = evicted
-        """Files that made room for it and are still there."""
-        self.call: Call[Status] | None = None
-        self.settled = False
-        """Whether its reservation has been used or given back."""
 
 
 class _Writes:
     """What became of a put; see `base.PutOutcome`."""
 
-    def __init__(self, backend: LocalDiskBackend, parts: list[Status | Call[Status]]) -> None:
-        self._backend = backend
+    def __init__(self, writer: DiskWriter, parts: list[Status | WriteUnderWay]) -> None:
+        self._writer = writer
         self._parts = parts
 
     def results(self) -> list[Status]:
-        return [part if isinstance(part, Status) else self._backend._outcome(part) for part in self._parts]
+        return [part if isinstance(part, Status) else self._writer.outcome(part) for part in self._parts]
 
 
 class _Read(NamedTuple):
@@ -144,21 +97,14 @@ class LocalDiskBackend(StorageBackend):
         self.memory = memory
         self.payload_bytes = memory.payload_bytes
         self.batch_size = max(1, min(memory.pool.slots // 4, _BATCH_BYTES // max(1, self.payload_bytes)))
-        self._file_bytes = -(-memory.object_bytes // PAGE) * PAGE
-        self._places = capacity // self._file_bytes
+        file_bytes = -(-memory.object_bytes // PAGE) * PAGE
+        self._places = capacity // file_bytes
         self.index: EvictingIndex[str] = EvictingIndex(self._places, make_policy(policy, self._places))
-        self.folder = ObjectFolder(path, self._file_bytes, direct=direct, sync=sync)
+        self.folder = ObjectFolder(path, file_bytes, direct=direct, sync=sync)
         self._timeouts = timeouts
         self._metrics = metrics
         self._retry_s = retry_s
         self._ahead = threads + 1
-        self._lock = threading.RLock()
-        self._writing: dict[str, _Write] = {}
-        self._stuck: list[str] = []
-        """Files that could not be deleted; each keeps its place in the budget."""
-        self._litter: deque[str] = deque()
-        """Files that are still to be deleted."""
-        self._sweep_queued = False
         self.health = DiskHealth(self.folder, metrics, retry_s)
         if not self._places:
             log.warning("tier %s holds nothing: its capacity is less than one object", metrics.tier)
@@ -167,13 +113,21 @@ class LocalDiskBackend(StorageBackend):
         self._read_slots = Share(
             max(slots // 4, min(self._ahead, slots // 2)), self.health.changed, lambda: self.health.readable
         )
-        self._write_slots = Share(slots // 2, self.health.changed, lambda: self.health.writable)
         # every call except notes holds a slot
         limit = memory.pool.slots + 256
         self._reads = CallThreads(f"{metrics.tier}-read", threads, limit=limit)
-        self._writes = CallThreads(f"{metrics.tier}-write", threads, limit=limit)
-        # threads of their own: deletions go on even if late calls hold all other threads
-        self._deletions = CallThreads(f"{metrics.tier}-delete", 1, limit=2)
+        self.sweeper = DiskSweeper(self.folder, self.index, self._places, self.health, metrics)
+        self.writer = DiskWriter(
+            self.folder,
+            self.index,
+            self.sweeper,
+            self.health,
+            metrics,
+            slots=slots // 2,
+            threads=threads,
+            limit=limit,
+            usual_ms=timeouts.put_ms,
+        )
         self._keeper = threading.Thread(target=self._keep, name=f"{metrics.tier}-keeper", daemon=True)
         self._keeper.start()
 
@@ -227,13 +181,13 @@ class LocalDiskBackend(StorageBackend):
         return self.memory.stage(max(0.0, deadline - time.monotonic()))
 
     def wait_room(self, timeout: float | None = None) -> bool:
-        return self._write_slots.wait_half_free(self._put_seconds(timeout))
+        return self.writer.slots.wait_half_free(self._put_seconds(timeout))
 
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
         seconds = self._put_seconds(timeout)
         deadline = time.monotonic() + seconds
-        return _Writes(self, [self._put(key, item, deadline) for key, item in zip(keys, items, strict=True)])
+        return _Writes(self.writer, [self._put(key, item, deadline) for key, item in zip(keys, items, strict=True)])
 
     def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         if self.health.state not in (DiskState.ON, DiskState.FULL):
@@ -243,10 +197,7 @@ class LocalDiskBackend(StorageBackend):
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
         if not self.health.writable:
             return self.health.refusal
-        call = self._writes.submit(
-            functools.partial(self._note, key, value), time.monotonic() + self._put_seconds(None)
-        )
-        return self._rejection() if call is None else Status.OK
+        return self.writer.note(key, value, time.monotonic() + self._put_seconds(None))
 
     def close(self) -> None:
         well = self.health.writable
@@ -254,7 +205,7 @@ class LocalDiskBackend(StorageBackend):
             return
         end = time.monotonic() + self._timeouts.close_ms / 1000
         drained = True
-        for threads in (self._writes, self._reads, self._deletions):
+        for threads in (self.writer, self._reads, self.sweeper):
             drained &= threads.close(max(0.0, end - time.monotonic()))
         self._keeper.join(max(0.0, end - time.monotonic()))
         drained &= not self._keeper.is_alive()
@@ -262,7 +213,7 @@ class LocalDiskBackend(StorageBackend):
         self.memory.close()
         if drained:
             if well:
-                self._sweep()
+                self.sweeper.sweep()
             self.folder.close()
         else:
             log.warning("tier %s: the disk outlived close(); its folder stays taken", self._metrics.tier)
@@ -274,181 +225,18 @@ class LocalDiskBackend(StorageBackend):
         """The reason why no thread took a call: the threads are closed, or overloaded."""
         return Status.CLOSED if self.health.state is DiskState.CLOSED else Status.OVERLOADED
 
-    # --- writing -------------------------------------------------------------------------------------------------
-
-    def _put(self, key: str, item: StagedObject, deadline: float) -> Status | Call[Status]:
-        digest = digest_of(key)
+    def _put(self, key: str, item: StagedObject, deadline: float) -> Status | WriteUnderWay:
         try:
-            if not self.health.writable:
-                return self.health.refusal
-            with self._lock:
-                under_way = self._writing.get(digest)
-                if under_way is not None and under_way.call is not None:
-                    return under_way.call  # a key names its content, so those are the same bytes
-                if not self._write_slots.take(0.0):
-                    return Status.OK if self.index.contains([digest])[0] else self._rejection()
-                room, evicted = self.index.reserve(digest)
-                if room is Room.RESERVED:
-                    self._metrics.evicted(len(evicted))
-                    write = _Write(digest, evicted)
-                    self._writing[digest] = write
-                    ended = functools.partial(self._ended, write)
-                    try:
-                        # sealed before another put of the key, or a reader, could see it
-                        item.seal(key)
-                        write.staged = item.share()
-                    except BaseException:
-                        ended()
-                        raise
-                    write.call = self._writes.submit(functools.partial(self._write, write), deadline, ended)
-                    return write.call or self._rejection()
-            self._write_slots.give_back()
-            self._unlink(evicted)
-            self._metrics.evicted(len(evicted))
-            if room is Room.PRESENT:
-                return Status.OK
-            return Status.CLOSED if self.health.state is DiskState.CLOSED else Status.NO_SPACE
+            return self.writer.begin(key, digest_of(key), item, deadline)
         finally:
             item.release()
 
-    def _write(self, write: _Write) -> Status:
-        """On a writing thread: make room, write, publish."""
-        staged = write.staged
-        assert staged is not None
-        if self.health.state in (DiskState.OFF, DiskState.READ_ONLY):
-            return self.health.refusal
-        try:
-            self._sweep()
-            while write.evicted:
-                deleted = self._delete(write.evicted[-1])
-                if deleted in (Status.OK, Status.NO_SPACE):
-                    write.evicted.pop()
-                if deleted is not Status.OK:
-                    return deleted
-            name = self._with_room(lambda: self.folder.write(write.digest, staged.slot.pages))
-        except OSError as error:
-            return self.health.judge("a write", error, writing=True)
-        self.health.worked()
-        with self._lock:
-            # leaves the list in the same step in which it enters the index, so that a removal finds it in one of them
-            wanted = self._settle(write)
-            published = wanted and self.index.fill(write.digest, name)
-            if not wanted:
-                self.index.cancel()
-        if not published:
-            self._unlink([name])
-        self._count()
-        return Status.OK
-
-    def _with_room(self, write: Callable[[], T]) -> T:
-        """Carry out a write. If the file system is full, the oldest objects make room for it, and their places in the budget go."""
-        for _ in range(_EVICTED_FOR_ONE):
-            try:
-                return write()
-            except OSError as error:
-                if fault_of(error) is not Fault.NO_ROOM or not self._give_up_one(error):
-                    raise
-        return write()
-
-    def _give_up_one(self, error: OSError) -> bool:
-        name = self.index.give_up()
-        if name is None:
-            return False
-        self._metrics.evicted(1)
-        self._metrics.shrunk(self.index.capacity * self._file_bytes, str(error))
-        self._count()
-        with self.health.changed:
-            self.health.changed.notify_all()  # the keeper lets the budget grow again
-        self._litter.append(name)
-        self._sweep()
-        return True
-
-    def _ended(self, write: _Write) -> None:
-        """Runs exactly once, when the call has ended or can never begin."""
-        with self._lock:
-            if not write.settled:
-                self._settle(write)
-                self.index.cancel()
-        self._unlink(write.evicted)
-        if write.staged is not None:
-            write.staged.release()
-        self._write_slots.give_back()
-
-    def _settle(self, write: _Write) -> bool:
-        """Note that the write's reservation was used or given back. Returns False if its key was removed during the write."""
-        write.settled = True
-        wanted = self._writing.get(write.digest) is write
-        if wanted:
-            del self._writing[write.digest]
-        return wanted
-
-    def _outcome(self, call: Call[Status]) -> Status:
-        status = call.outcome(Status.TIMEOUT)
-        if status is Status.TIMEOUT:
-            self._late("a write", call.had_s, self._timeouts.put_ms)
-        return status
-
     def _remove(self, digest: str) -> Status:
-        with self._lock:
-            if self._writing.pop(digest, None) is not None:
-                return Status.OK  # the write under way will not be published
-            removal, name = self.index.remove(digest)
-        if name is not None:
-            self._unlink([name])
-            self._count()
+        removal = self.writer.remove(digest)
+        if removal is Removal.REMOVED:
+            self.sweeper.sweep_soon(self._put_seconds(None))
+            self.writer.count()
         return {Removal.REMOVED: Status.OK, Removal.MISSING: Status.MISSING, Removal.PINNED: Status.BUSY}[removal]
-
-    def _note(self, key: str, value: bytes) -> None:
-        try:
-            self._with_room(lambda: self.folder.note(key, value))
-        except OSError as error:
-            self.health.judge("a note", error, writing=True)
-
-    def _unlink(self, names: Sequence[str]) -> None:
-        """Have files deleted on another thread: a disk that hangs must not hold up callers that read, put or remove."""
-        if not names:
-            return
-        self._litter.extend(names)
-        if not self._sweep_queued:
-            self._sweep_queued = True
-            # if this is refused, the next write or the keeper sweeps
-            self._deletions.submit(self._sweep, time.monotonic() + self._put_seconds(None), self._sweep_over)
-
-    def _sweep_over(self) -> None:
-        self._sweep_queued = False
-
-    def _sweep(self) -> None:
-        """Delete the files that are to be deleted. Files that the disk does not delete stay on the list."""
-        self._sweep_queued = False
-        with contextlib.suppress(IndexError):
-            while True:
-                name = self._litter.popleft()
-                if self._delete(name) not in (Status.OK, Status.NO_SPACE):
-                    self._litter.append(name)
-                    return
-
-    def _delete(self, name: str) -> Status:
-        """Delete a file, unless the disk is in trouble. Returns NO_SPACE for a file that cannot be deleted: it keeps its place, and
-        the keeper tries again."""
-        try:
-            self.folder.unlink(name)
-        except OSError as error:
-            if fault_of(error) is Fault.OBJECT:
-                self._metrics.spoiled("a deletion", name_of(error), str(error))
-                if not self.folder.takes_room(name):
-                    return Status.OK
-                return self._stays(name)
-            status = self.health.judge("a deletion", error, writing=True)
-            return Status.OK if status is Status.INTERNAL else status
-        return Status.OK
-
-    def _stays(self, name: str) -> Status:
-        """A file that cannot be deleted keeps its place in the budget until it can."""
-        self._stuck.append(name)
-        self.index.shrink()
-        with self.health.changed:
-            self.health.changed.notify_all()
-        return Status.NO_SPACE
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -456,50 +244,66 @@ class LocalDiskBackend(StorageBackend):
         """Begin to read a key. Returns the reason if no memory came free within `patience` seconds."""
         if not self.available:
             return _Read(None, None, self.health.refusal.value)
+        digest = digest_of(key)
+        if not self.index.contains([digest])[0]:
+            return _Read(None, None, Status.MISSING.value)
         latest = time.monotonic() + patience
-        with contextlib.ExitStack() as undo:  # nothing stays pinned if this is interrupted
-            entry = self.index.pin(digest_of(key))
-            if entry is None:
-                return _Read(None, None, Status.MISSING.value)
-            undo.callback(self._unpin, entry)
-            if not self._read_slots.take(patience):
-                return self._rejection().value
-            undo.callback(self._read_slots.give_back)
-            staged = self.memory.stage(max(0.0, latest - time.monotonic()))
-            if staged is None:
-                return self.memory.refusal
-            target = staged.share()
-            undo.callback(target.release)
-            read = functools.partial(self._read, key, entry, target)
-            call = self._reads.submit(read, time.monotonic() + seconds, undo.pop_all().close)
+        place = self._read_slots.take(patience)
+        if place is None:
+            return self._rejection().value
+        staged = self.memory.stage(max(0.0, latest - time.monotonic()))
+        if staged is None:
+            self._read_slots.give_back(place)
+            return self.memory.refusal
+        target = staged.share()
+        call = self._reads.submit(
+            functools.partial(self._read, key, digest, target),
+            time.monotonic() + seconds,
+            functools.partial(self._ended, target, place),
+        )
         return _Read(call, staged, "" if call is not None else self._rejection().value)
 
-    def _read(self, key: str, entry: Entry[str], target: StagedObject) -> str:
+    def _ended(self, target: StagedObject, place: Place) -> None:
+        """Runs exactly once, when a read has ended or can never begin."""
+        target.release()
+        self._read_slots.give_back(place)
+
+    def _read(self, key: str, digest: str, target: StagedObject) -> str:
         """On a reading thread: read and check an object. Returns what is wrong with it, if anything is."""
         if self.health.state is DiskState.OFF:
             return Status.TIER_OFF.value
+        pin = self.index.pin(digest)
+        if pin is None:  # evicted meanwhile
+            return Status.MISSING.value
         try:
-            nbytes = self.folder.read(entry.resource, target.slot.pages)
+            return self._read_file(key, pin, target)
+        finally:
+            if self.index.unpin(pin) and self.health.state is not DiskState.CLOSED:
+                self.sweeper.unlink([pin.entry.resource], self._put_seconds(None))
+
+    def _read_file(self, key: str, pin: Pin[str], target: StagedObject) -> str:
+        try:
+            nbytes = self.folder.read(pin.entry.resource, target.slot.pages)
         except OSError as error:
-            return self._unread(entry, error)
+            return self._unread(pin, error)
         self.health.worked()
-        data = target.slot.view[: self.memory.object_bytes if nbytes == self._file_bytes else nbytes]
-        damage = inspect(key, data, self.payload_bytes)
+        whole = nbytes == self.folder.file_bytes
+        damage = inspect(key, target.slot.view[: self.memory.object_bytes if whole else nbytes], self.payload_bytes)
         if damage is None:
             return ""
-        self._discard(entry)
+        self._discard(pin)
         self._metrics.healed()
         return damage.value
 
-    def _unread(self, entry: Entry[str], error: OSError) -> str:
+    def _unread(self, pin: Pin[str], error: OSError) -> str:
         """Returns why a file was not read. If the error is the file's own, the index forgets it."""
         with contextlib.suppress(OSError):
             if isinstance(error, FileNotFoundError) and self.folder.is_held:
-                self._discard(entry)
+                self._discard(pin)
                 return Status.MISSING.value
         status = self.health.judge("a read", error, writing=False)
         if status is Status.INTERNAL:
-            self._discard(entry)
+            self._discard(pin)
             self._metrics.healed()
             return Damage.UNREADABLE.value
         return str(status.value)
@@ -510,32 +314,19 @@ class LocalDiskBackend(StorageBackend):
         if read.call is not None:
             reason = read.call.outcome(Status.TIMEOUT.value)
             if reason == Status.TIMEOUT.value:
-                self._late("a read", read.call.had_s, self._timeouts.get_ms)
+                self.health.late("a read", read.call.had_s, self._timeouts.get_ms)
         if read.staged is not None and not reason:
             read.staged.sealed_for = key
             return FetchedObject(read.staged)
         read.release()
         return FetchedObject(None, reason)
 
-    def _discard(self, entry: Entry[str]) -> None:
+    def _discard(self, pin: Pin[str]) -> None:
         """Forget a file that is no good, so that the next put of its key writes it again."""
-        self.index.discard(entry)
-        self._count()
-
-    def _unpin(self, entry: Entry[str]) -> None:
-        if self.index.unpin(entry) and self.health.state is not DiskState.CLOSED:
-            self._unlink([entry.resource])
+        self.index.discard(pin.entry)
+        self.writer.count()
 
     # --- health --------------------------------------------------------------------------------------------------
-
-    def _count(self) -> None:
-        self._metrics.holds(len(self.index) * self._file_bytes)
-
-    def _late(self, what: str, had_s: float, usual_ms: int) -> None:
-        """Called when a deadline passed. A disk that hangs counts as failed; a long queue or an impatient caller proves nothing:
-        `had_s` is how long the disk itself has had."""
-        if had_s >= _FAIR * min(_FAIR_S, usual_ms / 1000):
-            self.health.late(what, had_s)
 
     def _keep(self) -> None:
         """The keeper thread: opens the folder, tries it again while it is switched off, and lets the budget grow again."""
@@ -562,39 +353,31 @@ class LocalDiskBackend(StorageBackend):
             try:
                 if not self.folder.is_held:
                     self.index.clear()
-                    self._stuck.clear()
                     self._take_in(self.folder.open())
-                    self._sweep()
+                    self.sweeper.sweep()
                 held = True
-                self._with_room(self.folder.probe)
+                self.writer.with_room(self.folder.probe)
             except OSError as error:
                 state = state_of(error) if held else DiskState.OFF
                 self.health.settle(state, f"opening the folder failed: {error}", name_of(error))
                 return
             self.health.settle(DiskState.ON)
         if self._is_small:
-            self._unstick()
             try:
-                self.index.grow(self.folder.room(), self._places - len(self._stuck))
+                self.sweeper.grow()
             except OSError as error:
                 self.health.judge("looking for room", error, writing=True)
-            self._metrics.budget(self.index.capacity * self._file_bytes)
-        self._sweep()
-
-    def _unstick(self) -> None:
-        """Try again to delete what could not be deleted; a deleted file gives its place back."""
-        for name in list(self._stuck):
-            with contextlib.suppress(OSError):
-                self.folder.unlink(name)
-                self._stuck.remove(name)
+            self._metrics.budget(self.index.capacity * self.folder.file_bytes)
+        self.sweeper.sweep()
 
     def _take_in(self, found: Found) -> None:
         """Fill the index with what was there, oldest first."""
         for digest, name in found.objects:
-            room, evicted = self.index.reserve(digest)
-            self._litter.extend(evicted if room is not Room.NONE else (*evicted, name))
-            if room is Room.RESERVED:
-                self.index.fill(digest, name)
+            room, evicted, place = self.index.reserve(digest)
+            self.sweeper.litter.extend(evicted if room is not Room.NONE else (*evicted, name))
+            if place is not None:
+                self.index.fill(place, digest, name)
         self._metrics.ignored("foreign", found.foreign)
         self._metrics.ignored("torn", found.torn)
-        self._count()
+        self.sweeper.fit()
+        self.writer.count()

@@ -20,6 +20,10 @@ from transfer.locks import Condition
 log = logging.getLogger(__name__)
 
 _STRIKES = 3
+_FAIR_S = 2.0
+"""A disk that has not answered within this hangs."""
+_FAIR = 0.9
+"""The part of that time which a call must have had."""
 
 
 class DiskState(enum.Enum):
@@ -72,9 +76,11 @@ class DiskHealth:
         """To be called when a file was read or written."""
         self._strikes = 0
 
-    def late(self, what: str, seconds: float) -> None:
-        """To be called when the disk hangs."""
-        self._worsen(DiskState.OFF, f"{what} got no answer in {seconds:g} s", Status.TIMEOUT.value)
+    def late(self, what: str, had_s: float, usual_ms: int) -> None:
+        """To be called when a deadline passed. A disk that hangs counts as failed; a long queue or an impatient caller proves nothing:
+        `had_s` is how long the disk itself has had."""
+        if had_s >= _FAIR * min(_FAIR_S, usual_ms / 1000):
+            self._worsen(DiskState.OFF, f"{what} got no answer in {had_s:g} s", Status.TIMEOUT.value)
 
     def judge(self, what: str, error: OSError, *, writing: bool) -> Status:
         """Returns what an error means for its call: INTERNAL if it concerns one file. An error of the folder changes the state."""

@@ -35,6 +35,10 @@ class EvictionPolicy(ABC):
     def evict(self, pinned: Pinned) -> str:
         """Choose a victim and forget it. At least one key that the policy holds must not be pinned."""
 
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget every key, also if a user interrupted another of these methods half-way."""
+
     def resize(self, capacity: int) -> None:  # noqa: B027 - most orders do not depend on it
         """Expect at most `capacity` keys from now on."""
 
@@ -62,6 +66,9 @@ class LRU(EvictionPolicy):
     def evict(self, pinned: Pinned) -> str:
         return _first_unpinned(self._order, pinned)
 
+    def clear(self) -> None:
+        self._order.clear()
+
     def __len__(self) -> int:
         return len(self._order)
 
@@ -74,6 +81,11 @@ class LFU(EvictionPolicy):
     def __init__(self) -> None:
         self._uses: dict[str, int] = {}
         self._by_uses: list[OrderedDict[str, None]] = [OrderedDict() for _ in range(self._MOST + 1)]
+
+    def clear(self) -> None:
+        self._uses.clear()
+        for keys in self._by_uses:
+            keys.clear()
 
     def added(self, key: str) -> None:
         self._uses[key] = 0
@@ -123,6 +135,10 @@ class S3FIFO(EvictionPolicy):
         self._ghosts = max(1, capacity - self._small_target)
         while len(self._ghost) > self._ghosts:
             self._ghost.popitem(last=False)
+
+    def clear(self) -> None:
+        for queue in (self._small, self._main, self._ghost):
+            queue.clear()
 
     def added(self, key: str) -> None:
         if key in self._ghost:

@@ -71,7 +71,7 @@ class ObjectFolder:
         assert file_bytes % PAGE == 0
         self._base = path / str(file_bytes)
         self._root = self._base
-        self._file_bytes = file_bytes
+        self.file_bytes = file_bytes
         self._direct = direct and bool(_DIRECT)
         self._sync = sync
         self._lock = -1
@@ -79,7 +79,7 @@ class ObjectFolder:
         self._serials = itertools.count(1)
         self._moving_aside = threading.Lock()
         self._left: set[Path] = set()
-        """Temporary files that could not be deleted yet: at most as many as there were writes under way when the disk began to refuse."""
+        """Files of ours that could not be deleted yet."""
 
     @property
     def root(self) -> Path:
@@ -129,9 +129,22 @@ class ObjectFolder:
         return self._read_whole(self.path_of(name), pages)
 
     def unlink(self, name: str) -> None:
-        """Delete an object; nothing happens if it is gone."""
-        with contextlib.suppress(FileNotFoundError):
-            self.path_of(name).unlink()
+        """Delete an object; nothing happens if it is gone. If it cannot be deleted, it is one of the files `left`."""
+        self._unlink(self.path_of(name))
+
+    @property
+    def left(self) -> int:
+        """How many files take room although they were to be deleted: that failed, and has to be tried again."""
+        return len(self._left)
+
+    def is_left(self, name: str) -> bool:
+        """Whether an object is one of them."""
+        return self.path_of(name) in self._left
+
+    def unlink_left(self) -> None:
+        """Try again to delete what is left."""
+        for path in list(self._left):
+            self._discard(path)
 
     def check(self) -> None:
         """Raises OSError if not only a file but the folder is in trouble: a page written there cannot be read back."""
@@ -148,26 +161,18 @@ class ObjectFolder:
 
     def probe(self) -> None:
         """Check that an object could be written now. Raises OSError if not."""
-        with mmap.mmap(-1, self._file_bytes) as zeros, memoryview(zeros) as pages:
+        with mmap.mmap(-1, self.file_bytes) as zeros, memoryview(zeros) as pages:
             temporary = self._write_temporary(pages)
         self._discard(temporary)
-        for left in list(self._left):  # left from a time when nothing could be deleted
-            self._discard(left)
+        self.unlink_left()
         if not self._writable:  # it can be written now
             self._writable = True
             self._clear()
 
-    def takes_room(self, name: str) -> bool:
-        """Whether a regular file has an object's name, and not something else."""
-        try:
-            return stat.S_ISREG(os.lstat(self.path_of(name)).st_mode)
-        except OSError:
-            return False
-
     def room(self) -> int:
         """Returns how many more objects the file system has room for; a quota may allow fewer."""
         status = os.statvfs(self._root)
-        return status.f_bavail * status.f_frsize // self._file_bytes
+        return status.f_bavail * status.f_frsize // self.file_bytes
 
     def note(self, key: str, value: bytes) -> None:
         """Leave a small text for people, whole or not at all."""
@@ -256,7 +261,7 @@ class ObjectFolder:
                 if match is None or file.name[:2] != folder.name or status is None or not regular:
                     foreign += 1
                     continue
-                if status.st_size != self._file_bytes:
+                if status.st_size != self.file_bytes:
                     torn += 1
                     self._delete_found(file.path)
                     continue
@@ -280,10 +285,10 @@ class ObjectFolder:
         return len(left)
 
     def _delete_found(self, path: str) -> None:
-        """Delete a useless file, if possible. One that stays is found again later, and does no harm."""
+        """Delete a useless file, if possible."""
         if self._writable:
             try:
-                os.unlink(path)
+                self._unlink(Path(path))
             except OSError as error:
                 # The error shows the path as text that can be written; a name that is no UTF-8 is not such a text.
                 log.warning("what was found stays: %s", error)
@@ -331,14 +336,18 @@ class ObjectFolder:
             raise
         return temporary
 
-    def _discard(self, temporary: Path) -> None:
-        """Delete a temporary file. `probe` tries again if it cannot be deleted."""
+    def _unlink(self, path: Path) -> None:
         try:
-            temporary.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         except OSError:
-            self._left.add(temporary)
-        else:
-            self._left.discard(temporary)
+            (self._left.add if _takes_room(path) else self._left.discard)(path)
+            raise
+        self._left.discard(path)
+
+    def _discard(self, path: Path) -> None:
+        """Delete a file, if that is possible now."""
+        with contextlib.suppress(OSError):
+            self._unlink(path)
 
     def _new_file(self) -> tuple[Path, int]:
         while True:
@@ -413,6 +422,16 @@ def _is_folder(path: Path) -> bool:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except FileNotFoundError:
         return False
+
+
+def _takes_room(path: Path) -> bool:
+    """Whether a file is there, and not something else in its place."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # a bad block: its bytes may well be there
+        return True
 
 
 def _looked_at(files: list[os.DirEntry[str]]) -> Iterator[tuple[os.DirEntry[str], os.stat_result | None]]:

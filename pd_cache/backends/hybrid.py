@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 
 from pd_cache.backends.base import Fetched, PutOutcome, Settled, Staged, StorageBackend
 from pd_cache.backends.memory import FetchedObject, StagedObject
+from pd_cache.backends.places import Place, Taken, wait_for
 from pd_cache.metrics import TierMetrics
 from transfer.errors import PoolUnavailableError, Status
 from transfer.locks import Condition
@@ -269,8 +270,9 @@ class _Begun(NamedTuple):
     """A write to one tier."""
 
     tier: Tier
-    chunks: int
     outcome: PutOutcome
+    places: list[Place]
+    """One in the backlog for each chunk, if nobody waits for it."""
 
     def results(self) -> list[Status]:
         """Returns one status for each key, and counts what was dropped."""
@@ -281,9 +283,15 @@ class _Begun(NamedTuple):
         return statuses
 
 
-def _begin(tier: Tier, keys: Sequence[str], items: Sequence[StagedObject], timeout: float | None) -> _Begun:
+def _begin(
+    tier: Tier,
+    keys: Sequence[str],
+    items: Sequence[StagedObject],
+    timeout: float | None,
+    places: list[Place] | None = None,
+) -> _Begun:
     shares = [item.share() for item in items]
-    return _Begun(tier, len(keys), tier.backend.batched_put(keys, shares, timeout=timeout))
+    return _Begun(tier, tier.backend.batched_put(keys, shares, timeout=timeout), places or [])
 
 
 class _Through:
@@ -305,7 +313,8 @@ class _WriteBehind:
     def __init__(self, limit: int, close_s: float) -> None:
         self._limit = limit
         self._close_s = close_s
-        self._chunks = 0
+        self._under_way: Taken = set()
+        """One place for each chunk."""
         self._changed = Condition()
         self._closed = False
         self._jobs: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
@@ -318,15 +327,15 @@ class _WriteBehind:
             _begin(tier, keys, items, timeout).results()
             return
         with self._changed:
-            fits = 0 if self._closed else min(len(keys), self._limit - self._chunks)
+            fits = 0 if self._closed else min(len(keys), self._limit - len(self._under_way))
             if fits:
-                self._chunks += fits
-                self._jobs.put(_begin(tier, keys[:fits], items[:fits], timeout))
+                places = [Place(self._under_way) for _ in range(fits)]
+                self._jobs.put(_begin(tier, keys[:fits], items[:fits], timeout, places))
         tier.metrics.dropped((Status.CLOSED if self._closed else Status.OVERLOADED).value, len(keys) - fits)
 
     def flush(self, timeout: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: not self._chunks, timeout)
+            return wait_for(self._changed, lambda: not self._under_way, timeout)
 
     def close(self) -> None:
         """Wait for the writes under way, as long as `close_s` allows. Idempotent."""
@@ -345,5 +354,6 @@ class _WriteBehind:
                 log.exception("tier %s: a write behind broke", write.tier.metrics.tier)
             finally:
                 with self._changed:
-                    self._chunks -= write.chunks
+                    for place in write.places:
+                        place.release()
                     self._changed.notify_all()

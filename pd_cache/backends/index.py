@@ -1,19 +1,26 @@
 """What a tier holds: keys, where their bytes are, which of them are being read, and which goes next. No I/O, no waiting.
 
 Each entry takes one of `capacity` places. `reserve` makes room for an entry that is still to come, by evicting others; `fill` puts it
-in, or `cancel` gives the room back. Pinned entries are being read: they are neither evicted nor removed.
+in, or the place is released. Pinned entries are being read: they are neither evicted nor removed.
+
+A user may interrupt any of these methods at any step. Pins and reserved places are objects (`places.py`). `_entries` is changed in
+single steps; if an interrupt leaves the policy behind it, the next call brings them together again.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import threading
-from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 from pd_cache.backends.eviction import EvictionPolicy
+from pd_cache.backends.places import Place, Taken
 
 R = TypeVar("R")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Entry(Generic[R]):
@@ -24,7 +31,19 @@ class Entry(Generic[R]):
     def __init__(self, key: str, resource: R) -> None:
         self.key = key
         self.resource = resource
-        self.pins = 0
+        self.pins: Taken | None = None
+
+
+class Pin(Place, Generic[R]):
+    """One reader's use of an entry. Ends with `unpin`, or when nothing refers to it any more."""
+
+    __slots__ = ("entry", "use")
+
+    def __init__(self, entry: Entry[R], pins: Taken, use: Place) -> None:
+        """`use` counts among the pins of the whole index; nothing else refers to it."""
+        self.entry = entry
+        self.use = use
+        super().__init__(pins)
 
 
 class Room(enum.Enum):
@@ -42,6 +61,8 @@ class Reservation(NamedTuple, Generic[R]):
 
     room: Room
     evicted: list[R]
+    place: Place | None = None
+    """The place that is reserved."""
 
 
 class Removal(enum.Enum):
@@ -50,6 +71,25 @@ class Removal(enum.Enum):
     REMOVED = "removed"
     MISSING = "missing"
     PINNED = "pinned"
+
+
+def _whole(
+    method: Callable[Concatenate[EvictingIndex[R], P], T],
+) -> Callable[Concatenate[EvictingIndex[R], P], T]:
+    """Runs a method with the lock held. If it is interrupted, the next one begins by mending what it left."""
+
+    @functools.wraps(method)
+    def call(self: EvictingIndex[R], /, *arguments: P.args, **options: P.kwargs) -> T:
+        with self._lock:
+            try:
+                if self._torn:
+                    self._mend()
+                return method(self, *arguments, **options)
+            except BaseException:
+                self._torn = True
+                raise
+
+    return call
 
 
 class EvictingIndex(Generic[R]):
@@ -62,8 +102,11 @@ class EvictingIndex(Generic[R]):
         self._policy = policy
         self._entries: dict[str, Entry[R]] = {}
         self._lock = threading.Lock()
-        self._reserved = 0
-        self._pinned = 0
+        self._torn = False
+        """Whether the last change was interrupted, so that the policy may not know the same keys."""
+        self._reserved: Taken = set()
+        self._pins: Taken = set()
+        """One for each pin of any entry, also of those that are gone."""
         self._closed = False
 
     def __len__(self) -> int:
@@ -75,132 +118,134 @@ class EvictingIndex(Generic[R]):
             entries = self._entries
             return [key in entries for key in keys]
 
-    def pin(self, key: str) -> Entry[R] | None:
-        """The entry, kept until `unpin`; None if there is none. Counts as a use."""
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                return None
-            if not entry.pins:
-                self._pinned += 1
-            entry.pins += 1
-            self._policy.used(key)
-            return entry
+    @_whole
+    def pin(self, key: str) -> Pin[R] | None:
+        """Keeps an entry until `unpin`; None if there is none. Counts as a use."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self._policy.used(key)
+        if entry.pins is None:
+            entry.pins = set()
+        return Pin(entry, entry.pins, Place(self._pins))
 
-    def unpin(self, entry: Entry[R]) -> bool:
+    @_whole
+    def unpin(self, pin: Pin[R]) -> bool:
         """End one reader's use. Returns True to the last reader of an entry that is gone: it has to let go of the resource."""
-        with self._lock:
-            assert entry.pins > 0, f"{entry.key} was unpinned more often than it was pinned"
-            entry.pins -= 1
-            if entry.pins:
-                return False
-            if self._entries.get(entry.key) is not entry:
-                return True
-            self._pinned -= 1
+        if not pin.is_held:
             return False
+        pin.release()
+        pin.use.release()
+        return not pin.entry.pins and self._entries.get(pin.entry.key) is not pin.entry
 
+    @_whole
     def reserve(self, key: str) -> Reservation[R]:
-        """Make room for a key that is to come, unless it is there already. Each reservation ends with `fill` or `cancel`."""
-        with self._lock:
-            if key in self._entries:
-                self._policy.used(key)
-                return Reservation(Room.PRESENT, [])
-            evicted: list[R] = []
-            while len(self._entries) + self._reserved >= self.capacity:
-                if self._closed or len(self._entries) <= self._pinned:
-                    return Reservation(Room.NONE, evicted)
-                evicted.append(self._entries.pop(self._policy.evict(self._is_pinned)).resource)
-            if self._closed:
+        """Make room for a key that is to come, unless it is there already. The reserved place is for `fill`; if there is nothing to fill in, it
+        is released."""
+        if key in self._entries:
+            self._policy.used(key)
+            return Reservation(Room.PRESENT, [])
+        evicted: list[R] = []
+        while len(self._entries) + len(self._reserved) >= self.capacity:
+            if self._closed or self._all_are_pinned:
                 return Reservation(Room.NONE, evicted)
-            self._reserved += 1
-            self._over = 0
-            return Reservation(Room.RESERVED, evicted)
+            evicted.append(self._entries.pop(self._policy.evict(self._is_pinned)).resource)
+        if self._closed:
+            return Reservation(Room.NONE, evicted)
+        self._over = 0
+        return Reservation(Room.RESERVED, evicted, Place(self._reserved))
 
-    def fill(self, key: str, resource: R) -> bool:
-        """Put the reserved key in. Returns False, and does not keep the resource, if the key is there already or it is too late."""
-        with self._lock:
-            self._reserved -= 1
-            if self._closed or key in self._entries:
-                return False
-            self._entries[key] = Entry(key, resource)
-            self._policy.added(key)
-            return True
+    @_whole
+    def fill(self, place: Place, key: str, resource: R) -> bool:
+        """Put a key into a reserved place. Returns False, and does not keep the resource, if the key is there already or it is too
+        late."""
+        place.release()
+        if self._closed or key in self._entries:
+            return False
+        self._entries[key] = Entry(key, resource)
+        self._policy.added(key)
+        return True
 
-    def cancel(self) -> None:
-        """Give a reservation back."""
-        with self._lock:
-            self._reserved -= 1
+    @_whole
+    def remove(self, key: str, let_go: Callable[[R], object]) -> Removal:
+        """Take a key out, unless somebody reads it. `let_go` gets its resource; if that is a function in C, no interrupt comes between
+        these two steps."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return Removal.MISSING
+        if entry.pins:
+            return Removal.PINNED
+        resource = entry.resource
+        del self._entries[key]
+        let_go(resource)
+        self._policy.removed(key)
+        return Removal.REMOVED
 
-    def remove(self, key: str) -> tuple[Removal, R | None]:
-        """Take a key out, with its resource, unless somebody reads it."""
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                return Removal.MISSING, None
-            if entry.pins:
-                return Removal.PINNED, None
-            del self._entries[key]
-            self._policy.removed(key)
-            return Removal.REMOVED, entry.resource
-
+    @_whole
     def discard(self, entry: Entry[R]) -> None:
         """Take out an entry that turned out to be damaged, although the caller has it pinned."""
-        with self._lock:
-            if self._entries.get(entry.key) is entry:
-                del self._entries[entry.key]
-                self._policy.removed(entry.key)
-                self._pinned -= 1
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
+            self._policy.removed(entry.key)
 
+    @_whole
     def give_up(self) -> R | None:
         """Evict one entry, and lower `capacity` to what is held then. Returns None if every entry is being read."""
-        with self._lock:
-            if self._closed or len(self._entries) <= self._pinned:
-                return None
-            resource = self._entries.pop(self._policy.evict(self._is_pinned)).resource
-            self._resize(len(self._entries) + self._reserved)
-            return resource
+        if self._closed or self._all_are_pinned:
+            return None
+        resource = self._entries.pop(self._policy.evict(self._is_pinned)).resource
+        self._resize(len(self._entries) + len(self._reserved))
+        return resource
 
-    def shrink(self) -> None:
-        """Take away one place. The entry too many goes with the next reservation, not before: it can be read meanwhile."""
-        with self._lock:
-            self._resize(max(0, self.capacity - 1))
-            self._over = max(0, len(self._entries) + self._reserved - self.capacity)
+    @_whole
+    def shrink(self, most: int) -> None:
+        """Leave `most` places at most. Entries too many go with the next reservation, not before: they can be read meanwhile."""
+        self._resize(max(0, min(self.capacity, most)))
+        self._over = max(0, len(self._entries) + len(self._reserved) - self.capacity)
 
+    @_whole
     def grow(self, places: int, most: int) -> None:
         """Make `capacity` `places` more than what is held, but not less than it was, and not more than `most`."""
-        with self._lock:
-            self._resize(min(most, max(self.capacity, len(self._entries) + self._reserved + places)))
+        self._resize(min(most, max(self.capacity, len(self._entries) + len(self._reserved) + places)))
 
+    @_whole
     def clear(self) -> None:
         """Forget every entry: their resources are gone. Readers keep what they hold."""
-        with self._lock:
-            self._forget()
+        self._forget()
 
+    @_whole
     def close(self) -> list[R]:
         """Accept nothing any more, and forget everything. Returns the resources of entries that nobody reads."""
-        with self._lock:
-            self._closed = True
-            resources = [entry.resource for entry in self._entries.values() if not entry.pins]
-            self._forget()
-            return resources
+        self._closed = True
+        resources = [entry.resource for entry in self._entries.values() if not entry.pins]
+        self._forget()
+        return resources
 
+    @_whole
     def check_integrity(self) -> None:
         """Assert the invariants (for tests)."""
-        with self._lock:
-            assert len(self._policy) == len(self._entries)
-            assert len(self._entries) + self._reserved <= max(self.capacity, 0) + self._over
-            assert self._pinned == sum(entry.pins > 0 for entry in self._entries.values())
-            assert self._reserved >= 0
+        assert len(self._policy) == len(self._entries)
+        assert len(self._entries) + len(self._reserved) <= max(self.capacity, 0) + self._over
+        assert len(self._pins) >= sum(map(self._is_pinned, self._entries))
+
+    def _mend(self) -> None:
+        """Teach the policy the keys that there are. It begins its order anew."""
+        self._policy.clear()
+        for key in self._entries:
+            self._policy.added(key)
+        self._torn = False
 
     def _forget(self) -> None:
-        for key in self._entries:
-            self._policy.removed(key)
         self._entries.clear()
-        self._pinned = 0
+        self._policy.clear()
 
     def _resize(self, capacity: int) -> None:
         self.capacity = capacity
         self._policy.resize(capacity)
 
+    @property
+    def _all_are_pinned(self) -> bool:
+        return len(self._entries) <= len(self._pins) and all(map(self._is_pinned, self._entries))
+
     def _is_pinned(self, key: str) -> bool:
-        return self._entries[key].pins > 0
+        return bool(self._entries[key].pins)

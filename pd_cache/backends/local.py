@@ -4,21 +4,24 @@ On the host nothing is copied: an entry is a reference to the slot that its obje
 gets the slot itself. On a device each entry has a place in one slab there, and bytes are copied in and out.
 
 Entries are of one size, so that memory cannot fragment. An entry that is being read is pinned, and never evicted.
+
+All of this runs on the caller's thread. So slots, rows, pins and reserved places are objects: what a user interrupts comes back when
+nothing refers to it any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from pd_cache.backends.base import Fetched, PutOutcome, Settled, Staged, StorageBackend
 from pd_cache.backends.eviction import PolicyName, make_policy
-from pd_cache.backends.index import Entry, EvictingIndex, Removal, Room
+from pd_cache.backends.index import EvictingIndex, Pin, Removal, Room
 from pd_cache.backends.memory import FetchedObject, ObjectMemory, StagedObject, slots_of
 from pd_cache.backends.objects import inspect
 from pd_cache.metrics import TierMetrics
@@ -42,7 +45,7 @@ class Shelf(Protocol[H]):
         """Returns the object in memory that a reader may use until it releases it; None if no memory came free in time."""
 
     def drop(self, held: H) -> None:
-        """To be called when nobody needs the object any more."""
+        """To be called when nobody needs the object any more. Idempotent."""
 
     def close(self) -> None:
         """Let go of the device's memory."""
@@ -64,6 +67,15 @@ class HostShelf:
         return
 
 
+class Row:
+    """Where an object lies on a device, until `drop`, or until nothing refers to this object any more."""
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 class DeviceShelf:
     """Keeps objects in one slab on a device. Each copy waits until its bytes have arrived."""
 
@@ -74,44 +86,65 @@ class DeviceShelf:
         self._memory = memory
         self._view: Callable[[memoryview], torch.Tensor] = lambda view: torch.frombuffer(view, dtype=torch.uint8)
         self._slab: torch.Tensor | None = torch.empty((places, memory.object_bytes), dtype=torch.uint8, device=device)
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for place in range(places):
-            self._free.put(place)
+        self._lock = threading.Lock()
+        self._free = list(range(places))
+        self._taken: dict[int, weakref.ref[Row]] = {}
+        """For each row that is not free, the object that it was last taken as."""
 
-    def keep(self, staged: StagedObject) -> int | None:
-        with contextlib.ExitStack() as undo:
-            undo.callback(staged.release)
+    def keep(self, staged: StagedObject) -> Row | None:
+        try:
             slab = self._slab
-            if slab is None:
+            row = None if slab is None else self._take()
+            if slab is None or row is None:
                 return None
             try:
-                place = self._free.get_nowait()
-            except queue.Empty:  # another thread took an entry out and is about to drop its place
-                return None
-            undo.callback(self._free.put, place)
-            slab[place].copy_(self._view(staged.slot.view[: self._memory.object_bytes]))
-            undo.pop_all()
-        staged.release()
-        return place
+                slab[row.number].copy_(self._view(staged.slot.view[: self._memory.object_bytes]))
+            except BaseException:
+                self.drop(row)
+                raise
+            return row
+        finally:
+            staged.release()
 
-    def show(self, held: int, key: str, deadline: float) -> StagedObject | None:
+    def show(self, held: Row, key: str, deadline: float) -> StagedObject | None:
         slab = self._slab
         staged = None if slab is None else self._memory.stage(max(0.0, deadline - time.monotonic()))
         if slab is None or staged is None:
             return None
         try:
-            self._view(staged.slot.view[: self._memory.object_bytes]).copy_(slab[held])
+            self._view(staged.slot.view[: self._memory.object_bytes]).copy_(slab[held.number])
         except BaseException:
             staged.release()
             raise
         staged.sealed_for = key
         return staged
 
-    def drop(self, held: int) -> None:
-        self._free.put(held)
+    def drop(self, held: Row) -> None:
+        with self._lock:
+            if self._holder(held.number) is held:
+                del self._taken[held.number]
+                self._free.append(held.number)
 
     def close(self) -> None:
         self._slab = None
+
+    def _take(self) -> Row | None:
+        """Returns a row; None if none is free because another thread took an entry out and is about to drop its row."""
+        with self._lock:
+            if not self._free:
+                places = range(0 if self._slab is None else len(self._slab))
+                self._free = [number for number in places if self._holder(number) is None]
+            if not self._free:
+                return None
+            # in an order in which an interrupt between any two steps loses nothing, and gives nothing to two
+            row = Row(self._free[-1])
+            self._taken[row.number] = weakref.ref(row)
+            self._free.pop()
+            return row
+
+    def _holder(self, number: int) -> Row | None:
+        reference = self._taken.get(number)
+        return None if reference is None else reference()
 
 
 class LocalBackend(StorageBackend, Generic[H]):
@@ -137,8 +170,8 @@ class LocalBackend(StorageBackend, Generic[H]):
         self._shelf = shelf
         self._metrics = metrics
         self._closed = False
-        self._held: dict[str, list[Entry[H]]] = {}
-        """The entries that `pin` keeps, and how often each is pinned."""
+        self._held: dict[str, list[Pin[H]]] = {}
+        """The pins that `pin` keeps."""
         self._holding = threading.Lock()
         if not capacity:
             log.warning("tier %s holds nothing: its capacity is less than one object", metrics.tier)
@@ -156,18 +189,19 @@ class LocalBackend(StorageBackend, Generic[H]):
         return [Status.OK if found else Status.MISSING for found in self.index.contains(keys)]
 
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
-        entries: list[Entry[H] | None] = []
+        pins: list[Pin[H] | None] = []
         served = 0
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             # all at once, so that what is there now is not evicted by what this reader brings in
             for key in keys:
-                entries.append(self.index.pin(key))
-            for key, entry in zip(keys, entries, strict=True):
+                pins.append(self.index.pin(key))
+            for key, pin in zip(keys, pins, strict=True):
+                pins[served] = None  # the outcome's from now on
                 served += 1
-                yield self._missing() if entry is None else self._read(key, entry, deadline)
+                yield self._missing() if pin is None else self._read(key, pin, deadline)
         finally:
-            for left in entries[served:]:
+            for left in pins[served:]:
                 if left is not None:
                     self._unpin(left)
 
@@ -187,18 +221,18 @@ class LocalBackend(StorageBackend, Generic[H]):
         with self._holding:
             for key in keys:
                 room = key in self._held or len(self._held) < self.index.capacity // 2
-                entry = self.index.pin(key) if room and not self._closed else None
-                if entry is not None:
-                    self._held.setdefault(key, []).append(entry)
+                pin = self.index.pin(key) if room and not self._closed else None
+                if pin is not None:
+                    self._held.setdefault(key, []).append(pin)
                     pinned.append(key)
         return pinned
 
     def unpin(self, keys: Sequence[str]) -> None:
         with self._holding:
             for key in keys:
-                if entries := self._held.get(key):
-                    self._unpin(entries.pop())
-                    if not entries:
+                if pins := self._held.get(key):
+                    self._unpin(pins.pop())
+                    if not pins:
                         del self._held[key]
 
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
@@ -207,56 +241,56 @@ class LocalBackend(StorageBackend, Generic[H]):
     def close(self) -> None:
         self._closed = True
         with self._holding:
-            held_by_pins, self._held = self._held, {}
-        for entries in held_by_pins.values():
-            for entry in entries:
-                self._unpin(entry)
-        for held in self.index.close():
-            self._shelf.drop(held)
+            held, self._held = self._held, {}
+        for pins in held.values():
+            for pin in pins:
+                self._unpin(pin)
+        for resource in self.index.close():
+            self._shelf.drop(resource)
         self._shelf.close()
         self.memory.close()
 
     def _missing(self) -> Fetched:
         return FetchedObject(None, (Status.CLOSED if self._closed else Status.MISSING).value)
 
-    def _read(self, key: str, entry: Entry[H], deadline: float | None) -> Fetched:
+    def _read(self, key: str, pin: Pin[H], deadline: float | None) -> Fetched:
         latest = time.monotonic() + self._timeouts.get_ms / 1000
-        with contextlib.ExitStack() as undo:  # the entry does not stay pinned if this is interrupted
-            undo.callback(self._unpin, entry)
-            staged = self._shelf.show(entry.resource, key, latest if deadline is None else min(latest, deadline))
+        with contextlib.ExitStack() as undo:  # a failing device raises
+            undo.callback(self._unpin, pin)
+            staged = self._shelf.show(pin.entry.resource, key, latest if deadline is None else min(latest, deadline))
             if staged is None:
                 return FetchedObject(None, self.memory.refusal)
             undo.callback(staged.release)
             damage = inspect(key, staged.slot.view[: self.memory.object_bytes], self.payload_bytes)
             if damage is None:
                 undo.pop_all()
-                return FetchedObject(staged, on_release=lambda: self._unpin(entry))
-            self.index.discard(entry)
+                return FetchedObject(staged, on_release=lambda: self._unpin(pin))
+            self.index.discard(pin.entry)
         self._count()
         self._metrics.healed()
         return FetchedObject(None, damage.value)
 
-    def _unpin(self, entry: Entry[H]) -> None:
-        if self.index.unpin(entry):
-            self._shelf.drop(entry.resource)
+    def _unpin(self, pin: Pin[H]) -> None:
+        if self.index.unpin(pin):
+            self._shelf.drop(pin.entry.resource)
 
     def _put(self, key: str, item: StagedObject) -> Status:
-        room, evicted = self.index.reserve(key)
+        room, evicted, place = self.index.reserve(key)
         for held in evicted:
             self._shelf.drop(held)
         self._metrics.evicted(len(evicted))
-        if room is not Room.RESERVED:
+        if place is None:
             item.release()
             return Status.OK if room is Room.PRESENT else self._refused()
         with contextlib.ExitStack() as undo:  # a failing device raises
-            undo.callback(self.index.cancel)
+            undo.callback(place.release)
             undo.callback(item.release)
             item.seal(key)
             kept = self._shelf.keep(item)
             if kept is None:
                 return self._refused()
             undo.pop_all()
-        if not self.index.fill(key, kept):
+        if not self.index.fill(place, key, kept):
             self._shelf.drop(kept)
         self._count()
         return Status.CLOSED if self._closed else Status.OK
@@ -265,9 +299,8 @@ class LocalBackend(StorageBackend, Generic[H]):
         return Status.CLOSED if self._closed else Status.NO_SPACE
 
     def _remove(self, key: str) -> Status:
-        removal, held = self.index.remove(key)
+        removal = self.index.remove(key, self._shelf.drop)
         if removal is Removal.REMOVED:
-            self._shelf.drop(held)  # type: ignore[arg-type]  # there is one where something was removed
             self._count()
             return Status.OK
         if self._closed:

@@ -9,6 +9,8 @@ would only make it later. From then on a thread of this read runs ahead, by `dep
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -16,6 +18,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 from pd_cache.backends.base import Fetched, PutOutcome, Staged, StorageBackend
 from pd_cache.backends.memory import FetchedObject
+from pd_cache.backends.places import Place, Taken, wait_for
 from transfer.errors import Status
 from transfer.locks import Condition
 
@@ -23,18 +26,18 @@ _CLOSE_S = 5.0
 
 
 class _Pump:
-    """A thread that takes over an iterator of fetches and keeps up to `depth` of them ready."""
+    """A thread that takes over an iterator of fetches and keeps up to `depth` of them ready, as long as its reader wants them."""
 
-    def __init__(self, fetches: Generator[Fetched, None, None], depth: int) -> None:
+    def __init__(self, fetches: Generator[Fetched, None, None], depth: int, wanted: Taken) -> None:
+        """Does not start the thread. `wanted` holds a place that the reader keeps: if it forgets that, the thread ends."""
         self._fetches = fetches
+        self._wanted = wanted
         self._depth = depth
         self._ready: deque[Fetched] = deque()
         self._changed = Condition()
         self._ended = False
-        self._stopped = False
         self._error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
-        self.thread.start()
 
     def __iter__(self) -> Iterator[Fetched]:
         while True:
@@ -52,24 +55,30 @@ class _Pump:
     def stop(self) -> None:
         """Give up the fetches that were not taken. The thread ends as soon as its present fetch does."""
         with self._changed:
-            self._stopped = True
-            left = list(self._ready)
-            self._ready.clear()
+            self._wanted.clear()
             self._changed.notify_all()
-        for fetched in left:
-            fetched.release()
+        self._give_up_ready()
+
+    def _give_up_ready(self) -> None:
+        while self._ready:
+            with contextlib.suppress(IndexError):  # its thread and its reader may both be here
+                self._ready.popleft().release()
 
     def _run(self) -> None:
         try:
             for fetched in self._fetches:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._stopped or len(self._ready) < self._depth)
-                    if not self._stopped:
+                    wait_for(self._changed, lambda: not self._wanted or len(self._ready) < self._depth, math.inf)
+                    if self._wanted:
                         self._ready.append(fetched)
                         self._changed.notify_all()
                         continue
                 fetched.release()
+                self._give_up_ready()
                 return
+            with self._changed:
+                wait_for(self._changed, lambda: not self._wanted or not self._ready, math.inf)
+            self._give_up_ready()
         except BaseException as error:  # noqa: BLE001 - raised again where the fetches are waited for
             self._error = error
         finally:
@@ -114,7 +123,10 @@ class PipelinedBackend(StorageBackend):
             if first is None:
                 return
             if len(keys) > 1:
-                pump = _Pump(fetches, self._depth)
+                wanted: Taken = set()
+                place = Place(wanted)
+                pump = _Pump(fetches, self._depth, wanted)
+                pump.thread.start()
                 with self._lock:
                     self._pumps = {one for one in self._pumps if one.thread.is_alive()} | {pump}
             yield first
@@ -130,6 +142,7 @@ class PipelinedBackend(StorageBackend):
                 fetches.close()
             else:
                 pump.stop()
+                del place  # which this generator has kept until here
 
     def stage(self, *, timeout: float | None = None) -> Staged | None:
         return self.inner.stage(timeout=timeout)

@@ -334,7 +334,7 @@ def test_a_failing_copy_of_a_device_leaves_nothing_pinned_reserved_or_leased(
             with pytest.raises(RuntimeError, match="CUDA"):
                 subject.put({key(1): value(1)})
     assert subject.backend.memory.pool.in_use == 0
-    assert local.index._pinned == local.index._reserved == 0
+    assert len(local.index._pins) == len(local.index._reserved) == 0
     for _ in range(3):
         for n in range(3):
             assert subject.put({key(n): value(n)}) == [Status.OK]

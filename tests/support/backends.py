@@ -210,25 +210,25 @@ def plant(base: StorageBackend, key: str, damage: Callable[[bytes], bytes], raw_
     if isinstance(base, LocalDiskBackend):
         from pd_cache.backends.folder import PAGE, digest_of
 
-        entry = base.index.pin(digest_of(key))
-        if entry is None:
+        pin = base.index.pin(digest_of(key))
+        if pin is None:
             return
-        file = base.folder.path_of(entry.resource)
+        file = base.folder.path_of(pin.entry.resource)
         raw = file.read_bytes()
         changed = damage(raw[: base.memory.object_bytes])
         whole = len(changed) >= base.memory.object_bytes
         file.write_bytes(changed.ljust(-(-len(changed) // PAGE) * PAGE, b"\0") if whole else changed)
-        base.index.unpin(entry)
+        base.index.unpin(pin)
         return
     held = base.index.pin(key)
     if held is None:
         return
     size = base.memory.object_bytes
     if isinstance(base._shelf, DeviceShelf):
-        row = base._shelf._slab[held.resource].numpy()  # type: ignore[index]
+        row = base._shelf._slab[held.entry.resource.number].numpy()  # type: ignore[index]
         row[:] = list(damage(bytes(row))[:size].ljust(size, b"\0"))
     else:
-        view = held.resource.slot.view
+        view = held.entry.resource.slot.view
         view[:size] = damage(bytes(view[:size]))[:size].ljust(size, b"\0")
     base.index.unpin(held)
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pd_cache.backends.base import PutOutcome
 from pd_cache.backends.faults import Fault, fault_of
 from pd_cache.backends.folder import PAGE, ObjectFolder, digest_of
 from tests.support.backends import TIMEOUTS
@@ -130,16 +131,18 @@ def test_files_that_cannot_be_deleted_keep_their_places_until_they_can(
     subject = open_disk(objects=8)
     subject.put(all_values())
     places = 8
-    unlink = ObjectFolder.unlink
+    unlink = Path.unlink
 
-    def refuse(self: ObjectFolder, name: str) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted", name)
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.parent.name != "tmp":
+            raise OSError(errno.EPERM, "Operation not permitted", str(path))
+        unlink(path, missing_ok)
 
-    monkeypatch.setattr(ObjectFolder, "unlink", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
     for n in range(20):
         subject.put({f"new{n}": value(f"new{n}")})
         assert len(files(subject)) <= places, "more bytes than the tier may hold"
-    monkeypatch.setattr(ObjectFolder, "unlink", unlink)
+    monkeypatch.setattr(Path, "unlink", unlink)
     wait_for(lambda: disk_of(subject).index.capacity == places, what="all places back")
     subject.put({f"late{n}": value(f"late{n}") for n in range(places)})
     assert subject.get([f"late{n}" for n in range(places)]) == [value(f"late{n}") for n in range(places)]
@@ -189,25 +192,52 @@ def test_one_bad_block_among_many_reads_costs_one_object(open_disk: Open, monkey
     assert subject.count("pd_cache_tier_failures_total") == 0
 
 
-def test_a_file_that_cannot_be_deleted_for_a_bad_block_does_not_keep_others_from_being_written(
+def test_a_file_that_cannot_be_deleted_for_a_bad_block_keeps_its_place_and_no_other_from_being_written(
     open_disk: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject = open_disk(objects=8)
     subject.put(all_values())
-    bad = file_of(subject, "k0").name
-    unlink = ObjectFolder.unlink
+    bad = file_of(subject, "k0")
+    unlink = Path.unlink
 
-    def fail(self: ObjectFolder, name: str) -> None:
-        if name == bad:
-            raise OSError(errno.EIO, "Input/output error", name)
-        unlink(self, name)
+    def fail(path: Path, missing_ok: bool = False) -> None:
+        if path == bad:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        unlink(path, missing_ok)
 
-    monkeypatch.setattr(ObjectFolder, "unlink", fail)
+    monkeypatch.setattr(Path, "unlink", fail)
     for n in range(20):
         assert subject.put({f"new{n}": value(n)}) == [Status.OK]
+        assert len(files(subject)) <= 8, "more bytes than the tier may hold"
+    assert bad in files(subject)
     assert subject.count("pd_cache_tier_file_errors_total", error="eio") == 1
     assert subject.count("pd_cache_tier_failures_total") == 0
-    assert len(files(subject)) == 9
+    subject.check_integrity()
+    monkeypatch.setattr(Path, "unlink", unlink)
+    wait_for(lambda: disk_of(subject).index.capacity == 8, what="its place back")
+    assert not bad.exists()
+
+
+def test_a_caller_that_joins_a_write_waits_no_longer_than_its_own_deadline(
+    open_disk: Open, hung: threading.Event
+) -> None:
+    subject = open_disk()
+
+    def put(timeout: float) -> PutOutcome:
+        staged = subject.backend.stage(timeout=60)
+        assert staged is not None
+        staged.payload[:] = value("k")
+        return subject.backend.batched_put(["k"], [staged], timeout=timeout)
+
+    hung.clear()
+    patient = put(3600.0)
+    assert put(0.05).results() == [Status.TIMEOUT], "the first one has an hour"
+    assert subject.backend.available, "an impatient caller says nothing about the disk"
+    joined = put(3600.0)
+    assert subject.backend.memory.pool.in_use == 1
+    hung.set()
+    assert patient.results() == joined.results() == [Status.OK]
+    assert subject.get(["k"]) == [value("k")]
 
 
 def test_a_disk_whose_files_fail_one_after_another_is_switched_off(
@@ -477,7 +507,7 @@ def test_reads_from_a_disk_that_hangs_hold_a_quarter_of_the_memory_at_most(
     for reader in readers:
         reader.start()
     wait_for(lambda: memory.pool.in_use == 6, what="a quarter taken")
-    assert disk_of(subject)._read_slots._taken == 6
+    assert len(disk_of(subject)._read_slots) == 6
     hung.set()
     for reader in readers:
         reader.join(20)
@@ -495,7 +525,7 @@ def test_a_frozen_disk_keeps_the_slots_of_the_calls_that_it_holds_and_no_others(
     try:
         assert subject.put({f"new{n}": value(n) for n in range(10)}) == [Status.TIMEOUT] * 10
         assert memory.pool.in_use == 2, "one for each thread"
-        assert disk._write_slots._taken == 2
+        assert len(disk.writer.slots) == 2
         assert not subject.backend.available
         assert subject.put({"late": value("late")}) == [Status.TIER_OFF]
     finally:
@@ -519,7 +549,7 @@ def test_queued_reads_of_a_disk_that_hangs_let_go_at_their_deadline_and_when_nob
     assert memory.pool.in_use == 2, "the first let go; the second is still asked for"
     fetches.close()
     assert memory.pool.in_use == 1
-    assert disk._read_slots._taken == 1
+    assert len(disk._read_slots) == 1
     hung.set()
     patient.join(10)
     wait_for(lambda: memory.pool.in_use == 0, what="the memory back")
@@ -540,6 +570,6 @@ def test_an_interrupted_read_leaves_nothing_pinned(open_disk: Open, monkeypatch:
         with pytest.raises(KeyboardInterrupt):
             subject.get(KEYS)
     disk.index.check_integrity()
-    assert disk.index._pinned == 0
-    assert disk._read_slots._taken == 0
+    assert not disk.index._pins
+    assert len(disk._read_slots) == 0
     assert subject.get(KEYS) == expected()

@@ -109,7 +109,7 @@ class DiskModel(RuleBasedStateMachine):
         disk = disk_of(self.subject)
         assert disk.health.writable
         assert self.subject.count("pd_cache_tier_failures_total") == 0
-        assert disk.index._pinned == disk._read_slots._taken == disk._write_slots._taken == 0
+        assert len(disk.index._pins) == len(disk._read_slots) == len(disk.writer.slots) == 0
         assert self.subject.backend.memory.pool.in_use == 0
         held = disk.index.contains([digest_of(key) for key in KEYS])
         for key, there in zip(KEYS, held, strict=True):

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pd_cache.backends.eviction import LFU, LRU, S3FIFO, EvictionPolicy, PolicyName, make_policy
-from pd_cache.backends.index import Entry, EvictingIndex, Removal, Room
+from pd_cache.backends.index import EvictingIndex, Pin, Removal, Room
+from pd_cache.backends.places import Place
 
 POLICIES: tuple[PolicyName, ...] = ("lru", "lfu", "s3fifo")
 
@@ -136,78 +137,86 @@ class IndexModel(RuleBasedStateMachine):
     def start(self, capacity: int) -> None:
         self.index: EvictingIndex[int] = EvictingIndex(capacity, make_policy(self.policy, capacity))
         self.model: dict[str, int] = {}
-        self.pins: list[Entry[int]] = []
-        self.reserved: list[str] = []
+        self.pins: list[Pin[int]] = []
+        self.reserved: list[tuple[str, Place]] = []
         self.dropped: list[int] = []
         self.made = 0
 
     def forget(self, resources: list[int]) -> None:
         for resource in resources:
             (key,) = [key for key, value in self.model.items() if value == resource]
-            assert all(entry.resource != resource for entry in self.pins), "a pinned entry was evicted"
+            assert all(pin.entry.resource != resource for pin in self.pins), "a pinned entry was evicted"
             del self.model[key]
         self.dropped += resources
 
     @rule(key=st.sampled_from("abcdefghij"))
     def reserve(self, key: str) -> None:
-        room, evicted = self.index.reserve(key)
+        room, evicted, place = self.index.reserve(key)
+        assert (room is Room.RESERVED) == (place is not None)
         assert (room is Room.PRESENT) == (key in self.model)
         self.forget(evicted)
-        if room is Room.RESERVED:
-            self.reserved.append(key)
+        if place is not None:
+            self.reserved.append((key, place))
         elif room is Room.NONE:
-            pinned = {entry.key for entry in self.pins if self.model.get(entry.key) == entry.resource}
+            entries = [pin.entry for pin in self.pins]
+            pinned = {entry.key for entry in entries if self.model.get(entry.key) == entry.resource}
             assert len(pinned) + len(self.reserved) >= self.index.capacity
 
     @precondition(lambda self: self.reserved)
-    @rule(fills=st.booleans())
-    def settle(self, fills: bool) -> None:
-        key = self.reserved.pop(0)
-        if not fills:
-            self.index.cancel()
+    @rule(how=st.sampled_from(["fill", "release", "forget"]))
+    def settle(self, how: str) -> None:
+        key, place = self.reserved.pop(0)
+        if how == "release":
+            place.release()
+            place.release()  # idempotent
+        if how != "fill":
             return
         self.made += 1
-        assert self.index.fill(key, self.made) == (key not in self.model)
+        assert self.index.fill(place, key, self.made) == (key not in self.model)
         self.model.setdefault(key, self.made)
 
     @rule(key=st.sampled_from("abcdefghij"))
     def pin(self, key: str) -> None:
-        entry = self.index.pin(key)
-        assert (entry.resource if entry else None) == self.model.get(key)
-        if entry is not None:
-            self.pins.append(entry)
+        pin = self.index.pin(key)
+        assert (pin.entry.resource if pin else None) == self.model.get(key)
+        if pin is not None:
+            self.pins.append(pin)
 
     @precondition(lambda self: self.pins)
-    @rule(which=st.integers(0, 100))
-    def unpin(self, which: int) -> None:
-        entry = self.pins.pop(which % len(self.pins))
-        gone = self.model.get(entry.key) != entry.resource
-        assert self.index.unpin(entry) == (gone and entry not in self.pins)
+    @rule(which=st.integers(0, 100), forget=st.booleans())
+    def unpin(self, which: int, forget: bool) -> None:
+        pin = self.pins.pop(which % len(self.pins))
+        if not forget:
+            entry = pin.entry
+            gone = self.model.get(entry.key) != entry.resource
+            assert self.index.unpin(pin) == (gone and all(other.entry is not entry for other in self.pins))
+            assert not self.index.unpin(pin), "idempotent"
 
     @precondition(lambda self: self.pins)
     @rule(which=st.integers(0, 100))
     def discard(self, which: int) -> None:
-        entry = self.pins[which % len(self.pins)]
+        entry = self.pins[which % len(self.pins)].entry
         self.index.discard(entry)
         if self.model.get(entry.key) == entry.resource:
             del self.model[entry.key]
 
     @rule(key=st.sampled_from("abcdefghij"))
     def remove(self, key: str) -> None:
-        removal, resource = self.index.remove(key)
+        let_go: list[int] = []
+        removal = self.index.remove(key, let_go.append)
         if removal is Removal.REMOVED:
-            assert self.model.pop(key) == resource
+            assert let_go == [self.model.pop(key)]
         elif removal is Removal.MISSING:
             assert key not in self.model
         else:
-            assert any(entry.key == key and entry.resource == self.model[key] for entry in self.pins)
+            assert any(pin.entry.key == key and pin.entry.resource == self.model[key] for pin in self.pins)
 
     @rule()
     def give_up(self) -> None:
         before = self.index.capacity
         resource = self.index.give_up()
         if resource is None:
-            assert all(any(entry.resource == value for entry in self.pins) for value in self.model.values())
+            assert all(any(pin.entry.resource == value for pin in self.pins) for value in self.model.values())
             assert self.index.capacity == before
         else:
             self.forget([resource])
@@ -243,15 +252,17 @@ def test_the_index_agrees_with_a_dictionary(name: PolicyName) -> None:
 def test_a_closed_index_takes_nothing_and_leaves_what_is_read_to_its_readers() -> None:
     index: EvictingIndex[str] = EvictingIndex(4, LRU())
     for key in "ab":
-        assert index.reserve(key).room is Room.RESERVED
-        assert index.fill(key, key.upper())
-    entry = index.pin("a")
-    assert entry is not None
-    assert index.reserve("late").room is Room.RESERVED
+        place = index.reserve(key).place
+        assert place is not None
+        assert index.fill(place, key, key.upper())
+    pin = index.pin("a")
+    assert pin is not None
+    late = index.reserve("late").place
+    assert late is not None
     assert index.close() == ["B"]
-    assert not index.fill("late", "LATE")
+    assert not index.fill(late, "late", "LATE")
     assert index.reserve("c").room is Room.NONE
-    assert index.unpin(entry), "the last reader lets go of it"
+    assert index.unpin(pin), "the last reader lets go of it"
     assert len(index) == 0
 
 
