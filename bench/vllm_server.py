@@ -12,7 +12,7 @@ from launch.foreign import ForeignProgram
 from launch.process import LocalProcesses, Program
 from launch.signals import StopFlag
 from launch.topology import free_port
-from pd_cache.config import Argument
+from pd_cache.cluster import Argument
 
 _GRACE_S = 30.0
 _LINES = 60

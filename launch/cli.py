@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 import pd_cache
-from pd_cache.config import ROLES, ClusterConfig, load_config, read_config
+from pd_cache.cluster import ROLES, ClusterConfig, load_config, read_config
 from pd_cache.errors import ConfigError, PdCacheError
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from typing import Annotated, Any
 import msgspec
 
 from launch.access import NOBODY, Access
-from launch.discovery import NodeRecord, View, open_directory
-from pd_cache.config import ClusterConfig, EtcdDiscovery
+from launch.discovery import View, open_directory
+from pd_cache.cluster import ClusterConfig, EtcdDiscovery, NodeRecord
 from pd_cache.decoding import decode_json
 
 CONNECT_S = 1.0

@@ -23,14 +23,13 @@ from launch.foreign import ForeignProgram
 from launch.process import spawn_child
 from launch.reachability import MasterHealth, PeerChecks, fetch, read_master_health
 from launch.signals import stop_on_signals
-from pd_cache.config import (
+from pd_cache.cluster import (
     CacheServerNode,
     ClusterConfig,
     DecodeNode,
     EtcdDiscovery,
     MasterNode,
     Node,
-    NodeSettings,
     PrefillNode,
     ProxyNode,
     ReferenceEngineConfig,
@@ -245,7 +244,7 @@ def _run_segment(config: ClusterConfig, node: StoreNode, ready: Ready, member: M
     """Mount the segment from this process."""
     from transfer.store import MooncakeStore
 
-    settings = NodeSettings.of(config, node)
+    settings = config.settings_of(node)
     named = f"{settings.host}:{node.port}" if node.port else settings.host
     with (
         stop_on_signals() as stop,
@@ -284,7 +283,7 @@ def run_cache_server(config: ClusterConfig, node: CacheServerNode, ready: Ready,
             raise RoleError(f"port {node.metrics_port} of {node.host}: {error.strerror}") from None
         try:
             server = CacheServer(
-                NodeSettings.of(config, node),
+                config.settings_of(node),
                 node,
                 config.server_url(node),
                 metrics=metrics,
@@ -331,7 +330,7 @@ def run_reference_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, 
     from pd_cache.tokens import CacheMetadata
 
     assert isinstance(config.engine, ReferenceEngineConfig)  # the file's checks make sure of it
-    settings = NodeSettings.of(config, node)
+    settings = config.settings_of(node)
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
 

@@ -24,10 +24,10 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.access import NOBODY, Access, proxy_access
-from launch.discovery import Directory, NodeRecord, View, differences, open_directory, read_about
+from launch.discovery import Directory, View, open_directory
 from launch.reachability import fetch, host_of, read_master_health, segments_at
 from launch.topology import is_local
-from pd_cache.config import ClusterConfig
+from pd_cache.cluster import ClusterConfig, NodeRecord, differences, read_about
 from pd_cache.errors import PdCacheError
 
 _SYNC_S = 5.0

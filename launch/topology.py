@@ -10,16 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from pd_cache.config import (
-    CacheServerNode,
-    ClusterConfig,
-    EtcdDiscovery,
-    LocalTier,
-    Node,
-    Problem,
-    Source,
-    VllmEngineConfig,
-)
+from pd_cache.cluster import CacheServerNode, ClusterConfig, EtcdDiscovery, Node, Problem, Source, VllmEngineConfig
+from pd_cache.config import LocalTier
 from pd_cache.errors import ConfigError
 from transfer.settings import rdma_devices
 

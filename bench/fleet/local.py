@@ -14,7 +14,7 @@ from bench.fleet.options import FleetOptions, Plan, plan
 from bench.fleet.site import Place, Site
 from launch.process import spawn_child
 from launch.topology import free_port
-from pd_cache.config import BenchConfig, ClusterConfig, MasterNode, StoreNode, dump_config
+from pd_cache.cluster import BenchConfig, ClusterConfig, MasterNode, StoreNode, dump_config
 from transfer.settings import MIN_SEGMENT, ByteSize
 
 _WAIT_S = 60.0

@@ -13,7 +13,7 @@ import click
 from bench.fleet.site import Place
 from bench.fleet.stuck import end_if_stuck
 from launch.topology import is_local
-from pd_cache.config import ClusterConfig, EtcdDiscovery, StoreNode, read_config
+from pd_cache.cluster import ClusterConfig, EtcdDiscovery, StoreNode, read_config
 from pd_cache.errors import ConfigError, PdCacheError
 
 

@@ -9,7 +9,7 @@ import pd_cache
 from launch.doctor.finding import Finding, broken, ok, skipped, warning
 from launch.reachability import Segment
 from launch.status import LEADER, ClusterStatus, NodeStatus, shown_bytes
-from pd_cache.config import ClusterConfig
+from pd_cache.cluster import ClusterConfig
 
 _UP = "pd-cache up -c FILE"
 

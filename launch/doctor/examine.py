@@ -43,7 +43,7 @@ from launch.doctor.rdma import rdma_findings
 from launch.reachability import Segment, segments_at, targets_of
 from launch.status import ClusterStatus, cluster_status
 from launch.topology import is_local, local_nodes
-from pd_cache.config import ClusterConfig
+from pd_cache.cluster import ClusterConfig
 from pd_cache.errors import ConfigError
 
 _AT_A_TIME = 16

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from launch.doctor.finding import Finding, broken, ok, skipped, warning
 from launch.status import shown_bytes
-from pd_cache.config import ClusterConfig, EngineNode, LocalTier, Node, ReferenceEngineConfig
+from pd_cache.cluster import ClusterConfig, EngineNode, Node, ReferenceEngineConfig
+from pd_cache.config import LocalTier
 from transfer.settings import ByteSize
 
 _CAP_IPC_LOCK = 14

@@ -12,7 +12,7 @@ from launch.doctor.finding import Finding, broken, ok, skipped
 from launch.reachability import PeerReport, Reach, Segment, Target, fetch, host_of, reach, read_peers
 from launch.status import NodeStatus
 from launch.topology import PORT_FIELDS, is_bindable
-from pd_cache.config import Node
+from pd_cache.cluster import Node
 
 _SHOWN = 4
 _PEERS_S = 15.0

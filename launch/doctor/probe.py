@@ -20,7 +20,7 @@ from launch.doctor.finding import Finding, broken, ok, skipped, warning
 from launch.doctor.network import MOONCAKE_PORTS
 from launch.reachability import Segment, fetch
 from launch.status import shown_bytes
-from pd_cache.config import ClusterConfig, MasterNode
+from pd_cache.cluster import ClusterConfig, MasterNode
 from pd_cache.decoding import decode_json
 from transfer import ByteSize, MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
 from transfer.errors import TransferError

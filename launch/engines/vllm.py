@@ -17,7 +17,7 @@ from launch.errors import RoleError
 from launch.foreign import ForeignProgram
 from launch.process import LocalProcesses, Program
 from launch.signals import stop_on_signals
-from pd_cache.config import (
+from pd_cache.cluster import (
     SECRET_VARIABLES,
     Argument,
     ClusterConfig,

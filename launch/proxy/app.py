@@ -31,7 +31,7 @@ from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.models import LIST_S, Models
 from launch.proxy.nodes import Nodes
 from launch.proxy.overview import Overview, Peers
-from pd_cache.config import LARGEST_BODY, ProxyConfig
+from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 
 log = logging.getLogger(__name__)
 

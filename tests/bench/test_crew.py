@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from bench.fleet import Crew, FleetError, Place
-from pd_cache.config import ClusterConfig, MasterNode
+from pd_cache.cluster import ClusterConfig, MasterNode
 from tests.support.echo_bench import Echo, Word
 from tests.support.pool import ROOT
 from tests.support.waiting import wait_for

@@ -24,8 +24,8 @@ from launch.discovery import Member, find_master
 from launch.discovery.etcd import prefix_of
 from launch.doctor import Report, Verdict
 from launch.up import Cluster
-from pd_cache.config import ClusterConfig, MasterNode, MastersConfig, StoreNode, TlsConfig
-from pd_cache.config.checks import consistency_problems
+from pd_cache.cluster import ClusterConfig, MasterNode, MastersConfig, StoreNode, TlsConfig
+from pd_cache.cluster.checks import consistency_problems
 from tests.support.cluster import CHUNK, Answer, cluster_file, complete, started
 from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.discovery import NodeRecord, View
+from launch.discovery import View
 from launch.discovery.etcd import EtcdRegistration, EtcdWatch, prefix_of
 from launch.process import spawn_child
-from pd_cache.config import EtcdDiscovery, TlsConfig
+from pd_cache.cluster import EtcdDiscovery, NodeRecord, TlsConfig
 from pd_cache.errors import ConfigError
 from tests.support.etcd import PASSWORD, Etcd, make_certificates
 from tests.support.needs import needs_etcd

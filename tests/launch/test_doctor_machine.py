@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 import pd_cache
-from launch.discovery import Capacity, NodeRecord, View
+from launch.discovery import View
 from launch.doctor import Finding, Verdict
 from launch.doctor.clock import clock_finding, offset, skew_finding
 from launch.doctor.cluster import fingerprint_findings, node_findings, segment_findings, version_findings
@@ -23,7 +23,7 @@ from launch.doctor.network import advertised_findings, peer_findings, port_findi
 from launch.doctor.rdma import rdma_findings
 from launch.reachability import PeerReport, Reach, Segment, Target, targets_of
 from launch.status import ClusterStatus, NodeStatus
-from pd_cache.config import ClusterConfig, ProxyNode, decode_custom
+from pd_cache.cluster import Capacity, ClusterConfig, NodeRecord, ProxyNode, decode_custom
 from tests.support.cluster import ENGINE
 from transfer.settings import TransferSettings
 

@@ -17,7 +17,7 @@ import pytest
 from launch import process as process_module
 from launch.process import LocalProcesses, OnLine, Program, spawn_child
 from launch.supervisor import StopFlag, Supervisor, SupervisorError, backoff_s, stop_on_signals
-from pd_cache.config import SupervisorConfig
+from pd_cache.cluster import SupervisorConfig
 from tests.support.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,15 +11,12 @@ import pytest
 
 from launch import topology
 from launch.roles import client_command
-from pd_cache.config import (
-    CacheConfig,
+from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
     EtcdDiscovery,
-    LocalTier,
     MasterNode,
     ModelConfig,
-    MooncakeTier,
     ProxyConfig,
     ProxyNode,
     RandomModel,
@@ -28,6 +25,7 @@ from pd_cache.config import (
     StoreNode,
     TlsConfig,
 )
+from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
 from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize, TransferSettings
 

@@ -10,16 +10,8 @@ import msgspec
 import pytest
 import yaml
 
-from pd_cache.config import (
-    CacheServerNode,
-    ClusterConfig,
-    MooncakeTier,
-    NodeSettings,
-    PrefillNode,
-    StoreNode,
-    dump_config,
-    load_config,
-)
+from pd_cache.cluster import CacheServerNode, ClusterConfig, PrefillNode, StoreNode, dump_config, load_config
+from pd_cache.config import MooncakeTier
 from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize
 
@@ -51,9 +43,9 @@ def test_a_good_file_is_read_with_its_defaults(tmp_path: Path) -> None:
     assert config.transfer.segment_size == 1 << 30
     prefill, decode = config.node("p0"), config.node("d0")
     assert isinstance(prefill, PrefillNode)
-    assert NodeSettings.of(config, prefill).segment_size == 512 << 20
+    assert config.settings_of(prefill).segment_size == 512 << 20
     assert decode is not None
-    assert NodeSettings.of(config, decode).segment_size == 1 << 30
+    assert config.settings_of(decode).segment_size == 1 << 30
     assert config.node("nobody") is None
 
 
@@ -79,7 +71,7 @@ def test_an_engine_that_names_a_cache_server_gives_no_memory_and_has_no_client_o
     text = GOOD.replace("role: decode}", "role: decode, cache_server: c}\n  - {name: c, role: cache-server}")
     config = load(tmp_path, text)
     assert [node.name for node in config.caching_nodes()] == ["p0", "c"]
-    assert [NodeSettings.of(config, node).segment_size for node in config.nodes if node.name in ("c", "d0")] == [
+    assert [config.settings_of(node).segment_size for node in config.nodes if node.name in ("c", "d0")] == [
         0,
         1 << 30,
     ]
@@ -382,10 +374,10 @@ def test_engines_share_memory_with_the_store_node_of_their_host(tmp_path: Path) 
     engine, store = config.node("p0"), config.node("s0")
     assert engine is not None
     assert store is not None
-    assert NodeSettings.of(config, engine).transfer.client_address == "127.0.0.1:50052"
-    assert NodeSettings.of(config, engine).segment_size == 0
+    assert config.settings_of(engine).transfer.client_address == "127.0.0.1:50052"
+    assert config.settings_of(engine).segment_size == 0
     elsewhere = HOST.replace("client: host", "client: host, client_address: '127.0.0.1:7'")
-    assert NodeSettings.of(load(tmp_path, elsewhere), engine).transfer.client_address == "127.0.0.1:7"
+    assert load(tmp_path, elsewhere).settings_of(engine).transfer.client_address == "127.0.0.1:7"
 
 
 def test_a_host_client_needs_exactly_one_store_node_beside_it(tmp_path: Path) -> None:

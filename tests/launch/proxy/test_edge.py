@@ -15,7 +15,7 @@ from launch.discovery import View
 from launch.proxy import Proxy
 from launch.proxy import app as app_module
 from launch.proxy import completions as completions_module
-from pd_cache.config import ProxyConfig
+from pd_cache.cluster import ProxyConfig
 from pd_cache.errors import ConfigError
 from tests.support.proxy import (
     PARAMS,

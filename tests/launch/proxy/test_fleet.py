@@ -15,7 +15,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from launch.discovery import NodeRecord, View
+from launch.discovery import View
+from pd_cache.cluster import NodeRecord
 from tests.support.pool import ROOT
 from tests.support.proxy import (
     EVENTS,

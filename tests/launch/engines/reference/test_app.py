@@ -15,7 +15,7 @@ import pytest
 
 from launch.engines.reference import serve
 from launch.signals import stop_signals
-from pd_cache.config import HandoffConfig
+from pd_cache.cluster import HandoffConfig
 
 from .conftest import tiny_config
 

@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from pd_cache.config import schema
-from pd_cache.config.checks import Problem, consistency_problems
-from pd_cache.config.document import LARGEST, KeyPath, dump_document, parse_document, shown_path, shown_value
-from pd_cache.config.schema import ClusterConfig
+from pd_cache import config
+from pd_cache.cluster import schema
+from pd_cache.cluster.checks import Problem, consistency_problems
+from pd_cache.cluster.document import LARGEST, KeyPath, dump_document, parse_document, shown_path, shown_value
+from pd_cache.cluster.schema import ClusterConfig
 from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize
 
@@ -91,7 +92,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>.*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
 _IN_WORDS = {
     meta.pattern: meta.description
-    for kind in vars(schema).values()
+    for kind in (*vars(schema).values(), *vars(config).values())
     for meta in typing.get_args(kind)[1:]
     if isinstance(meta, msgspec.Meta) and meta.pattern and meta.description
 }
