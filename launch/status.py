@@ -26,8 +26,9 @@ from rich.text import Text
 from launch.access import NOBODY, Access, proxy_access
 from launch.discovery import Directory, View, open_directory
 from launch.reachability import fetch, host_of, read_master_health, segments_at
-from launch.topology import is_local
 from pd_cache.cluster import ClusterConfig, NodeRecord, differences, read_about
+from pd_cache.cluster.addresses import is_local
+from pd_cache.cluster.memory import shown_bytes
 from pd_cache.errors import PdCacheError
 
 _SYNC_S = 5.0
@@ -387,12 +388,3 @@ def as_json(status: ClusterStatus) -> str:
             "unreadable": status.unreadable,
         }
     ).decode()
-
-
-def shown_bytes(value: float) -> str:
-    """Returns a number of bytes as text for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError

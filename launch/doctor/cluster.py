@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import pd_cache
 from launch.doctor.finding import Finding, broken, ok, skipped, warning
 from launch.reachability import Segment
-from launch.status import LEADER, ClusterStatus, NodeStatus, shown_bytes
+from launch.status import LEADER, ClusterStatus, NodeStatus
 from pd_cache.cluster import ClusterConfig
+from pd_cache.cluster.memory import shown_bytes
 
 _UP = "pd-cache up -c FILE"
 

@@ -26,6 +26,7 @@ from launch.doctor.cluster import (
     version_findings,
 )
 from launch.doctor.descriptors import descriptor_finding
+from launch.doctor.files import file_findings
 from launch.doctor.finding import Finding, Report, Verdict, skipped
 from launch.doctor.libraries import library_findings
 from launch.doctor.listening import listening_findings
@@ -42,8 +43,8 @@ from launch.doctor.probe import probe_findings
 from launch.doctor.rdma import rdma_findings
 from launch.reachability import Segment, segments_at, targets_of
 from launch.status import ClusterStatus, cluster_status
-from launch.topology import is_local, local_nodes
 from pd_cache.cluster import ClusterConfig
+from pd_cache.cluster.addresses import is_local, local_nodes
 from pd_cache.errors import ConfigError
 
 _AT_A_TIME = 16
@@ -87,6 +88,7 @@ def _findings(config: ClusterConfig | None, root: Path) -> Iterator[Finding]:
         node.name for node in mine if node.role == "store" and _mounted(config, node.host, segments)
     }
     yield from memory_findings(config, mine, running, root)
+    yield from file_findings(config, mine)
     yield from port_findings(mine, held)
     yield from listening_findings(mine, root)
     yield from _cluster(config, status, segments)

@@ -11,8 +11,8 @@ from launch.access import NOBODY, Access
 from launch.doctor.finding import Finding, broken, ok, skipped
 from launch.reachability import PeerReport, Reach, Segment, Target, fetch, host_of, reach, read_peers
 from launch.status import NodeStatus
-from launch.topology import PORT_FIELDS, is_bindable
 from pd_cache.cluster import Node
+from pd_cache.cluster.addresses import is_bindable, ports_of
 
 _SHOWN = 4
 _PEERS_S = 15.0
@@ -26,10 +26,7 @@ def port_findings(nodes: Iterable[Node], held: Collection[str]) -> Iterator[Find
     """Whether the ports of `nodes`, those of this machine, are free or `held` (addresses, `host:port`) by our own."""
     check = "network.port"
     for node in nodes:
-        for field in PORT_FIELDS:
-            port = getattr(node, field, 0)
-            if not port:
-                continue
+        for field, port in ports_of(node):
             address = f"{node.host}:{port}"
             if address in held:
                 yield ok(check, f"{address} is held by the node itself", node.name)

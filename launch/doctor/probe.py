@@ -19,8 +19,8 @@ import msgspec
 from launch.doctor.finding import Finding, broken, ok, skipped, warning
 from launch.doctor.network import MOONCAKE_PORTS
 from launch.reachability import Segment, fetch
-from launch.status import shown_bytes
 from pd_cache.cluster import ClusterConfig, MasterNode
+from pd_cache.cluster.memory import shown_bytes
 from pd_cache.decoding import decode_json
 from transfer import ByteSize, MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
 from transfer.errors import TransferError

@@ -28,8 +28,8 @@ from launch.doctor.network import peer_report
 from launch.process import spawn_child
 from launch.reachability import fetch
 from launch.status import cluster_status
-from launch.topology import machine_problems
 from pd_cache.cluster import ClusterConfig, read_config
+from pd_cache.cluster.machine import machine_problems
 from tests.support.etcd import make_certificates
 from tests.support.pool import free_port
 

@@ -28,7 +28,7 @@ nodes:
   - {name: d0, role: decode}
   - {name: proxy, role: proxy, port: 8000}
 """
-CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
 
 
 def load(tmp_path: Path, text: str) -> ClusterConfig:
