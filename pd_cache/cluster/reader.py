@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import difflib
 import re
+import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from pd_cache import config
-from pd_cache.cluster import schema
 from pd_cache.cluster.checks import Problem, consistency_problems
 from pd_cache.cluster.document import LARGEST, KeyPath, dump_document, parse_document, shown_path, shown_value
 from pd_cache.cluster.schema import ClusterConfig
@@ -54,8 +53,10 @@ def parse_config(text: str, file: str | Path) -> tuple[ClusterConfig, Source]:
     source = Source(Path(file), *parse_document(text, Path(file)))
     try:
         config = msgspec.convert(source.tree, ClusterConfig, dec_hook=decode_custom)
-    except msgspec.ValidationError as error:
-        raise source.error(_explain(str(error), source.tree)) from None
+    except msgspec.ValidationError:
+        wrong = _first_problem(ClusterConfig, source.tree, ())
+        assert wrong is not None, "what cannot be converted has a problem"
+        raise source.error(wrong) from None
     for problem in consistency_problems(config):
         raise source.error(problem)
     return config, source
@@ -87,48 +88,110 @@ def decode_custom(kind: type, value: object) -> object:
     raise NotImplementedError(kind)  # this tells msgspec that a type is not one of ours
 
 
-_AT = re.compile(r"(?s)(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?")
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>.*)`")
-_MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
-_IN_WORDS = {
-    meta.pattern: meta.description
-    for kind in (*vars(schema).values(), *vars(config).values())
-    for meta in typing.get_args(kind)[1:]
-    if isinstance(meta, msgspec.Meta) and meta.pattern and meta.description
-}
-"""For each pattern, what a value that matches it looks like."""
+def _first_problem(kind: Any, value: Any, path: KeyPath) -> Problem | None:
+    """Returns what keeps a value of the file from being a `kind`, or the first such thing inside of it; None if nothing does.
+
+    Each part of a value is converted by itself. So the path of a problem is known from the way to it, and no word of msgspec's
+    messages is taken apart; what they say of a single value is passed on.
+    """
+    try:
+        msgspec.convert(value, kind, dec_hook=decode_custom)
+    except msgspec.ValidationError as error:
+        said = str(error)
+        return _problem_inside(kind, value, path) or Problem(
+            path, _in_words(kind, value) or said[0].lower() + said[1:400]
+        )
+    return None
 
 
-def _explain(text: str, tree: Any) -> Problem:
-    """Turns msgspec's message into a problem that says what is allowed."""
-    match = _AT.fullmatch(text)
-    assert match is not None
-    what = match["what"]
-    path: KeyPath = tuple(
-        int(index) if index else name for name, index in re.findall(r"\.([^.\[]+)|\[(\d+)\]", match["path"] or "")
-    )
-    if unknown := _UNKNOWN.fullmatch(what):
-        fields = _fields(ClusterConfig, path, tree)
-        near = difflib.get_close_matches(unknown["key"], fields, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return Problem((*path, unknown["key"]), f"unknown key{hint} (allowed here: {', '.join(fields)})")
-    if missing := _MISSING.fullmatch(what):
-        fields = _fields(ClusterConfig, path, tree)
-        given = _lookup(tree, path)
-        strangers = [str(key) for key in given if key not in fields] if isinstance(given, dict) else []
-        near = difflib.get_close_matches(missing["key"], strangers, n=1, cutoff=0.5)
-        hint = f"; is {near[0]} meant to be it?" if near else ""
-        return Problem(path, f"the key {missing['key']} is missing{hint} (allowed here: {', '.join(fields)})")
-    options = _options(ClusterConfig, path, tree)
-    if options:
-        value = _lookup(tree, path)
-        near = difflib.get_close_matches(str(value)[:80], options, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return Problem(path, f"must be one of {', '.join(options)}{hint}")
-    for pattern, words in _IN_WORDS.items():
-        if repr(pattern) in what:
-            return Problem(path, f"must be {words}")
-    return Problem(path, what[0].lower() + what[1:400])
+def _problem_inside(kind: Any, value: Any, path: KeyPath) -> Problem | None:
+    """Returns the first problem of a part of a value."""
+    structs = [one for one in _alternatives(kind) if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+    if structs and isinstance(value, dict):
+        return _problem_in_section(structs, value, path)
+    for one in _alternatives(kind):
+        parts: list[tuple[Any, Any, KeyPath]] = []
+        if isinstance(value, dict) and typing.get_origin(one) is dict:
+            names, values = typing.get_args(one)
+            for key, part in value.items():
+                parts += (names, key, path), (values, part, (*path, key))
+        elif isinstance(value, list) and typing.get_origin(one) in (list, tuple):
+            parts = [(typing.get_args(one)[0], part, (*path, index)) for index, part in enumerate(value)]
+        for part in parts:
+            if problem := _first_problem(*part):
+                return problem
+    return None
+
+
+def _problem_in_section(structs: list[type[msgspec.Struct]], value: dict[str, Any], path: KeyPath) -> Problem | None:
+    """Returns the first problem of a mapping that is to be one of `structs`, which its tag tells apart."""
+    tag = structs[0].__struct_config__.tag_field
+    if tag is not None and tag in value:
+        named = [struct for struct in structs if struct.__struct_config__.tag == value[tag]]
+        if not named:
+            return Problem((*path, tag), _one_of([str(one.__struct_config__.tag) for one in structs], value[tag]))
+        structs = named
+    keys = dict.fromkeys(name for struct in structs for name in struct.__struct_encode_fields__)
+    allowed = [*([tag] if tag else []), *keys]
+    if tag is not None and tag not in value:
+        return _missing(tag, allowed, value, path)
+    fields = {field.encode_name: field for field in msgspec.structs.fields(structs[0])}
+    for key, part in value.items():
+        if key not in allowed:
+            hint = _near(key, allowed, "; did you mean {}?")
+            return Problem((*path, key), f"unknown key{hint} (allowed here: {', '.join(allowed)})")
+        if key in fields and (problem := _first_problem(fields[key].type, part, (*path, key))):
+            return problem
+    absent = [name for name, field in fields.items() if field.required and name not in value]
+    return _missing(absent[0], allowed, value, path) if absent else None
+
+
+def _missing(key: str, allowed: list[str], value: dict[str, Any], path: KeyPath) -> Problem:
+    hint = _near(key, [other for other in value if other not in allowed], "; is {} meant to be it?")
+    return Problem(path, f"the key {key} is missing{hint} (allowed here: {', '.join(allowed)})")
+
+
+def _in_words(kind: Any, value: Any) -> str | None:
+    """Returns what is allowed in place of a value, where the schema says more than msgspec does."""
+    for one in _alternatives(kind):
+        if typing.get_origin(one) is Literal:
+            return _one_of([str(option) for option in typing.get_args(one)], value)
+    for meta in _constraints(kind):
+        if meta.pattern and meta.description and isinstance(value, str) and not re.search(meta.pattern, value):
+            return f"must be {meta.description}"
+    return None
+
+
+def _one_of(options: list[str], value: Any) -> str:
+    return f"must be one of {', '.join(options)}{_near(str(value)[:80], options, '; did you mean {}?')}"
+
+
+def _near(word: str, options: list[str], hint: str) -> str:
+    """Returns the hint with the option that is most like the word; empty if none is."""
+    found = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    return hint.format(found[0]) if found else ""
+
+
+def _alternatives(kind: Any) -> Iterator[Any]:
+    """Returns the types that an annotation allows, without their constraints."""
+    if typing.get_origin(kind) is typing.Annotated:
+        yield from _alternatives(typing.get_args(kind)[0])
+    elif typing.get_origin(kind) in (typing.Union, types.UnionType):
+        for one in typing.get_args(kind):
+            yield from _alternatives(one)
+    else:
+        yield kind
+
+
+def _constraints(kind: Any) -> Iterator[msgspec.Meta]:
+    """Returns the constraints of the types that an annotation allows."""
+    if typing.get_origin(kind) is typing.Annotated:
+        inner, *metas = typing.get_args(kind)
+        yield from (meta for meta in metas if isinstance(meta, msgspec.Meta))
+        yield from _constraints(inner)
+    elif typing.get_origin(kind) in (typing.Union, types.UnionType):
+        for one in typing.get_args(kind):
+            yield from _constraints(one)
 
 
 def _lookup(tree: Any, path: KeyPath) -> Any:
@@ -138,53 +201,3 @@ def _lookup(tree: Any, path: KeyPath) -> Any:
         except (KeyError, IndexError, TypeError):
             return None
     return tree
-
-
-def _structs(kind: Any) -> list[type[msgspec.Struct]]:
-    """The Struct types that an annotation allows, through unions, tuples and Annotated."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return [kind]
-    return [struct for part in typing.get_args(kind) for struct in _structs(part)]
-
-
-def _hint(struct: type[msgspec.Struct], key: str) -> Any:
-    """Returns the type of the value under `key` of the file."""
-    fields = dict(zip(struct.__struct_encode_fields__, struct.__struct_fields__, strict=True))
-    return typing.get_type_hints(struct, include_extras=True).get(fields.get(key, ""))
-
-
-def _at(kind: Any, path: KeyPath, tree: Any) -> list[type[msgspec.Struct]]:
-    """Returns the Struct types that are allowed at `path`, narrowed by the tags that the file gives."""
-    kinds, here = _structs(kind), tree
-    for part in (None, *path):
-        if isinstance(part, str):
-            hints = [_hint(struct, part) for struct in kinds]
-            kinds = [struct for hint in hints if hint is not None for struct in _structs(hint)]
-        if part is not None:
-            here = _lookup(here, (part,))
-        if isinstance(here, dict):
-            tagged = [s for s in kinds if s.__struct_config__.tag == here.get(s.__struct_config__.tag_field or "")]
-            kinds = tagged or kinds
-    return kinds
-
-
-def _fields(kind: Any, path: KeyPath, tree: Any) -> list[str]:
-    names: dict[str, None] = {}
-    for struct in _at(kind, path, tree):
-        if struct.__struct_config__.tag_field:
-            names[struct.__struct_config__.tag_field] = None
-        names.update(dict.fromkeys(struct.__struct_encode_fields__))
-    return list(names)
-
-
-def _options(kind: Any, path: KeyPath, tree: Any) -> list[str]:
-    """Returns the values that a Literal or a tag at `path` allows."""
-    if not path or not isinstance(path[-1], str):
-        return []
-    for struct in _at(kind, path[:-1], tree):
-        if path[-1] == struct.__struct_config__.tag_field:
-            return [str(s.__struct_config__.tag) for s in _at(kind, path[:-1], None) if s.__struct_config__.tag]
-        hint = _hint(struct, path[-1])
-        if typing.get_origin(hint) is Literal:
-            return [str(option) for option in typing.get_args(hint)]
-    return []

@@ -304,7 +304,7 @@ async def test_a_shutdown_tells_those_that_do_not_end() -> None:
 RUN = """
 import sys
 from launch.proxy import run_proxy
-from pd_cache.config import ClusterConfig, DecodeNode, ProxyNode
+from pd_cache.cluster import ClusterConfig, DecodeNode, ProxyNode
 url = sys.argv[1].removeprefix("http://").split(":")
 node = ProxyNode(name="p", port=int(sys.argv[2]))
 nodes = (DecodeNode(name="d", host=url[0], port=int(url[1])), node)

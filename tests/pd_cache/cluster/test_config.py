@@ -148,6 +148,11 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         ),
         ("chunk_size", "chunk_sise", "c.yaml:3: cache.chunk_sise: 256: unknown key; did you mean chunk_size?"),
         ("cache:", "cach:", "c.yaml:3: cach: unknown key; did you mean cache?"),
+        (
+            "name: test",
+            "'x` - at `$.cache.chunk_size': 1",
+            "c.yaml:1: x` - at `$.cache.chunk_size: 1: unknown key (allowed here: name, transfer,",
+        ),
         ("seed: 1", "sead: 1", "c.yaml:6: engine.model.random.sead: 1: unknown key; did you mean seed?"),
         ("chunk_size: 256", "chunk_size: big", "c.yaml:3: cache.chunk_size: 'big': expected `int`, got `str`"),
         ("chunk_size: 256", "chunk_size: 0", "c.yaml:3: cache.chunk_size: 0: expected `int` >= 1"),
@@ -345,6 +350,36 @@ def test_an_engine_section_is_needed_where_engines_are(tmp_path: Path) -> None:
     del tree["engine"]
     with pytest.raises(ConfigError, match=r"engine: missing, but nodes\[1\] is a prefill node"):
         load(tmp_path, yaml.safe_dump(tree))
+
+
+VLLM = """\
+engine: {kind: vllm, model: m, args: {max-model-len: 8192, lora: [1, a]}}
+nodes:
+  - {name: master, role: master}
+  - {name: d0, role: decode, env: {CUDA_VISIBLE_DEVICES: "0"}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "8192",
+            "null",
+            "c.yaml:1: engine.args.max-model-len: expected `bool | int | float | str | array`, got `null`",
+        ),
+        ("[1, a]", "[1, []]", "c.yaml:1: engine.args.lora[1]: expected `int | float | str`, got `array`"),
+        ("max-model-len", "--max-model-len", "c.yaml:1: engine.args: must be the name of a flag of `vllm serve`"),
+        ('"0"', "0", "c.yaml:4: nodes[1].env.CUDA_VISIBLE_DEVICES: 0: expected `str`, got `int`"),
+    ],
+)
+def test_a_mistake_among_the_arguments_of_vllm_is_named_by_its_key(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    assert load(tmp_path, VLLM).engine
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, VLLM.replace(old, new, 1))
+    assert message in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
