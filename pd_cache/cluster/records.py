@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from pd_cache.cluster.schema import HOST, Name
-from pd_cache.decoding import UndecodableError, decode_json, one_line
+from pd_cache.decoding import UndecodableError, decode_json, one_line, prepared
 from pd_cache.errors import PdCacheError
 from pd_cache.tokens import Namespace
 
@@ -73,7 +73,7 @@ class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
         if self.namespace is None:
             return None
         try:
-            found = msgspec.convert(self.namespace, Namespace)
+            found = msgspec.convert(self.namespace, prepared(Namespace))
         except msgspec.ValidationError:
             return None
         return found if found.fingerprint() == self.fingerprint else None
