@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.trace import BLOCK_TOKENS
 from launch.access import NOBODY, Access, client_key, proxy_access, proxy_certificate
+from launch.asking import fetch
 from launch.discovery import open_directory
-from launch.reachability import fetch
 from launch.up import quiet, running
 from pd_cache.cluster import (
     ClusterConfig,

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from launch.engines.vllm import executable, flags, healthy
+from launch.asking import healthy
+from launch.engines.vllm import executable, flags
 from launch.foreign import ForeignProgram
 from launch.process import LocalProcesses, Program
 from launch.signals import StopFlag

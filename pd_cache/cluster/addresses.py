@@ -1,8 +1,9 @@
-"""Which addresses are this machine's, and which of its ports are free."""
+"""Addresses: their parts, which of them are this machine's, and which of its ports are free."""
 
 from __future__ import annotations
 
 import socket
+import urllib.parse
 from collections.abc import Iterator
 
 from pd_cache.cluster.schema import ClusterConfig, Node
@@ -54,3 +55,19 @@ def bound_socket(host: str, port: int) -> socket.socket:
         bound.close()
         raise
     return bound
+
+
+def host_of(address: str) -> str:
+    """Returns the host of `host:port` or of a URL; empty if there is none."""
+    try:
+        return urllib.parse.urlsplit(address if "://" in address else f"//{address}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def port_of(address: str) -> int:
+    """Returns the port of `host:port` or of a URL; 0 if there is none."""
+    try:
+        return urllib.parse.urlsplit(address if "://" in address else f"//{address}").port or 0
+    except ValueError:
+        return 0

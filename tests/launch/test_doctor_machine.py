@@ -21,7 +21,8 @@ from launch.doctor.libraries import cuda_runtimes, library_findings, link_findin
 from launch.doctor.memory import memlock_finding, memory_findings
 from launch.doctor.network import advertised_findings, peer_findings, port_findings
 from launch.doctor.rdma import rdma_findings
-from launch.reachability import PeerReport, Reach, Segment, Target, targets_of
+from launch.masters import Segment
+from launch.reachability import PeerReport, Reach, Target, targets_of
 from launch.status import ClusterStatus, NodeStatus
 from pd_cache.cluster import Capacity, ClusterConfig, NodeRecord, ProxyNode, decode_custom
 from pd_cache.cluster.memory import Need, machine_memory, needs

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from launch import topology
-from launch.roles import client_command
+from launch.roles.store import client_command
 from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,

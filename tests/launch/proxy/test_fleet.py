@@ -303,7 +303,7 @@ async def test_a_shutdown_tells_those_that_do_not_end() -> None:
 
 RUN = """
 import sys
-from launch.proxy import run_proxy
+from launch.roles.proxy import run_proxy
 from pd_cache.cluster import ClusterConfig, DecodeNode, ProxyNode
 url = sys.argv[1].removeprefix("http://").split(":")
 node = ProxyNode(name="p", port=int(sys.argv[2]))

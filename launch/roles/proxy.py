@@ -1,4 +1,4 @@
-"""The proxy as a process."""
+"""The role `proxy`: the proxy as a process."""
 
 from __future__ import annotations
 
