@@ -41,5 +41,6 @@ print("done")
 
 
 def test_threads_that_decode_a_type_for_the_first_time_together_do_not_crash_the_process() -> None:
-    done = subprocess.run([sys.executable, "-c", FIRST_USE], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", FIRST_USE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
     assert done.stdout == "done\n", done.stderr[:2000]
