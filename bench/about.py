@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 import pd_cache
-from pd_cache.config import ClusterConfig
+from pd_cache.cluster import ClusterConfig
 
 _MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13")
 

@@ -28,7 +28,7 @@ from bench.link import link_of
 from bench.pool import bench_transfer, own_master
 from bench.report import Check, Figure, Report, Table, finish, progress, report_options
 from bench.svg import matrix_plot
-from launch.topology import machine_memory
+from pd_cache.cluster.memory import machine_memory
 from transfer.engine import DirectEngine
 from transfer.errors import Status, TransferError
 from transfer.settings import MIN_SEGMENT, ByteSize, Placement, Timeouts
@@ -96,7 +96,7 @@ class BandwidthSite(Site):
     def open(self, job: Open) -> Opened:
         """Mount the segment, and register memory for raw transfers."""
         batch = job.objects * job.object_bytes
-        needed, memory = 7 * batch, machine_memory()
+        needed, memory = 7 * batch, machine_memory().total
         if needed > memory // 2:
             raise TransferError(
                 f"7 batches, {needed >> 20} MiB, are more than half of this machine's {memory >> 20} MiB; make --size or --objects smaller"

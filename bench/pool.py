@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from launch.up import quiet, running
-from pd_cache.config import ClusterConfig, MasterNode, Node, StoreNode, dump_config, read_config
+from pd_cache.cluster import ClusterConfig, MasterNode, Node, StoreNode, dump_config, read_config
 from transfer.environment import prepare
 from transfer.settings import ByteSize, TransferSettings
 from transfer.store import load_mooncake

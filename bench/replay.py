@@ -34,7 +34,7 @@ from bench.shrunken import STEP_BYTES, allotted_bytes, object_bytes
 from bench.svg import SERIES, line_plot
 from bench.trace import Request, deal, read_trace
 from launch.discovery import open_directory
-from pd_cache.config import ClusterConfig, MasterNode, read_config
+from pd_cache.cluster import ClusterConfig, MasterNode, read_config
 from pd_cache.errors import ConfigError
 from transfer.settings import MIN_SEGMENT, Timeouts, TransferSettings
 

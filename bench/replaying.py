@@ -229,7 +229,7 @@ class ReplaySite(Site):
             config = find_master(self.place.config, _FIND_S)
             node = config.node(self.place.node)
             assert node is not None, "a participant is a node of its file"
-            settings = NodeSettings.of(config, node)
+            settings = config.settings_of(node)
             tier = next((one for one in config.cache.tiers if isinstance(one, MooncakeTier)), tier)
             transfer = msgspec.structs.replace(settings.transfer, staging_size=_STAGING)
             settings = msgspec.structs.replace(settings, transfer=transfer, segment_size=0)

@@ -33,7 +33,7 @@ from bench.report import Check, Figure, Report, Table, finish, progress, report_
 from bench.svg import line_plot
 from bench.targets import Server, any_server, clusters_proxy, looked_up, own_cluster, past_prefill
 from bench.trace import read_trace
-from pd_cache.config import read_config
+from pd_cache.cluster import read_config
 from pd_cache.errors import ConfigError
 
 _START_S = 1.0

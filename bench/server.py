@@ -34,18 +34,8 @@ from bench.server_lookups import (
     round_trips,
 )
 from launch.up import quiet, running
-from pd_cache.config import (
-    CacheConfig,
-    CacheServerNode,
-    ClusterConfig,
-    LocalTier,
-    MasterNode,
-    MooncakeTier,
-    NodeSettings,
-    StoreNode,
-    dump_config,
-    read_config,
-)
+from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, StoreNode, dump_config, read_config
+from pd_cache.config import CacheConfig, LocalTier, MooncakeTier, NodeSettings
 from pd_cache.engine import CacheEngineBuilder
 from pd_cache.layout import KVLayout
 from pd_cache.server.client import CacheClient

@@ -15,11 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.trace import BLOCK_TOKENS
 from launch.access import NOBODY, Access, client_key, proxy_access, proxy_certificate
+from launch.asking import fetch
 from launch.discovery import open_directory
-from launch.reachability import fetch
 from launch.up import quiet, running
-from pd_cache.config import (
-    CacheConfig,
+from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
     EngineConfig,
@@ -32,6 +31,7 @@ from pd_cache.config import (
     dump_config,
     read_config,
 )
+from pd_cache.config import CacheConfig
 from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize, TransferSettings
 

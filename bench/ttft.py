@@ -30,13 +30,11 @@ from bench.pool import raw_client
 from bench.report import Check, finish, progress
 from bench.vllm_server import vllm_server
 from launch.up import quiet, running
-from pd_cache.config import (
-    CacheConfig,
+from pd_cache.cluster import (
     ClusterConfig,
     ConnectorConfig,
     DecodeNode,
     MasterNode,
-    NodeSettings,
     PrefillNode,
     StoreNode,
     SupervisorConfig,
@@ -44,6 +42,7 @@ from pd_cache.config import (
     dump_config,
     read_config,
 )
+from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.lookup import MooncakeLookupClient
 from pd_cache.tokens import CacheMetadata
 from transfer.settings import ByteSize, TransferSettings

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from launch.engines.vllm import executable, flags, healthy
+from launch.asking import healthy
+from launch.engines.vllm import executable, flags
 from launch.foreign import ForeignProgram
 from launch.process import LocalProcesses, Program
 from launch.signals import StopFlag
-from launch.topology import free_port
-from pd_cache.config import Argument
+from pd_cache.cluster import Argument
+from pd_cache.cluster.addresses import free_port
 
 _GRACE_S = 30.0
 _LINES = 60

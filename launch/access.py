@@ -6,7 +6,7 @@ import ssl
 from pathlib import Path
 from typing import NamedTuple
 
-from pd_cache.config import ClusterConfig
+from pd_cache.cluster import ClusterConfig
 
 
 class Access(NamedTuple):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 import pd_cache
-from pd_cache.config import ROLES, ClusterConfig, load_config, read_config
+from pd_cache.cluster import ROLES, ClusterConfig, load_config, read_config
 from pd_cache.errors import ConfigError, PdCacheError
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def _log_what_happens() -> None:
 def launch(role: str, file: Path, name: str | None) -> None:
     """Run one node in the foreground until SIGTERM; prints `ready NODE ADDRESS` once it can be used."""
     from launch.roles import run_role
-    from launch.topology import check_machine, choose_ports, pick_node, unresolved_port
+    from launch.topology import choose_ports, pick_node, unresolved_port
+    from pd_cache.cluster.machine import check_machine
 
     _log_what_happens()
     config, source = read_config(file)
@@ -171,7 +172,8 @@ def config() -> None:
 @click.option("--file-only", is_flag=True, help="Do not ask whether this machine has the memory, devices and ports.")
 def config_check(file: Path, file_only: bool) -> None:
     """Read FILE as strictly as every command does, and say what is in it."""
-    from launch.topology import check_machine, local_nodes
+    from pd_cache.cluster.addresses import local_nodes
+    from pd_cache.cluster.machine import check_machine
 
     config, source = read_config(file)
     if not file_only:

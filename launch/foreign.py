@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
@@ -114,3 +117,17 @@ class ForeignProgram:
         status = self._poll()
         if status is not None:
             raise RoleError(f"{self._name} ended with {status}{where}")
+
+
+def find_program(name: str) -> str | None:
+    """Returns the path of a program beside this Python, or else in PATH; None if it is in neither."""
+    beside = Path(sys.executable).parent / name  # this is the program itself if `name` is an absolute path
+    return str(beside) if beside.is_file() else shutil.which(name)
+
+
+def wheel_program(name: str) -> str:
+    """Returns the path of one of the programs of Mooncake's wheel. Raises RoleError if the wheel is not installed."""
+    path = find_program(name)
+    if path is None:
+        raise RoleError(f"{name} is not installed; install pd-cache with one of the extras cpu, cuda12, cuda13")
+    return path

@@ -8,24 +8,17 @@ hosts. The result is kept for a second, and one round at a time is under way, ho
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import http.client
-import io
 import os
-import socket
-import ssl
-import threading
 import time
-import urllib.error
-import urllib.parse
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
-from launch.access import NOBODY, Access
-from launch.discovery import NodeRecord, View, open_directory
-from pd_cache.config import ClusterConfig, EtcdDiscovery
+from launch.discovery import View, open_directory
+from launch.masters import Segment, segments_at
+from pd_cache.cluster import ClusterConfig, EtcdDiscovery, NodeRecord
+from pd_cache.cluster.addresses import host_of, port_of
 from pd_cache.decoding import decode_json
 
 CONNECT_S = 1.0
@@ -35,32 +28,6 @@ _AT_A_TIME = 32
 _FRESH_S = 1.0
 """Short, so that asking again after a repair shows its effect."""
 _SYNC_S = 2.0
-_ANSWER_S = 2.0
-LARGEST_ANSWER = 16 << 20
-
-
-class Segment(msgspec.Struct, frozen=True):
-    """A segment, as the master's `/get_segments_detail` reports it."""
-
-    segment_name: str
-    """Its name, as in `preferred_segment`: `host:port`."""
-    size_bytes: int
-    te_endpoint: str
-    """Where its owner takes connections: `host:port`."""
-    allocator_used_bytes: int = 0
-    protocol: str = ""
-
-    @property
-    def host(self) -> str:
-        return host_of(self.segment_name)
-
-    @property
-    def free(self) -> int:
-        return max(0, self.size_bytes - self.allocator_used_bytes)
-
-
-class _Segments(msgspec.Struct, frozen=True):
-    segments: list[Segment]
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -94,21 +61,6 @@ class PeerReport(msgspec.Struct, frozen=True):
     left_out: int = 0
 
 
-def host_of(address: str) -> str:
-    """Returns the host of `host:port` or of a URL; empty if there is none."""
-    try:
-        return urllib.parse.urlsplit(address if "://" in address else f"//{address}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def _port_of(address: str) -> int:
-    try:
-        return urllib.parse.urlsplit(address if "://" in address else f"//{address}").port or 0
-    except ValueError:
-        return 0
-
-
 def targets_of(
     config: ClusterConfig, view: View, segments: Iterable[Segment] = (), leader: str | None = None
 ) -> list[Target]:
@@ -126,11 +78,11 @@ def targets_of(
     found += [
         Target(segment.segment_name, "segment", segment.te_endpoint)
         for segment in segments
-        if host_of(segment.te_endpoint) in hosts and _port_of(segment.te_endpoint)
+        if host_of(segment.te_endpoint) in hosts and port_of(segment.te_endpoint)
     ]
     metadata = config.transfer.metadata
     if "://" in metadata:
-        port = _port_of(metadata) or (443 if metadata.startswith("https") else 80)
+        port = port_of(metadata) or (443 if metadata.startswith("https") else 80)
         found.append(Target("metadata server", "metadata", f"{host_of(metadata)}:{port}"))
     if isinstance(config.discovery, EtcdDiscovery):
         found += [Target("etcd", "discovery", endpoint) for endpoint in config.discovery.endpoints]
@@ -143,68 +95,8 @@ def _targets_of_node(record: NodeRecord) -> Iterator[Target]:
     if record.role != "store" and not record.address.startswith("ipc://"):
         places.insert(0, ("service", record.address))
     for what, address in places:
-        if address and host_of(address) and _port_of(address):
-            yield Target(record.name, what, f"{host_of(address)}:{_port_of(address)}")
-
-
-def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> bytes:
-    """Returns the body of an answer, if it is no larger than any answer of ours. `access`: key and certificates for the node.
-
-    `timeout` bounds the connection, and then everything else together, however slowly the answer drips. Redirects are not followed, and
-    `http_proxy` means nothing here: a key goes to the node alone.
-
-    Raises OSError (urllib's HTTPError for a status other than 2xx) if there is none, ValueError if it is not HTTP.
-    """
-    parts = urllib.parse.urlsplit(url)
-    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    with contextlib.ExitStack() as stack:
-        connected = stack.enter_context(socket.create_connection((host, port), timeout))
-        late = threading.Event()
-        timer = threading.Timer(timeout, _hang_up, (stack.enter_context(connected.dup()), late))
-        timer.daemon = True
-        timer.start()
-        stack.callback(timer.join)
-        stack.callback(timer.cancel)
-        connection = http.client.HTTPConnection(host, port, timeout=timeout)
-        stack.callback(connection.close)
-        try:
-            if parts.scheme == "https":
-                context = access.context or ssl.create_default_context()
-                connected = stack.enter_context(context.wrap_socket(connected, server_hostname=host))
-            connection.sock = connected
-            path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
-            connection.request("GET", path, headers={**access.headers, "Connection": "close"})
-            answer = connection.getresponse()
-            body = answer.read(LARGEST_ANSWER)
-        except http.client.HTTPException as error:
-            if late.is_set():
-                raise TimeoutError(f"no whole answer within {timeout:g} s") from None
-            raise ValueError(f"it does not speak HTTP ({type(error).__name__})") from None
-        except OSError as error:
-            if late.is_set():
-                raise TimeoutError(f"no whole answer within {timeout:g} s") from None
-            raise error
-        if late.is_set():
-            raise TimeoutError(f"no whole answer within {timeout:g} s")
-        if not 200 <= answer.status < 300:
-            raise urllib.error.HTTPError(url, answer.status, answer.reason, answer.headers, io.BytesIO(body))
-        return body
-
-
-def _hang_up(connected: socket.socket, late: threading.Event) -> None:
-    late.set()
-    with contextlib.suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)
-
-
-def segments_at(metrics: str) -> list[Segment]:
-    """Returns the segments that the master with these metrics knows. Raises OSError or ValueError if it does not answer."""
-    return read_segments(fetch(f"{metrics}/get_segments_detail"))
-
-
-def read_segments(body: bytes) -> list[Segment]:
-    """Returns the segments of a master's `/get_segments_detail`. Raises ValueError for any other answer."""
-    return decode_json(body, _Segments).segments
+        if address and host_of(address) and port_of(address):
+            yield Target(record.name, what, f"{host_of(address)}:{port_of(address)}")
 
 
 def read_peers(body: bytes) -> PeerReport:
@@ -212,25 +104,12 @@ def read_peers(body: bytes) -> PeerReport:
     return decode_json(body, PeerReport)
 
 
-class MasterHealth(msgspec.Struct, frozen=True):
-    """What a master's `/health` says."""
-
-    role: Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,40}\Z")] = ""
-    """`leader`, `standby` or such; empty if it does not say."""
-    service_ready: bool = False
-
-
-def read_master_health(body: bytes) -> MasterHealth:
-    """Returns what a master's `/health` says. Raises ValueError for any other answer."""
-    return decode_json(body, MasterHealth)
-
-
 async def reach(targets: Iterable[Target]) -> list[Reach]:
     """Try to connect to each, some at a time; nothing is sent."""
     places = asyncio.Semaphore(_AT_A_TIME)
 
     async def one(target: Target) -> Reach:
-        host, port = host_of(target.address), _port_of(target.address)
+        host, port = host_of(target.address), port_of(target.address)
         async with places:
             try:
                 _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_S)

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from launch.process import LocalProcesses, OnLine, Process, Program, Stream
 from launch.signals import StopFlag, stop_on_signals
-from pd_cache.config import SupervisorConfig
+from pd_cache.cluster import SupervisorConfig
 from pd_cache.errors import PdCacheError
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.supervisor import Program, StopEvent, Supervisor, to_stderr
-from launch.topology import check_machine, choose_ports, choose_sockets, local_nodes
-from pd_cache.config import ROLES, ClusterConfig, Node, Source, dump_config, parse_config
+from launch.topology import choose_ports, choose_sockets
+from pd_cache.cluster import ROLES, ClusterConfig, Node, Source, dump_config, parse_config
+from pd_cache.cluster.addresses import local_nodes
+from pd_cache.cluster.machine import check_machine
 from pd_cache.errors import ConfigError
 from pd_cache.runtime import RuntimeFolderError, note, read_note, temporary_folder
 

@@ -7,6 +7,7 @@ and RecursionError for deep nesting. If a caller catches only some of them, one 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -15,6 +16,10 @@ import msgspec
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 _LONGEST = 300
+
+
+_prepared: set[Any] = set()
+_preparing = threading.Lock()
 
 
 class UndecodableError(ValueError):
@@ -32,14 +37,14 @@ def decode_json(raw: Buffer | str, kind: Any) -> Any: ...
 def decode_json(raw: Buffer | str, kind: Any) -> Any:
     """Returns the value of type `kind` that JSON text holds. Raises UndecodableError for any other bytes."""
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return msgspec.json.decode(raw, type=prepared(kind))
     except (ValueError, RecursionError) as error:
         raise _undecodable(error) from None
 
 
 def msgpack_decoder(kind: Any, dec_hook: Callable[[type, Any], Any] | None = None) -> Callable[[Buffer], Any]:
     """Returns a function from msgpack to a value of type `kind`, which raises UndecodableError for any other bytes."""
-    decode = msgspec.msgpack.Decoder(kind, dec_hook=dec_hook).decode
+    decode = msgspec.msgpack.Decoder(prepared(kind), dec_hook=dec_hook).decode
 
     def read(raw: Buffer) -> Any:
         try:
@@ -48,6 +53,18 @@ def msgpack_decoder(kind: Any, dec_hook: Callable[[type, Any], Any] | None = Non
             raise _undecodable(error) from None
 
     return read
+
+
+def prepared(kind: T) -> T:
+    """Returns `kind` when any thread may decode or convert to it.
+
+    msgspec examines a type when it is first used. If two threads do that at the same time, the process crashes (seen with 0.22).
+    """
+    if kind not in _prepared:
+        with _preparing:
+            msgspec.json.Decoder(kind)
+            _prepared.add(kind)
+    return kind
 
 
 def _undecodable(error: Exception) -> UndecodableError:

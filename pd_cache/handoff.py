@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from pd_cache.decoding import prepared
+
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
@@ -71,7 +73,8 @@ def read_params(params: object) -> Handoff:
     if not isinstance(params, Mapping):
         raise BadParams("", f"must be an object, not {type(params).__name__}")
     try:
-        known = msgspec.convert({name: params[name] for name in _Params.__struct_fields__ if name in params}, _Params)
+        ours = {name: params[name] for name in _Params.__struct_fields__ if name in params}
+        known = msgspec.convert(ours, prepared(_Params))
     except (ValueError, RecursionError) as error:
         message, _, path = str(error).partition(" - at `$")
         raise BadParams(path.strip(".`"), message[:1].lower() + message[1:]) from None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 import msgspec
 
 from pd_cache.config import MAX_SHARDS, CacheConfig
-from pd_cache.decoding import decode_json
+from pd_cache.decoding import decode_json, prepared
 from pd_cache.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
         told: dict[str, str | int] = decode_json(manifest, dict[str, str | int])
         if told.pop("format", None) != KEY_FORMAT:
             raise ValueError(f"no manifest of format {KEY_FORMAT}: {manifest[:200]!r}")
-        return msgspec.convert(told, cls)
+        return msgspec.convert(told, prepared(cls))
 
     def described(self) -> dict[str, Any]:
         """The two fields by which a node reports its namespace."""

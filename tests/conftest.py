@@ -116,8 +116,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     it reaches is too low."""
     monkeypatch.setattr("launch.doctor.probe._SLOW", {"tcp": 0.0, "rdma": 0.0})
     for name in (
-        "launch.status._SYNC_S",
-        "launch.status._TIMEOUT_S",
+        "launch.status.look._SYNC_S",
+        "launch.status.look._TIMEOUT_S",
         "launch.doctor.clock._TIMEOUT_S",
         "launch.doctor.examine._MASTER_S",
         "launch.doctor.libraries._TIMEOUT_S",
@@ -126,7 +126,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         "launch.doctor.probe._DEADLINE_S",
         "launch.doctor.probe._OPEN_S",
         "launch.reachability.CONNECT_S",
-        "launch.reachability._ANSWER_S",
         "launch.reachability._SYNC_S",
     ):
         module, _, constant = name.rpartition(".")

@@ -12,7 +12,7 @@ from bench.fleet.participant import serve
 from bench.fleet.site import Place
 from bench.fleet.stuck import end_if_stuck
 from bench.fleet.wire import Connection
-from pd_cache.config import load_config
+from pd_cache.cluster import load_config
 
 
 def main(site: str, descriptor: str, file: str, name: str, host: str) -> None:

@@ -23,7 +23,7 @@ from bench.fleet.errors import FleetError
 from bench.fleet.members import Member
 from bench.fleet.site import Place, Site
 from bench.fleet.wire import Connection
-from pd_cache.config import dump_config
+from pd_cache.cluster import dump_config
 
 J = TypeVar("J", bound=msgspec.Struct)
 R = TypeVar("R", bound=msgspec.Struct)

@@ -13,8 +13,8 @@ from bench.fleet.crew import importable
 from bench.fleet.options import FleetOptions, Plan, plan
 from bench.fleet.site import Place, Site
 from launch.process import spawn_child
-from launch.topology import free_port
-from pd_cache.config import BenchConfig, ClusterConfig, MasterNode, StoreNode, dump_config
+from pd_cache.cluster import BenchConfig, ClusterConfig, MasterNode, StoreNode, dump_config
+from pd_cache.cluster.addresses import free_port
 from transfer.settings import MIN_SEGMENT, ByteSize
 
 _WAIT_S = 60.0

@@ -12,8 +12,8 @@ import click
 
 from bench.fleet.site import Place
 from bench.fleet.stuck import end_if_stuck
-from launch.topology import is_local
-from pd_cache.config import ClusterConfig, EtcdDiscovery, StoreNode, read_config
+from pd_cache.cluster import ClusterConfig, EtcdDiscovery, StoreNode, read_config
+from pd_cache.cluster.addresses import is_local
 from pd_cache.errors import ConfigError, PdCacheError
 
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from bench.fleet.errors import FleetError
 from bench.fleet.options import Plan
-from launch.discovery import NodeRecord, View
-from pd_cache.config import EtcdDiscovery
+from launch.discovery import View
+from pd_cache.cluster import EtcdDiscovery, NodeRecord
 from pd_cache.errors import ConfigError
 
 _BACKLOG = 128

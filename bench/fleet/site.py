@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pd_cache.config import ClusterConfig, decode_custom
+from pd_cache.cluster import ClusterConfig, decode_custom
 from pd_cache.decoding import UndecodableError, msgpack_decoder
 from transfer.settings import ByteSize
 

@@ -33,7 +33,8 @@ import torch
 
 from bench.soak.oracle import TOKEN_BYTES, PagedBuffer, Wrong, places, prefixes
 from bench.soak.plan import CHUNK, Operation, OperationKind, Prompt, operations, pressed, tokens_of
-from pd_cache.config import CacheServerNode, NodeSettings, read_config
+from pd_cache.cluster import CacheServerNode, read_config
+from pd_cache.config import NodeSettings
 from pd_cache.engine import CacheEngine, CacheEngineBuilder
 from pd_cache.layout import KVLayout
 from pd_cache.tokens import CacheMetadata

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench.soak.plan import OUTPUT_TOKENS, served_prompts
 from launch.engines.reference import GenerationRequest, ReferenceEngine
-from pd_cache.config import ReferenceEngineConfig, read_config
+from pd_cache.cluster import ReferenceEngineConfig, read_config
 
 
 def main(file: str, seed: str, count: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 from typing import NamedTuple
 
-from launch.topology import free_port
+from pd_cache.cluster.addresses import free_port
 
 _BRIDGE = "soak"
 _SUBNET = "10.77.0"

@@ -3,10 +3,10 @@
 1. A node registers under a lease when it can be used, keeps the lease alive, and leaves when it stops.
 2. Other processes follow a view of the nodes. The view is always at hand: nothing in serving waits for etcd.
 3. While etcd is away the last view stays, marked stale; what vanished because of that is repaired afterwards (`membership`).
-4. Two nodes that will never share a hit are told apart in words (`record.differences`).
+4. Two nodes that will never share a hit are told apart in words (`pd_cache/cluster/records.py`).
 
-Only processes of the launcher use this; no engine imports it. `record` and `membership` are pure, `etcd` speaks to etcd,
-`stubs` imports its package, `directory` is the one interface to both kinds.
+Only processes of the launcher use this; no engine imports it. `membership` is pure, `etcd` speaks to etcd, `stubs` imports its package,
+`directory` is the one interface to both kinds.
 """
 
 from launch.discovery.directory import (
@@ -19,22 +19,14 @@ from launch.discovery.directory import (
     open_directory,
 )
 from launch.discovery.membership import View
-from launch.discovery.record import About, Capacity, Namespaced, NodeRecord, decode_record, differences, read_about
 
 __all__ = [
-    "About",
-    "Capacity",
     "Directory",
     "Member",
-    "Namespaced",
-    "NodeRecord",
     "View",
-    "decode_record",
     "describe_node",
-    "differences",
     "file_records",
     "find_master",
     "known_master",
     "open_directory",
-    "read_about",
 ]

@@ -12,17 +12,18 @@ import msgspec
 
 import pd_cache
 from launch.discovery.membership import View
-from launch.discovery.record import Capacity, NodeRecord
-from pd_cache.config import (
+from pd_cache.cluster import (
     CacheServerNode,
+    Capacity,
     ClusterConfig,
     EngineNode,
     EtcdDiscovery,
     MasterNode,
     Node,
+    NodeRecord,
     ReferenceEngineConfig,
 )
-from pd_cache.config.checks import ELECTION_S
+from pd_cache.cluster.checks import ELECTION_S
 from pd_cache.errors import ConfigError
 from pd_cache.tokens import Namespace
 

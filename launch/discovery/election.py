@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from launch.discovery.etcd import _Connector, _Lost
-from pd_cache.config import EtcdDiscovery
+from pd_cache.cluster import EtcdDiscovery
 
 DISAGREES_S = 30.0
 """In an election that goes well, they disagree for a second or two, and for longer if the next leader has many keys to take over.

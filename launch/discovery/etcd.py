@@ -19,9 +19,8 @@ from typing import Any
 import grpc
 
 from launch.discovery.membership import Membership, View
-from launch.discovery.record import NodeRecord, RecordError, decode_record, differences
 from launch.discovery.stubs import load_etcd3
-from pd_cache.config import EtcdDiscovery
+from pd_cache.cluster import EtcdDiscovery, NodeRecord, RecordError, decode_record, differences
 from pd_cache.decoding import one_line
 from pd_cache.errors import ConfigError
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from launch.discovery.record import NodeRecord
+from pd_cache.cluster import NodeRecord
 
 MAX_NODES = 4096
 

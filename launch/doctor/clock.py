@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import email.utils
-import http.client
 import ssl
 import time
-import urllib.parse
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from launch.access import Access
+from launch.asking import ask
 from launch.doctor.finding import Finding, ok, skipped, warning
 
 _TIME_ERROR = 5
@@ -60,25 +60,11 @@ def skew_finding(name: str, offset: float) -> Finding:
 def offset_of(url: str) -> float | None:
     """Returns how many seconds the answering machine's clock is ahead, by the Date of the answer; None if there is none."""
     try:
-        parts = urllib.parse.urlsplit(url)
-        connection: http.client.HTTPConnection
-        if parts.scheme == "https":
-            # nothing is sent, and nothing but a clock is read
-            anybody = ssl._create_unverified_context()
-            connection = http.client.HTTPSConnection(
-                parts.hostname or "", parts.port, timeout=_TIMEOUT_S, context=anybody
-            )
-        else:
-            connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
-        try:
-            before = time.time()
-            connection.request("GET", "/health")
-            header = connection.getresponse().getheader("Date")
-            after = time.time()
-        finally:
-            connection.close()
-        return offset(header, before, after)
-    except (OSError, http.client.HTTPException, ValueError):
+        before = time.time()
+        # whatever its certificate: nothing is sent, and nothing but a clock is read
+        answer = ask(f"{url}/health", _TIMEOUT_S, Access(context=ssl._create_unverified_context()))
+        return offset(answer.headers["Date"], before, time.time())
+    except (OSError, ValueError):
         return None
 
 

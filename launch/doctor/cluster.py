@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pd_cache
 from launch.doctor.finding import Finding, broken, ok, skipped, warning
-from launch.reachability import Segment
-from launch.status import LEADER, ClusterStatus, NodeStatus, shown_bytes
-from pd_cache.config import ClusterConfig
+from launch.masters import Segment
+from launch.status import ClusterStatus, NodeStatus
+from pd_cache.cluster import ClusterConfig
+from pd_cache.cluster.memory import shown_bytes
 
 _UP = "pd-cache up -c FILE"
 
@@ -45,7 +46,7 @@ def node_findings(status: ClusterStatus) -> Iterator[Finding]:
         )  # fmt: skip
         return
     for row in status.nodes:
-        if row.state.startswith("no answer"):
+        if row.silent:
             yield broken(
                 check, row.state, row.name, why=f"a {row.record.role} node is missing",
                 repair=f"on {row.host}: {_UP}; or pd-cache launch {row.record.role} -c FILE --node {row.name}",
@@ -92,14 +93,13 @@ def fingerprint_findings(rows: Sequence[NodeStatus]) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def master_findings(config: ClusterConfig, rows: Iterable[NodeStatus]) -> Iterator[Finding]:
+def master_findings(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:
     """Whether exactly one master leads."""
     check = "cluster.master"
-    masters = {row.name: row for row in rows if row.record.role == "master"}
-    roles = {name: row.leads for name, row in masters.items() if row.leads}
-    leading = [name for name, role in roles.items() if role == LEADER]
-    for name, role in roles.items():
-        yield ok(check, "leads" if role == LEADER else role, name)
+    masters, leading = status.masters, [row.name for row in status.leading]
+    for row in masters:
+        if row.leads:
+            yield ok(check, "leads" if row.name in leading else row.leads, row.name)
     if masters and len(leading) != 1:
         found = f"{len(leading)} of {len(masters)} masters lead" + (f": {', '.join(leading)}" if leading else "")
         yield broken(
@@ -112,11 +112,6 @@ def master_findings(config: ClusterConfig, rows: Iterable[NodeStatus]) -> Iterat
             check, f"master.ha is set, and there is {len(masters)} master", why="nobody takes over when it dies",
             repair="nodes: give the file a second master, on another host",
         )  # fmt: skip
-
-
-def leader(rows: Iterable[NodeStatus]) -> NodeStatus | None:
-    """Returns the master that leads; None if none says so."""
-    return next((row for row in rows if row.leads == LEADER), None)
 
 
 def segment_findings(rows: Iterable[NodeStatus], segments: Sequence[Segment]) -> Iterator[Finding]:

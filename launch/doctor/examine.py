@@ -17,7 +17,6 @@ from launch.doctor.clock import clock_finding, skew_findings
 from launch.doctor.cluster import (
     discovery_finding,
     fingerprint_findings,
-    leader,
     master_findings,
     node_findings,
     record_findings,
@@ -26,6 +25,7 @@ from launch.doctor.cluster import (
     version_findings,
 )
 from launch.doctor.descriptors import descriptor_finding
+from launch.doctor.files import file_findings
 from launch.doctor.finding import Finding, Report, Verdict, skipped
 from launch.doctor.libraries import library_findings
 from launch.doctor.listening import listening_findings
@@ -40,10 +40,11 @@ from launch.doctor.network import (
 )
 from launch.doctor.probe import probe_findings
 from launch.doctor.rdma import rdma_findings
-from launch.reachability import Segment, segments_at, targets_of
+from launch.masters import Segment
+from launch.reachability import targets_of
 from launch.status import ClusterStatus, cluster_status
-from launch.topology import is_local, local_nodes
-from pd_cache.config import ClusterConfig
+from pd_cache.cluster import ClusterConfig
+from pd_cache.cluster.addresses import is_local, local_nodes
 from pd_cache.errors import ConfigError
 
 _AT_A_TIME = 16
@@ -78,21 +79,20 @@ def _findings(config: ClusterConfig | None, root: Path) -> Iterator[Finding]:
         yield skipped("cluster", "not looked at", repair="pd-cache doctor -c FILE")
         return
     status = cluster_status(config)
-    leading = leader(status.nodes)
-    metrics = None if leading is None else leading.record.metrics
-    segments = _segments(metrics)
+    segments, leading = status.segments, next(iter(status.leading), None)
     mine = local_nodes(config)
     held = _held(status, segments)
     running = {row.name for row in status.nodes if row.up} | {
         node.name for node in mine if node.role == "store" and _mounted(config, node.host, segments)
     }
     yield from memory_findings(config, mine, running, root)
+    yield from file_findings(config, mine)
     yield from port_findings(mine, held)
     yield from listening_findings(mine, root)
     yield from _cluster(config, status, segments)
     yield from _network(config, status, segments, None if leading is None else leading.name)
-    if metrics is not None and segments:
-        yield from _transfers(config, segments, metrics)
+    if segments and leading is not None:
+        yield from _transfers(config, segments, leading.record.metrics or "")
     else:
         yield skipped("transfer.segment", "not tried: there is no segment to put anything into")
 
@@ -101,7 +101,7 @@ def _cluster(config: ClusterConfig, status: ClusterStatus, segments: list[Segmen
     yield discovery_finding(config, status)
     yield from record_findings(status)
     yield from node_findings(status)
-    yield from master_findings(config, status.nodes)
+    yield from master_findings(config, status)
     yield from version_findings(status.nodes)
     yield from fingerprint_findings(status.nodes)
     if segments is None:
@@ -140,15 +140,6 @@ def _transfers(config: ClusterConfig, segments: list[Segment], metrics: str) -> 
         yield skipped("transfer.segment", f"not tried: {error}")
         return
     yield from probe_findings(config, segments, metrics, _own_host(config))
-
-
-def _segments(metrics: str | None) -> list[Segment] | None:
-    if metrics is None:
-        return None
-    try:
-        return segments_at(metrics)
-    except (OSError, ValueError):
-        return None
 
 
 def _mounted(config: ClusterConfig, host: str, segments: list[Segment] | None) -> bool:

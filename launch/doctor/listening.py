@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launch.doctor.finding import Finding, ok, skipped, warning
 from launch.reachability import Reach, Target, reach
-from pd_cache.config import Node
+from pd_cache.cluster import Node
 
 _CHECK = "network.listening"
 _MOST_ADDRESSES, _MOST_PORTS = 16, 8

@@ -8,11 +8,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from launch.access import NOBODY, Access
+from launch.asking import fetch
 from launch.doctor.finding import Finding, broken, ok, skipped
-from launch.reachability import PeerReport, Reach, Segment, Target, fetch, host_of, reach, read_peers
+from launch.masters import Segment
+from launch.reachability import PeerReport, Reach, Target, reach, read_peers
 from launch.status import NodeStatus
-from launch.topology import PORT_FIELDS, is_bindable
-from pd_cache.config import Node
+from pd_cache.cluster import Node
+from pd_cache.cluster.addresses import host_of, is_bindable, ports_of
 
 _SHOWN = 4
 _PEERS_S = 15.0
@@ -26,10 +28,7 @@ def port_findings(nodes: Iterable[Node], held: Collection[str]) -> Iterator[Find
     """Whether the ports of `nodes`, those of this machine, are free or `held` (addresses, `host:port`) by our own."""
     check = "network.port"
     for node in nodes:
-        for field in PORT_FIELDS:
-            port = getattr(node, field, 0)
-            if not port:
-                continue
+        for field, port in ports_of(node):
             address = f"{node.host}:{port}"
             if address in held:
                 yield ok(check, f"{address} is held by the node itself", node.name)
@@ -63,9 +62,9 @@ def reach_from_here(targets: Iterable[Target]) -> list[Reach]:
 
 def peer_report(row: NodeStatus, access: Access = NOBODY) -> PeerReport | None:
     """Returns what a node says it reaches; None if it says nothing, like vLLM and masters. `access`: key and certificates for proxies."""
-    answers = row.asked and not row.state.startswith("no answer")
     if (
-        not answers
+        not row.asked
+        or row.silent
         or row.record.role not in ("prefill", "decode", "proxy")
         or not row.record.address.startswith("http")
     ):

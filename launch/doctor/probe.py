@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import os
 import time
-import urllib.parse
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from launch.doctor.finding import Finding, broken, ok, skipped, warning
 from launch.doctor.network import MOONCAKE_PORTS
-from launch.reachability import Segment, fetch
-from launch.status import shown_bytes
-from pd_cache.config import ClusterConfig, MasterNode
-from pd_cache.decoding import decode_json
+from launch.masters import Segment, places_at
+from pd_cache.cluster import ClusterConfig, MasterNode
+from pd_cache.cluster.memory import shown_bytes
 from transfer import ByteSize, MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
 from transfer.errors import TransferError
 from transfer.settings import Breaker, Placement, Timeouts
@@ -179,9 +177,8 @@ class _Probe:
 
     def _elsewhere(self) -> int:
         """Returns how many objects landed in another segment; 0 if the master does not say."""
-        keys = ",".join(urllib.parse.quote(key) for key in self._keys)
         try:
-            found = read_places(fetch(f"{self._metrics}/batch_query_keys?keys={keys}"), self._keys)
+            found = places_at(self._metrics, self._keys)
         except (OSError, ValueError):
             return 0
         return sum(endpoint != self._segment.te_endpoint for endpoint in found)
@@ -193,27 +190,6 @@ class _Probe:
         found = f"a {what} did not end within {_DEADLINE_S:g} s" if hung else f"a {what} failed: {reasons}"
         repair = f"on {host}: is its process running, not stopped (ps -o stat)? Else open its ports: {MOONCAKE_PORTS}"
         return _Outcome(broken(_CHECK, found, name, why=_WHY, repair=repair), hung)
-
-
-class _Replica(msgspec.Struct, frozen=True):
-    transport_endpoint_: str
-
-
-class _Replicas(msgspec.Struct, frozen=True):
-    values: Annotated[list[_Replica], msgspec.Meta(min_length=1)]
-
-
-class _Places(msgspec.Struct, frozen=True):
-    data: dict[str, _Replicas]
-
-
-def read_places(body: bytes, keys: Iterable[str]) -> list[str]:
-    """Returns where each key lies, from a master's `/batch_query_keys`. Raises ValueError for any other answer."""
-    told = decode_json(body, _Places).data
-    missing = [key for key in keys if key not in told]
-    if missing:
-        raise ValueError(f"it says nothing of {missing[0]}")
-    return [told[key].values[0].transport_endpoint_ for key in keys]
 
 
 def _judged(segment: Segment, total: int, put: float, get: float) -> Finding:

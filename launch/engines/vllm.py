@@ -1,72 +1,22 @@
-"""vLLM as the engine of a prefill or decode node: `vllm serve` with pd-cache's connector, as a child of this process."""
+"""The command `vllm serve` with pd-cache's connector: its arguments, and what is added to its environment."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
-import shutil
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from launch.errors import RoleError
-from launch.foreign import ForeignProgram
-from launch.process import LocalProcesses, Program
-from launch.signals import stop_on_signals
-from pd_cache.config import (
+from launch.foreign import find_program
+from pd_cache.cluster import (
     SECRET_VARIABLES,
     Argument,
-    ClusterConfig,
     DecodeNode,
     PrefillNode,
     VllmEngineConfig,
-    dump_config,
 )
-from pd_cache.runtime import temporary_folder
-from pd_cache.tokens import Namespace
-from pd_cache.vllm.health import NAMESPACE_FILE, TellNamespace, read_namespace
-
-_REFUSAL = re.compile(r"\bpd_cache\.[\w.]+Error: (.+)")
-
-
-def serve_vllm(
-    config: ClusterConfig,
-    engine: VllmEngineConfig,
-    node: PrefillNode | DecodeNode,
-    ready: Callable[[str, Namespace | None], None],
-    on_stop: Callable[[], None],
-) -> None:
-    """Run vLLM until SIGTERM. Raises RoleError if it is not installed, ends by itself or is not ready in time.
-
-    `ready` gets its base URL and the namespace of its cache. When it has to end, `on_stop` is called first, so that no
-    proxy sends anything more. It must not raise.
-    """
-    settings = config.supervisor
-    with stop_on_signals() as stop, temporary_folder() as folder:
-        file, namespace = folder / "cluster.yaml", folder / "namespace.json"
-        file.write_text(dump_config(config), encoding="utf-8")
-        # vLLM starts processes of its own; a guard ends them with it, however it ends
-        guarded = LocalProcesses(settings.stop_grace_s)
-        variables = environment(engine, node, namespace)
-        program = Program(node.name, tuple(command(engine, node, file, namespace)), variables)
-        output = _Output()
-        # it has to be gone before the process that stops us loses patience
-        vllm = ForeignProgram("vLLM", lambda: guarded.spawn(program, output.pass_on), 0.8 * settings.stop_grace_s)
-        with contextlib.closing(guarded), vllm:
-            try:
-                vllm.run(
-                    stop,
-                    serving=lambda: healthy(node.host, node.port),
-                    ready=lambda: ready(f"http://{node.host}:{node.port}", read_namespace(namespace)),
-                    deadline=time.monotonic() + settings.ready_timeout_s,
-                    hint=lambda: output.refusal or "its last lines say why, and a large model needs time",
-                )
-            finally:
-                on_stop()
+from pd_cache.vllm.health import NAMESPACE_FILE, TellNamespace
 
 
 def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path, namespace_file: Path) -> list[str]:
@@ -129,29 +79,7 @@ def flags(arguments: Mapping[str, Argument]) -> Iterator[str]:
 
 def executable(name: str) -> str:
     """Returns the program's path: beside this Python, or in PATH. Raises RoleError if it is in neither."""
-    beside = Path(sys.executable).parent / name  # this is the program itself if `name` is an absolute path
-    found = str(beside) if beside.is_file() else shutil.which(name)
+    found = find_program(name)
     if found is None:
         raise RoleError(f"{name} is not installed: neither beside {sys.executable} nor in PATH")
     return found
-
-
-class _Output:
-    """Passes on what vLLM prints, and remembers what the connector refused: the reason comes many lines before the end."""
-
-    def __init__(self) -> None:
-        self.refusal = ""
-
-    def pass_on(self, stream: str, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-        if match := _REFUSAL.search(line):
-            self.refusal = match[1]
-
-
-def healthy(host: str, port: int) -> bool:
-    """Whether a vLLM serves at that address."""
-    try:
-        with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except (OSError, urllib.error.URLError):
-        return False

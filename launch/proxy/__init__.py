@@ -12,11 +12,10 @@ What it promises:
 
 Pure: `routing` (which node next), `attempts` (when to stop, and which side is at fault), `budget` (how many retries), `prefixes` (which
 nodes have seen a prompt), `breaker` (which nodes to leave alone), `admission` (how many requests at a time), `completion` (what a
-request says). `completions` takes a request over the two hops, `delivery` ends it, `bodies` reads it, `keys` identifies the client,
-`overview` reports on the proxy. `hops` talks to nodes, `health` checks them, `app` holds it all together.
+request says). `edge` answers whatever happens, `requests` takes a request from its key to its last byte: `keys` identifies the client,
+`bodies` reads it, `completions` takes it over the two hops, `models` lists models, `delivery` ends it. `overview` reports on the proxy. `hops` talks to nodes, `health` checks them, `app` holds it all together.
 """
 
 from launch.proxy.app import Proxy
-from launch.proxy.run import run_proxy
 
-__all__ = ["Proxy", "run_proxy"]
+__all__ = ["Proxy"]

@@ -7,7 +7,7 @@ import logging
 import msgspec
 
 from launch.descriptors import PER_REQUEST, RESERVED, descriptors_for
-from pd_cache.config import ProxyConfig
+from pd_cache.cluster import ProxyConfig
 
 log = logging.getLogger(__name__)
 

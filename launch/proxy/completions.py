@@ -21,7 +21,7 @@ from launch.proxy.hops import HopError, Refusal, check_status, client_headers, r
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.nodes import Nodes
 from launch.proxy.prefixes import Prompt
-from pd_cache.config import LARGEST_BODY
+from pd_cache.cluster import LARGEST_BODY
 
 log = logging.getLogger(__name__)
 

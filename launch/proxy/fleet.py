@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from launch.discovery import Namespaced, NodeRecord, View, differences
+from launch.discovery import View
 from launch.proxy.answers import ApiError
 from launch.proxy.direct import DirectRule, Pool
 from launch.proxy.routing import Hop, NodePool, Target
-from pd_cache.config import ProxyConfig
+from pd_cache.cluster import Namespaced, NodeRecord, ProxyConfig, differences
 from pd_cache.tokens import Namespace
 
 log = logging.getLogger(__name__)

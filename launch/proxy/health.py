@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 
 import aiohttp
 
-from launch.discovery import Namespaced, read_about
 from launch.proxy.hops import HopError, read_all, send
 from launch.proxy.patience import within
 from launch.proxy.routing import NodePool
+from pd_cache.cluster import Namespaced, read_about
 
 log = logging.getLogger(__name__)
 

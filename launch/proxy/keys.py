@@ -10,7 +10,7 @@ from pathlib import Path
 from launch.proxy.answers import ApiError
 from launch.proxy.files import WatchedFiles
 from launch.proxy.nodes import Credentials
-from pd_cache.config import ProxyConfig
+from pd_cache.cluster import ProxyConfig
 from pd_cache.errors import ConfigError
 
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch.proxy.files import WatchedFiles
-from pd_cache.config import ServerTlsConfig
+from pd_cache.cluster import ServerTlsConfig
 from pd_cache.errors import ConfigError
 
 

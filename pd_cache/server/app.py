@@ -23,7 +23,7 @@ from typing import NamedTuple
 from prometheus_client import generate_latest
 
 import pd_cache
-from pd_cache.config import CacheServerNode, NodeSettings
+from pd_cache.config import NodeSettings, ServerSettings
 from pd_cache.errors import LayoutError
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.address import own_address
@@ -83,7 +83,7 @@ class CacheServer:
     def __init__(
         self,
         settings: NodeSettings,
-        node: CacheServerNode,
+        node: ServerSettings,
         url: str,
         *,
         metrics: CacheMetrics | None = None,

@@ -7,19 +7,18 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from pd_cache.config import (
-    CacheConfig,
+from pd_cache.cluster import (
     CacheServerNode,
     ClusterConfig,
     ConnectorConfig,
     DecodeNode,
     HandoffConfig,
     MasterNode,
-    NodeSettings,
     PrefillNode,
     VllmEngineConfig,
     load_config,
 )
+from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.errors import ConfigError
 from pd_cache.server.channel import CacheServerError
 from pd_cache.server.client import CacheClient
@@ -88,7 +87,7 @@ def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
     if cache.hash_mode == "auto":
         cache = msgspec.structs.replace(cache, hash_mode="blocks")
     if node is not None:
-        own = NodeSettings.of(config, node)
+        own = config.settings_of(node)
     else:
         segment = 0 if server_url is not None else int(config.transfer.segment_size)
         own = NodeSettings(

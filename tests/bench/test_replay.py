@@ -17,7 +17,7 @@ from bench.replay import Eviction, Setting, main, settings_of
 from bench.replaying import Open, Remove, Replay, ReplaySite, Tally
 from bench.shrunken import ShrunkenCache, allotted_bytes
 from bench.trace import BLOCK_TOKENS
-from pd_cache.config import ClusterConfig, MasterNode
+from pd_cache.cluster import ClusterConfig, MasterNode
 from tests.support.traces import conversations, write_trace
 from transfer.settings import MIN_SEGMENT, Timeouts, TransferSettings
 

@@ -15,7 +15,8 @@ from click.testing import CliRunner
 from bench.about import about
 from bench.report import Check, Figure, Report, Table, finish, report_options
 from bench.svg import SERIES, Bars, Plot, bar_plot, line_plot, matrix_plot
-from pd_cache.config import CacheConfig, ClusterConfig, MasterNode
+from pd_cache.cluster import ClusterConfig, MasterNode
+from pd_cache.config import CacheConfig
 from transfer.settings import TransferSettings
 
 NASTY = "a <b> & \"c\" [red]d[/] 'e'"

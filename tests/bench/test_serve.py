@@ -18,7 +18,7 @@ from bench.fleet import Place
 from bench.load import Outcome, Target
 from bench.serve import Send, ServeSite, distribution, in_slices, main
 from bench.targets import looked_up, past_prefill
-from pd_cache.config import ClusterConfig, MasterNode
+from pd_cache.cluster import ClusterConfig, MasterNode
 from tests.support.traces import conversations, write_trace
 from tests.support.waiting import wait_for
 

@@ -24,21 +24,30 @@ from rich.console import Console
 from bench.fleet import wire
 from bench.fleet.site import decode as decode_job
 from bench.trace import read_request
-from launch.discovery import NodeRecord, View, differences, read_about
+from launch.discovery import View
 from launch.discovery.directory import _master
 from launch.discovery.etcd import _read
-from launch.discovery.record import About, RecordError, decode_record
 from launch.doctor.network import advertised_findings, peer_findings
-from launch.doctor.probe import read_places
 from launch.engines.reference.protocol import BadRequest, parse_completion
+from launch.masters import read_master_health, read_places, read_segments
 from launch.proxy.answers import ApiError
 from launch.proxy.completion import Completion, Handoff, read_handoff, read_models, read_tokens
-from launch.reachability import host_of, read_master_health, read_peers, read_segments, targets_of
+from launch.reachability import read_peers, targets_of
 from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, status_table
 from pd_cache.backends import objects
 from pd_cache.backends.folder import PAGE, ObjectFolder, digest_of
 from pd_cache.block_hashes import BlockHasher, describe_hashes
-from pd_cache.config import ClusterConfig, load_config
+from pd_cache.cluster import (
+    About,
+    ClusterConfig,
+    NodeRecord,
+    RecordError,
+    decode_record,
+    differences,
+    load_config,
+    read_about,
+)
+from pd_cache.cluster.addresses import host_of
 from pd_cache.decoding import UndecodableError
 from pd_cache.errors import ConfigError
 from pd_cache.handoff import Announcement, BadParams, PrefillWork, read_params, write_params

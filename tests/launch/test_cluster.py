@@ -22,7 +22,7 @@ from launch.doctor import Report, Verdict
 from launch.engines.reference import GenerationRequest, ReferenceEngine
 from launch.status import cluster_status
 from launch.up import Cluster
-from pd_cache.config import ReferenceEngineConfig, dump_config
+from pd_cache.cluster import ReferenceEngineConfig, dump_config
 from tests.support.cluster import CHUNK, ENGINE, OUTAGES, Answer, complete, kill, nodes_with_server, started
 from tests.support.waiting import wait_for
 

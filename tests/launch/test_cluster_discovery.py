@@ -24,8 +24,8 @@ from launch.discovery import Member, find_master
 from launch.discovery.etcd import prefix_of
 from launch.doctor import Report, Verdict
 from launch.up import Cluster
-from pd_cache.config import ClusterConfig, MasterNode, MastersConfig, StoreNode, TlsConfig
-from pd_cache.config.checks import consistency_problems
+from pd_cache.cluster import ClusterConfig, MasterNode, MastersConfig, StoreNode, TlsConfig
+from pd_cache.cluster.checks import consistency_problems
 from tests.support.cluster import CHUNK, Answer, cluster_file, complete, started
 from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd
@@ -248,7 +248,7 @@ def test_status_shows_who_is_there_from_a_file_that_names_nobody_of_them(
 
 
 def test_status_is_not_well_while_nobody_can_say_who_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.status._SYNC_S", 0.5)  # for an etcd that nobody answers for
+    monkeypatch.setattr("launch.status.look._SYNC_S", 0.5)  # for an etcd that nobody answers for
     file = cluster_file(tmp_path, discovery={"kind": "etcd", "endpoints": ["127.0.0.1:1"]})
     told = CliRunner().invoke(main, ["status", "-c", str(file), "--json"])
     assert told.exit_code == 1

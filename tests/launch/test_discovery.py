@@ -7,19 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.discovery import NodeRecord, View, decode_record, differences
+from launch.discovery import View
 from launch.discovery.directory import describe_node
 from launch.discovery.membership import MAX_NODES, Membership
-from launch.discovery.record import RecordError
-from pd_cache.config import (
+from pd_cache.cluster import (
     CacheServerNode,
     ClusterConfig,
     MasterNode,
     ModelConfig,
+    NodeRecord,
     PrefillNode,
     RandomModel,
+    RecordError,
     ReferenceEngineConfig,
     VllmEngineConfig,
+    decode_record,
+    differences,
 )
 from pd_cache.tokens import Namespace
 from transfer.settings import ByteSize

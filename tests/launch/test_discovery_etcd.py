@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.discovery import NodeRecord, View
+from launch.discovery import View
 from launch.discovery.etcd import EtcdRegistration, EtcdWatch, prefix_of
 from launch.process import spawn_child
-from pd_cache.config import EtcdDiscovery, TlsConfig
+from pd_cache.cluster import EtcdDiscovery, NodeRecord, TlsConfig
 from pd_cache.errors import ConfigError
 from tests.support.etcd import PASSWORD, Etcd, make_certificates
 from tests.support.needs import needs_etcd
@@ -82,9 +82,8 @@ def test_clusters_of_other_names_do_not_meet(etcd: Etcd) -> None:
 
 DIES = """
 import sys, time, msgspec
-from launch.discovery import NodeRecord
+from pd_cache.cluster import EtcdDiscovery, NodeRecord
 from launch.discovery.etcd import EtcdRegistration
-from pd_cache.config import EtcdDiscovery
 registration = EtcdRegistration(EtcdDiscovery(endpoints=(sys.argv[1],), ttl_s=2), "test")
 registration.announce(NodeRecord(name="dies", role="prefill", address="http://10.0.0.2:8100"))
 time.sleep(600)

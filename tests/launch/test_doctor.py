@@ -24,10 +24,11 @@ import pd_cache
 from launch.cli import main
 from launch.doctor import Finding, Report, Verdict
 from launch.doctor.probe import PREFIX, probe_findings
-from launch.reachability import PeerChecks, PeerReport, Segment, segments_at
+from launch.masters import Segment, segments_at
+from launch.reachability import PeerChecks, PeerReport
 from launch.signals import StoppedError
 from launch.up import Cluster
-from pd_cache.config import dump_config, load_config
+from pd_cache.cluster import dump_config, load_config
 from tests.support.cluster import cluster_file, kill, started
 from tests.support.pool import Pool, free_port
 from transfer import GetResult, MooncakeStore

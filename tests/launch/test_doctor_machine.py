@@ -13,17 +13,19 @@ import msgspec
 import pytest
 
 import pd_cache
-from launch.discovery import Capacity, NodeRecord, View
+from launch.discovery import View
 from launch.doctor import Finding, Verdict
 from launch.doctor.clock import clock_finding, offset, skew_finding
 from launch.doctor.cluster import fingerprint_findings, node_findings, segment_findings, version_findings
 from launch.doctor.libraries import cuda_runtimes, library_findings, link_findings, unresolved
-from launch.doctor.memory import Need, available, memlock_finding, memory_findings, needs
+from launch.doctor.memory import memlock_finding, memory_findings
 from launch.doctor.network import advertised_findings, peer_findings, port_findings
 from launch.doctor.rdma import rdma_findings
-from launch.reachability import PeerReport, Reach, Segment, Target, targets_of
+from launch.masters import Segment
+from launch.reachability import PeerReport, Reach, Target, targets_of
 from launch.status import ClusterStatus, NodeStatus
-from pd_cache.config import ClusterConfig, ProxyNode, decode_custom
+from pd_cache.cluster import Capacity, ClusterConfig, NodeRecord, ProxyNode, decode_custom
+from pd_cache.cluster.memory import Need, machine_memory, needs
 from tests.support.cluster import ENGINE
 from transfer.settings import TransferSettings
 
@@ -251,7 +253,7 @@ def test_a_cgroup_that_allows_less_than_the_machine_has_decides(tmp_path: Path, 
         folder = "sys/fs/cgroup/memory"  # a container sees only its own, at the top
     for name, value in files.items():
         write(root, f"{folder}/{name}", str(value))
-    assert available(root) == (8 * GIB, 4 * GIB, "its cgroup")
+    assert machine_memory(root) == (8 * GIB, 4 * GIB, "its cgroup")
     assert free(stores("6GiB"), root).verdict is Verdict.BROKEN
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cache.config import dump_config
+from pd_cache.cluster import dump_config
 from tests.support.cluster import CHUNK, Answer, complete, kill, started
 from tests.support.etcd import Etcd
 from tests.support.masters import role, sections

@@ -21,15 +21,15 @@ from bench.arrivals import Arrival, Part
 from bench.load import Target, generate
 from bench.targets import clusters_proxy, past_prefill
 from launch.access import NOBODY, client_key, proxy_access, proxy_certificate, trusting
+from launch.asking import fetch
 from launch.doctor.clock import offset_of
 from launch.doctor.descriptors import descriptor_finding
 from launch.doctor.finding import Verdict
 from launch.doctor.network import peer_report
 from launch.process import spawn_child
-from launch.reachability import fetch
 from launch.status import cluster_status
-from launch.topology import machine_problems
-from pd_cache.config import ClusterConfig, read_config
+from pd_cache.cluster import ClusterConfig, read_config
+from pd_cache.cluster.machine import machine_problems
 from tests.support.etcd import make_certificates
 from tests.support.pool import free_port
 

@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from launch.engines.reference import GenerationRequest, ReferenceEngine
-from pd_cache.config import ReferenceEngineConfig
+from pd_cache.cluster import ReferenceEngineConfig
 from tests.support.cluster import CHUNK, ENGINE, OUTAGES, Answer, cluster_file, complete
 from tests.support.etcd import Etcd
 from tests.support.hosts import Host, Network, why_not

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from launch.access import Access
-from launch.reachability import fetch
+from launch.asking import fetch
 
 Serve = Callable[[socket.socket, threading.Event], None]
 

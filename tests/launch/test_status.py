@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from launch.discovery import Capacity, NodeRecord
 from launch.status import ClusterStatus, NodeStatus, as_json
+from pd_cache.cluster import Capacity, NodeRecord
 
 GIB = 1 << 30
 

@@ -17,7 +17,7 @@ import pytest
 from launch import process as process_module
 from launch.process import LocalProcesses, OnLine, Program, spawn_child
 from launch.supervisor import StopFlag, Supervisor, SupervisorError, backoff_s, stop_on_signals
-from pd_cache.config import SupervisorConfig
+from pd_cache.cluster import SupervisorConfig
 from tests.support.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -420,7 +420,7 @@ def test_a_descendant_that_escaped_with_the_pipes_does_not_hang_the_stop() -> No
 UP = """
 import sys
 from launch.supervisor import Program, Supervisor, stop_on_signals
-from pd_cache.config import SupervisorConfig
+from pd_cache.cluster import SupervisorConfig
 from tests.support.waiting import PATIENCE_S, wait_for
 
 programs = [Program(name, (sys.executable, "-c", code)) for name, code in zip(sys.argv[2::2], sys.argv[3::2])]

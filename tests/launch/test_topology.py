@@ -1,33 +1,24 @@
-"""Which nodes run here, on which ports, and whether this machine can carry them."""
+"""Which nodes run here, and on which ports."""
 
 from __future__ import annotations
-
-import socket
-from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from launch import topology
-from launch.roles import client_command
-from pd_cache.config import (
-    CacheConfig,
+from launch.roles.store import client_command
+from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
     EtcdDiscovery,
-    LocalTier,
     MasterNode,
     ModelConfig,
-    MooncakeTier,
-    ProxyConfig,
     ProxyNode,
     RandomModel,
     ReferenceEngineConfig,
-    Source,
     StoreNode,
-    TlsConfig,
 )
+from pd_cache.cluster.addresses import local_nodes
 from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize, TransferSettings
 
@@ -39,22 +30,9 @@ def cluster(*nodes: object, **sections: object) -> ClusterConfig:
     return ClusterConfig(nodes=(MasterNode(name="master", port=0, metrics_port=0), *nodes), engine=ENGINE, **sections)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def taken_port() -> Iterator[int]:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        yield holder.getsockname()[1]
-
-
-def messages(config: ClusterConfig) -> list[str]:
-    source = Source(Path("c.yaml"), msgspec.to_builtins(config, enc_hook=str), {})
-    return [str(source.error(problem)) for problem in topology.machine_problems(config, topology.local_nodes(config))]
-
-
 def test_only_nodes_of_this_machines_addresses_are_local() -> None:
     config = cluster(DecodeNode(name="here"), DecodeNode(name="there", host=ELSEWHERE))
-    assert [node.name for node in topology.local_nodes(config)] == ["master", "here"]
+    assert [node.name for node in local_nodes(config)] == ["master", "here"]
 
 
 def test_port_zero_becomes_a_free_port_for_each_local_node_and_others_stay() -> None:
@@ -85,53 +63,6 @@ def test_the_node_to_launch_is_the_named_one_or_the_only_one_here() -> None:
     twice = cluster(DecodeNode(name="a"), DecodeNode(name="b"))
     with pytest.raises(ConfigError, match=r"2 decode nodes belong on this machine \(a, b\); say which with --node"):
         topology.pick_node(twice, "decode", None)
-
-
-def test_a_machine_that_can_carry_the_nodes_has_no_problems() -> None:
-    assert messages(cluster(DecodeNode(name="a"), ProxyNode(name="p", port=0))) == []
-
-
-def test_a_taken_port_is_named(taken_port: int) -> None:
-    (message,) = messages(cluster(DecodeNode(name="a", port=taken_port)))
-    assert f"nodes[1].port: {taken_port}: is taken on 127.0.0.1 by another process" in message
-
-
-def test_memory_that_is_not_there_is_named() -> None:
-    much = ByteSize(1 << 50)
-    (message,) = messages(cluster(StoreNode(name="s", segment_size=much)))
-    assert "nodes[1].segment_size: '1024TiB': is more than this machine's memory" in message
-    (message,) = messages(cluster(transfer=TransferSettings(staging_size=much)))
-    assert "transfer.staging_size: '1024TiB': is more than this machine's memory" in message
-    tiers = (LocalTier(capacity=much), MooncakeTier())
-    (message,) = messages(cluster(cache=CacheConfig(tiers=tiers)))
-    assert "cache.tiers[0].capacity: '1024TiB': is more than this machine's memory" in message
-    half = ByteSize(topology.machine_memory() * 6 // 10)
-    both = [StoreNode(name=name, segment_size=half) for name in ("s", "t")]
-    (message,) = messages(cluster(*both))
-    assert "nodes[2].segment_size" in message
-    assert "with the other segments here" in message
-
-
-def test_files_of_keys_and_certificates_that_are_not_here_are_named(tmp_path: Path) -> None:
-    tls = TlsConfig(ca_file=str(tmp_path / "ca"), cert_file=__file__, key_file=__file__)
-    etcd = EtcdDiscovery(endpoints=("127.0.0.1:1",), user="u", password_file=str(tmp_path / "password"), tls=tls)
-    proxy = ProxyConfig(api_keys_file=str(tmp_path / "keys"), node_key_file=str(tmp_path / "key"))
-    told = messages(cluster(ProxyNode(name="p", port=0), proxy=proxy, discovery=etcd))
-    assert [message.split(": ")[1] for message in told] == [
-        "proxy.api_keys_file", "proxy.node_key_file", "discovery.password_file", "discovery.tls.ca_file",
-    ]  # fmt: skip
-    assert all("cannot be read on this machine, or is not there" in message for message in told)
-    elsewhere = ClusterConfig(nodes=(ProxyNode(name="p", host=ELSEWHERE),), proxy=proxy, discovery=etcd)
-    assert messages(elsewhere) == [], "they are needed where the nodes are"
-
-
-def test_rdma_needs_devices_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "rdma_devices", lambda: ("mlx5_0",))
-    config = cluster(transfer=TransferSettings(protocol="rdma", devices=("mlx5_0", "mlx5_7")))
-    (message,) = messages(config)
-    assert "transfer.devices[1]: 'mlx5_7': is no RDMA device of this machine; there are: mlx5_0" in message
-    monkeypatch.setattr(topology, "rdma_devices", lambda: ())
-    assert "this machine has no RDMA device" in messages(config)[0]
 
 
 def test_a_port_that_others_must_know_cannot_be_left_open() -> None:

@@ -11,7 +11,7 @@ import pytest
 from launch.engines.vllm import command, environment
 from launch.errors import RoleError
 from launch.process import LocalProcesses, Program
-from pd_cache.config import Argument, DecodeNode, PrefillNode, VllmEngineConfig, load_config
+from pd_cache.cluster import Argument, DecodeNode, PrefillNode, VllmEngineConfig, load_config
 from pd_cache.errors import ConfigError
 from tests.support.waiting import wait_for
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from launch.up import Cluster, running
-from pd_cache.config import read_config
+from pd_cache.cluster import read_config
 
 ENGINE: dict[str, Any] = {
     "kind": "reference",

@@ -11,7 +11,7 @@ from typing import Any
 from launch.discovery.etcd import prefix_of
 from launch.discovery.stubs import load_etcd3
 from launch.process import spawn_child
-from pd_cache.config import EtcdDiscovery, TlsConfig
+from pd_cache.cluster import EtcdDiscovery, TlsConfig
 from tests.support.hosts import Host
 from tests.support.pool import free_port
 from tests.support.waiting import wait_for

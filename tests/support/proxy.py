@@ -15,10 +15,10 @@ import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from launch.discovery import NodeRecord, View
+from launch.discovery import View
 from launch.proxy import Proxy
 from launch.proxy.direct import DirectRule
-from pd_cache.config import ProxyConfig
+from pd_cache.cluster import NodeRecord, ProxyConfig
 from pd_cache.tokens import Namespace
 from tests.support.waiting import PATIENCE_S
 

@@ -12,7 +12,8 @@ import msgspec
 import torch
 import yaml
 
-from pd_cache.config import CacheConfig, CacheServerNode
+from pd_cache.cluster import CacheServerNode
+from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.server.app import CacheServer
 from pd_cache.server.client import CacheClient

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pd_cache.config import CacheServerNode, load_config
+from pd_cache.cluster import CacheServerNode, load_config
 from tests.support.pool import Node, Pool
 from tests.support.waiting import wait_for
 from tests.vllm.servers import (

@@ -15,7 +15,7 @@ import yaml
 from bench.model import write_model
 from launch.up import quiet
 from launch.up import running as running_cluster
-from pd_cache.config import read_config
+from pd_cache.cluster import read_config
 from tests.support.pool import ROOT, Pool
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from launch.engines.reference.engine import CacheFactory, ReferenceEngine
 from launch.engines.reference.server import Peers, make_app
 from launch.signals import StoppedError, signals_as_exceptions, stop_signals
-from pd_cache.config import HandoffConfig, ReferenceEngineConfig
+from pd_cache.cluster import HandoffConfig, ReferenceEngineConfig
 
 _logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from launch.engines.reference.model import PagedModel, load_model
 from launch.engines.reference.request import GenerationRequest
 from launch.engines.reference.scheduler import Scheduler
 from launch.engines.reference.tokenizer import open_tokenizer
-from pd_cache.config import HandoffConfig, ReferenceEngineConfig
+from pd_cache.cluster import HandoffConfig, ReferenceEngineConfig
 from pd_cache.layout import KVLayout
 from pd_cache.tokens import CacheMetadata
 

@@ -25,7 +25,7 @@ from launch.engines.reference.attention import (
     round_up,
 )
 from launch.engines.reference.errors import UnsupportedModelError
-from pd_cache.config import ModelConfig, RandomModel, ReferenceEngineConfig
+from pd_cache.cluster import ModelConfig, RandomModel, ReferenceEngineConfig
 from pd_cache.weights import weights_digest
 
 _PROBE_TOKENS = 20

@@ -30,7 +30,7 @@ from launch.engines.reference.model import PagedModel, StepPart
 from launch.engines.reference.request import FinishReason, GenerationStats, TokenEvent
 from launch.engines.reference.sampling import Sampler
 from launch.engines.reference.workers import Workers
-from pd_cache.config import HandoffConfig, ReferenceEngineConfig
+from pd_cache.cluster import HandoffConfig, ReferenceEngineConfig
 from pd_cache.tokens import salt_keys
 
 _logger = logging.getLogger(__name__)

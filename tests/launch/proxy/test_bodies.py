@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.proxy.bodies import Body, BodyBudget
-from pd_cache.config import ProxyConfig
+from pd_cache.cluster import ProxyConfig
 from tests.support.proxy import EVENTS, Cluster, begin, cluster, decodes, error_of, hangs, scenario, until
 from transfer.settings import ByteSize
 

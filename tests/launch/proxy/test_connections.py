@@ -24,7 +24,7 @@ from launch.proxy.connections import Connection, Connections, Why
 from launch.proxy.files import WatchedFiles
 from launch.proxy.listener import Listener
 from launch.proxy.tls import ServerTls
-from pd_cache.config import ProxyConfig, ServerTlsConfig
+from pd_cache.cluster import ProxyConfig, ServerTlsConfig
 from pd_cache.errors import ConfigError
 from tests.support.etcd import make_certificates
 from tests.support.proxy import Node, begin, decodes, scenario, until, view

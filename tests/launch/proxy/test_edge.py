@@ -13,9 +13,9 @@ from aiohttp import web
 import pd_cache
 from launch.discovery import View
 from launch.proxy import Proxy
-from launch.proxy import app as app_module
 from launch.proxy import completions as completions_module
-from pd_cache.config import ProxyConfig
+from launch.proxy import requests as requests_module
+from pd_cache.cluster import ProxyConfig
 from pd_cache.errors import ConfigError
 from tests.support.proxy import (
     PARAMS,
@@ -54,7 +54,7 @@ async def test_a_body_that_breaks_its_encoding_is_a_400() -> None:
 @pytest.mark.parametrize("announced", [True, False])
 @scenario
 async def test_a_body_that_is_too_large_is_a_413(announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "MAX_BODY", 100_000)
+    monkeypatch.setattr(requests_module, "MAX_BODY", 100_000)
 
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(20):

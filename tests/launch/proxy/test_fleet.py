@@ -15,7 +15,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from launch.discovery import NodeRecord, View
+from launch.discovery import View
+from pd_cache.cluster import NodeRecord
 from tests.support.pool import ROOT
 from tests.support.proxy import (
     EVENTS,
@@ -302,8 +303,8 @@ async def test_a_shutdown_tells_those_that_do_not_end() -> None:
 
 RUN = """
 import sys
-from launch.proxy import run_proxy
-from pd_cache.config import ClusterConfig, DecodeNode, ProxyNode
+from launch.roles.proxy import run_proxy
+from pd_cache.cluster import ClusterConfig, DecodeNode, ProxyNode
 url = sys.argv[1].removeprefix("http://").split(":")
 node = ProxyNode(name="p", port=int(sys.argv[2]))
 nodes = (DecodeNode(name="d", host=url[0], port=int(url[1])), node)

@@ -10,7 +10,7 @@ import pytest
 from launch.proxy.answers import ApiError
 from launch.proxy.files import WatchedFiles
 from launch.proxy.keys import Keys, read_keys
-from pd_cache.config import ProxyConfig
+from pd_cache.cluster import ProxyConfig
 from pd_cache.errors import ConfigError
 from tests.support.proxy import answers, cluster, error_of, scenario, until
 

@@ -10,7 +10,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from launch.engines.reference import GenerationRequest, ReferenceEngine, load_model
-from pd_cache.config import HandoffConfig, ModelConfig, RandomModel, ReferenceEngineConfig
+from pd_cache.cluster import HandoffConfig, ModelConfig, RandomModel, ReferenceEngineConfig
 from tests.support.waiting import PATIENCE_S, wait_for
 
 disable_progress_bar()  # each bar of a model that is saved or loaded would start a thread that stays

@@ -15,14 +15,14 @@ import pytest
 
 from launch.engines.reference import serve
 from launch.signals import stop_signals
-from pd_cache.config import HandoffConfig
+from pd_cache.cluster import HandoffConfig
 
 from .conftest import tiny_config
 
 PROGRAM = """
 import sys
 from launch.engines.reference import serve
-from pd_cache.config import HandoffConfig, ModelConfig, RandomModel, ReferenceEngineConfig
+from pd_cache.cluster import HandoffConfig, ModelConfig, RandomModel, ReferenceEngineConfig
 
 model = RandomModel(vocab_size=300, hidden_size=64, intermediate_size=96, layers=2, heads=4, kv_heads=2)
 config = ReferenceEngineConfig(model=ModelConfig(name="tiny", random=model), max_model_len=256, num_blocks=64)

@@ -18,7 +18,7 @@ from launch.engines.reference import (
     ReferenceEngine,
     SamplingParams,
 )
-from pd_cache.config import HandoffConfig
+from pd_cache.cluster import HandoffConfig
 from pd_cache.layout import KVLayout
 from pd_cache.tokens import CacheMetadata
 from tests.support.waiting import wait_for

@@ -9,7 +9,7 @@ import torch
 
 from launch.engines.reference import ReferenceEngine, UnsupportedModelError, load_model
 from launch.engines.reference.model import StepPart
-from pd_cache.config import ModelConfig, RandomModel
+from pd_cache.cluster import ModelConfig, RandomModel
 from pd_cache.layout import PageKind
 
 from .conftest import TINY, prompt_of, request_of, tiny_config, tokens_of

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from launch.engines.reference import run_engine
-from pd_cache.config import HandoffConfig
+from pd_cache.cluster import HandoffConfig
 from tests.support.waiting import wait_for
 
 from .conftest import SlowModel, prompt_of, request_of

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from pd_cache.config import MAX_SHARDS, CacheConfig, LineOrEmpty, NodeSettings, Seconds, Section, ServerSettings
 from pd_cache.runtime import runtime_folder
-from transfer.settings import ByteSize, Placement, Positive, TransferSettings
+from transfer.settings import ByteSize, Positive, TransferSettings
 
 # `\Z`, not `$`, which also matches before a newline at the end
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Line = Annotated[
     str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]+\Z", description="text of one line, without control characters")
-]
-LineOrEmpty = Annotated[
-    str,
-    msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]*\Z", description="text of at most one line, without control characters"),
 ]
 Name = Annotated[
     str,
@@ -28,9 +25,6 @@ Name = Annotated[
     ),
 ]
 _PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
-AbsolutePath = Annotated[
-    str, msgspec.Meta(pattern=r"^/[^\x00-\x1f\x7f]*\Z", description="an absolute path, such as /var/cache/pd-cache")
-]
 ServerUrl = Annotated[
     str,
     msgspec.Meta(
@@ -50,8 +44,6 @@ VariableName = Annotated[
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z", description="the name of a variable: letters, digits and underscores"
     ),
 ]
-MAX_SHARDS = 1024
-"""Most objects that a chunk may be cut into: a lookup asks for each of them."""
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 HOST = rf"{_LABEL}(\.{_LABEL})*"
 """The pattern of a host name or an IPv4 address: labels of at most 63 characters, as the name service takes them."""
@@ -64,93 +56,15 @@ Host = Annotated[
     ),
 ]
 TtlS = Annotated[int, msgspec.Meta(ge=1, le=86_400)]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
 LARGEST_BODY = 16 << 20
 """Bytes of a request to the proxy; a prompt of a million token ids fits."""
 
 
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A mapping of the file that may have only the declared keys."""
-
-
-# --- cache -----------------------------------------------------------------------------------------------------------
-
-
-EvictionName = Literal["lru", "lfu", "s3fifo"]
-PromotionName = Literal["always", "second_hit", "never"]
-
-
-class LocalTier(_Section, frozen=True, kw_only=True, tag_field="kind", tag="local"):
-    """Memory of each process that caches."""
-
-    capacity: ByteSize
-    device: Literal["cpu", "cuda"] = "cpu"
-    """On the CPU it shares one registered memory with `transfer.staging_size`, so that nothing is copied."""
-    policy: EvictionName = "lru"
-    promote: PromotionName = "always"
-    """When to put a chunk that was read from a later tier into this one."""
-    blocking: bool = True
-    """Whether a store waits for this tier; in fact, writing to memory never waits."""
-
-
-class DiskTier(_Section, frozen=True, kw_only=True, tag_field="kind", tag="disk"):
-    """Files, which survive a restart."""
-
-    path: AbsolutePath
-    """An absolute folder. Processes that share one each take a folder of their own below it."""
-    capacity: ByteSize
-    """The budget of each process."""
-    policy: EvictionName = "lru"
-    promote: PromotionName = "always"
-    blocking: bool = False
-    """Whether a store waits for the disk, or writes behind."""
-    direct: bool = True
-    """Whether to bypass the page cache, if the file system can."""
-    sync: bool = False
-    """Whether a file is flushed to the medium before its name appears. A torn file is detected and costs a miss."""
-    threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
-    """Files read at the same time, and as many written."""
-    retry_s: Seconds = 30.0
-    """How long a disk that failed, or cannot be written, is left alone; also how often a budget that had shrunk may grow again."""
-
-
-class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
-    """The shared pool, and where in it this node's chunks go."""
-
-    pipelined: bool = True
-    """Whether the next chunks are fetched while the last are checked and scattered; else one batch at a time."""
-    blocking: bool = True
-    """Whether a store waits for the pool."""
-
-
-StorageTier = LocalTier | DiskTier | MooncakeTier
-
-
-class CacheConfig(_Section, frozen=True, kw_only=True):
-    """The `cache` section: what a chunk is, and where chunks live. All nodes that are to share hits must agree on it."""
-
-    chunk_size: Positive = 256
-    """Tokens a chunk; a multiple of the engine's block size."""
-    hash_mode: Literal["auto", "tokens", "blocks"] = "auto"
-    """Name chunks by hashing tokens, or by the engine's own block hashes; `auto` is blocks for vLLM, else tokens."""
-    hash_seed: LineOrEmpty = ""
-    shards: Annotated[int, msgspec.Meta(ge=0, le=MAX_SHARDS)] = 0
-    """Into how many parts a chunk's KV heads are cut: a common multiple of the tensor-parallel sizes of all nodes that are to
-    share chunks. 0 takes the least one of the nodes in this file."""
-    tiers: Annotated[tuple[StorageTier, ...], msgspec.Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
-    """Where chunks live, fastest first."""
-
-    @property
-    def named_by(self) -> Literal["tokens", "blocks"]:
-        """`hash_mode`, with `auto` resolved to tokens: an engine that has block hashes sets them before."""
-        return "blocks" if self.hash_mode == "blocks" else "tokens"
-
-
 # --- engines ---------------------------------------------------------------------------------------------------------
 
 
-class RandomModel(_Section, frozen=True, kw_only=True):
+class RandomModel(Section, frozen=True, kw_only=True):
     """A Llama with seeded random weights: the same numbers, and so the same tokens, on every node. Nothing is downloaded."""
 
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
@@ -169,7 +83,7 @@ class RandomModel(_Section, frozen=True, kw_only=True):
             )
 
 
-class ModelConfig(_Section, frozen=True, kw_only=True):
+class ModelConfig(Section, frozen=True, kw_only=True):
     """Which model to serve: a local Hugging Face folder, or a random one."""
 
     name: Line
@@ -182,7 +96,7 @@ class ModelConfig(_Section, frozen=True, kw_only=True):
             raise ValueError("exactly one of `path` (a local folder) and `random` must be given")
 
 
-class ReferenceEngineConfig(_Section, frozen=True, kw_only=True, tag_field="kind", tag="reference"):
+class ReferenceEngineConfig(Section, frozen=True, kw_only=True, tag_field="kind", tag="reference"):
     """The small engine that ships with pd-cache: for trying out, testing and measuring, not for production."""
 
     model: ModelConfig
@@ -210,15 +124,15 @@ Arguments = dict[FlagName, Argument]
 Environment = dict[VariableName, str]
 
 
-class VllmEngineConfig(_Section, frozen=True, kw_only=True, tag_field="kind", tag="vllm"):
+class VllmEngineConfig(Section, frozen=True, kw_only=True, tag_field="kind", tag="vllm"):
     """vLLM: prefill and decode nodes run `vllm serve` with pd-cache's connector."""
 
     model: Line
     """A model folder, or a name that vLLM finds in its cache."""
     name: Line | None = None
     """What clients write into `model`; the model itself where it is not set."""
-    args: Arguments = {}
-    env: Environment = {}
+    args: Arguments = msgspec.field(default_factory=dict)
+    env: Environment = msgspec.field(default_factory=dict)
     executable: Line = "vllm"
     """A path, or a name that is looked up beside this Python and then in PATH."""
 
@@ -242,7 +156,7 @@ everybody the arguments of each process, but shows its environment only to its o
 EngineConfig = ReferenceEngineConfig | VllmEngineConfig
 
 
-class ConnectorConfig(_Section, frozen=True, kw_only=True):
+class ConnectorConfig(Section, frozen=True, kw_only=True):
     """The `connector` section: pd-cache inside of vLLM."""
 
     load: Literal["async", "sync"] = "async"
@@ -263,14 +177,21 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
 # --- nodes -----------------------------------------------------------------------------------------------------------
 
 
-class _Node(_Section, frozen=True, kw_only=True, tag_field="role"):
-    name: Name
-    host: Host = "127.0.0.1"
-    """The address at which other nodes reach this one, and which it binds. So never 0.0.0.0."""
+class _Role:
+    """A node's role is the tag of its struct."""
+
+    __slots__ = ()
+    __struct_config__: ClassVar[msgspec.structs.StructConfig]
 
     @property
     def role(self) -> str:
         return str(self.__struct_config__.tag)
+
+
+class _Node(Section, _Role, frozen=True, kw_only=True, tag_field="role"):
+    name: Name
+    host: Host = "127.0.0.1"
+    """The address at which other nodes reach this one, and which it binds. So never 0.0.0.0."""
 
 
 class MasterNode(_Node, frozen=True, kw_only=True, tag="master"):
@@ -305,9 +226,9 @@ class EngineNode(_Node, frozen=True, kw_only=True):
     """The cache-server node, on the same host, that holds this engine's cache; without one the engine has its own."""
     segment_size: ByteSize | None = None
     """Memory that this node gives to the pool; `transfer.segment_size` where it is not set."""
-    args: Arguments = {}
+    args: Arguments = msgspec.field(default_factory=dict)
     """vLLM: flags of this node alone, over those of `engine.args`."""
-    env: Environment = {}
+    env: Environment = msgspec.field(default_factory=dict)
     """vLLM: likewise for `engine.env`, e.g. CUDA_VISIBLE_DEVICES."""
 
 
@@ -319,24 +240,18 @@ class DecodeNode(EngineNode, frozen=True, kw_only=True, tag="decode"):
     """Takes prompts' chunks from the pool, computes the rest and streams the output."""
 
 
-class CacheServerNode(_Node, frozen=True, kw_only=True, tag="cache-server"):
+class CacheServerNode(ServerSettings, _Role, frozen=True, kw_only=True, tag_field="role", tag="cache-server"):
     """Owns the cache of one host for the engines there that name it: the pool's client, staging memory and local tiers."""
 
+    name: Name
+    host: Host = "127.0.0.1"
+    """As of every node."""
     url: ServerUrl = ""
     """Where engines reach it; empty for a socket in the user's runtime folder, named after the cluster. KV tensors are shared
     over ipc:// only."""
     metrics_port: Port = 0
     segment_size: ByteSize | None = None
     """Memory that this node gives to the pool; `transfer.segment_size` where it is not set."""
-    threads: Annotated[int, msgspec.Meta(ge=2, le=64)] = 3
-    """Threads that do what engines ask for: one answers lookups, the others move bytes."""
-    max_in_flight: Positive = 256
-    """Operations queued or running; one more is answered `busy`, which engines count as a miss."""
-    session_s: Seconds = 60.0
-    """For how long a lookup protects what it found from eviction, if nobody loads it."""
-    idle_s: Seconds = 600.0
-    """For how long it keeps the memory of a size of chunk after the last engine with such chunks has gone. The size with the
-    segment keeps its memory, and so does the one that was used last while there is no engine at all."""
 
 
 class ProxyNode(_Node, frozen=True, kw_only=True, tag="proxy"):
@@ -370,11 +285,11 @@ Endpoint = Annotated[
 ]
 
 
-class StaticDiscovery(_Section, frozen=True, kw_only=True, tag_field="kind", tag="static"):
+class StaticDiscovery(Section, frozen=True, kw_only=True, tag_field="kind", tag="static"):
     """The nodes are those of the file."""
 
 
-class TlsConfig(_Section, frozen=True, kw_only=True):
+class TlsConfig(Section, frozen=True, kw_only=True):
     """How to talk to etcd over TLS. Files in PEM format, on every machine."""
 
     ca_file: Line
@@ -388,7 +303,7 @@ class TlsConfig(_Section, frozen=True, kw_only=True):
             raise ValueError("`cert_file` and `key_file` go together")
 
 
-class EtcdDiscovery(_Section, frozen=True, kw_only=True, tag_field="kind", tag="etcd"):
+class EtcdDiscovery(Section, frozen=True, kw_only=True, tag_field="kind", tag="etcd"):
     """Nodes register in etcd and find one another there; the file need not name them all."""
 
     endpoints: Annotated[tuple[Endpoint, ...], msgspec.Meta(min_length=1, max_length=16)]
@@ -410,14 +325,14 @@ class EtcdDiscovery(_Section, frozen=True, kw_only=True, tag_field="kind", tag="
 DiscoveryConfig = StaticDiscovery | EtcdDiscovery
 
 
-class MastersConfig(_Section, frozen=True, kw_only=True):
+class MastersConfig(Section, frozen=True, kw_only=True):
     """The `master` section: what holds for all nodes of the role master."""
 
     ha: bool = False
     """Several masters: etcd elects one, which shares its log of operations with the others; clients follow it."""
 
 
-class ServerTlsConfig(_Section, frozen=True, kw_only=True):
+class ServerTlsConfig(Section, frozen=True, kw_only=True):
     """How clients talk to the proxy over TLS. Files in PEM format; they are read again when they change."""
 
     cert_file: Annotated[str, msgspec.Meta(min_length=1)]
@@ -426,7 +341,7 @@ class ServerTlsConfig(_Section, frozen=True, kw_only=True):
     """Its private key, without a pass phrase."""
 
 
-class ProxyConfig(_Section, frozen=True, kw_only=True):
+class ProxyConfig(Section, frozen=True, kw_only=True):
     """The `proxy` section."""
 
     request_timeout_s: Seconds = 300.0
@@ -481,28 +396,28 @@ class ProxyConfig(_Section, frozen=True, kw_only=True):
             )
 
 
-class HandoffConfig(_Section, frozen=True, kw_only=True):
+class HandoffConfig(Section, frozen=True, kw_only=True):
     """The `handoff` section: how a decode node takes over a prompt."""
 
     wait_ms: Annotated[int, msgspec.Meta(ge=0, le=600_000)] = 2_000
     """How long a decode node waits for a prefix that the prefill node announced."""
 
 
-class SupervisorConfig(_Section, frozen=True, kw_only=True):
+class SupervisorConfig(Section, frozen=True, kw_only=True):
     """The `supervisor` section: `up` and the processes that it starts."""
 
     ready_timeout_s: Seconds = 120.0
     stop_grace_s: Seconds = 10.0
 
 
-class BenchConfig(_Section, frozen=True, kw_only=True):
+class BenchConfig(Section, frozen=True, kw_only=True):
     """The `bench` section: `pd-cache bench` across machines."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 50_070
     """Where the coordinator listens, on its node's host; with etcd it takes a free port, which the others find there."""
 
 
-class ClusterConfig(_Section, frozen=True, kw_only=True):
+class ClusterConfig(Section, frozen=True, kw_only=True):
     """The whole file."""
 
     name: Name = "pd-cache"
@@ -584,28 +499,16 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     def by_role(self, role: str) -> list[Node]:
         return [node for node in self.nodes if node.role == role]
 
-
-class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the cache inside one process needs to know: a node's view of the file, or an embedding program's own."""
-
-    master: str
-    """`host:port` of Mooncake's master."""
-    host: str = "127.0.0.1"
-    cache: CacheConfig = CacheConfig()
-    transfer: TransferSettings = TransferSettings()
-    segment_size: int = 0
-
-    @classmethod
-    def of(cls, config: ClusterConfig, node: Node) -> NodeSettings:
-        """The settings of one node of the file."""
-        transfer = config.transfer
-        if transfer.client == "host" and not transfer.client_address and (stores := config.stores_of(node.host)):
+    def settings_of(self, node: Node) -> NodeSettings:
+        """Returns what the cache inside a node of the file needs to know."""
+        transfer = self.transfer
+        if transfer.client == "host" and not transfer.client_address and (stores := self.stores_of(node.host)):
             address = f"{node.host}:{stores[0].port}"
             transfer = msgspec.structs.replace(transfer, client_address=address)
-        return cls(
-            master=config.master_address,
+        return NodeSettings(
+            master=self.master_address,
             host=node.host,
-            cache=config.cache,
+            cache=self.cache,
             transfer=transfer,
-            segment_size=config.segment_size(node),
+            segment_size=self.segment_size(node),
         )

@@ -9,27 +9,23 @@ from collections.abc import Iterator, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import NamedTuple
 
-from pd_cache.config.document import KeyPath
-from pd_cache.config.schema import (
-    MAX_SHARDS,
+from pd_cache.cluster.document import KeyPath
+from pd_cache.cluster.schema import (
     SECRET_VARIABLES,
     Argument,
     Arguments,
     CacheServerNode,
     ClusterConfig,
-    DiskTier,
     EngineNode,
     EtcdDiscovery,
-    LocalTier,
     MasterNode,
-    MooncakeTier,
     ProxyNode,
     ReferenceEngineConfig,
     StaticDiscovery,
-    StorageTier,
     StoreNode,
     tensor_parallel,
 )
+from pd_cache.config import MAX_SHARDS, DiskTier, LocalTier, MooncakeTier, StorageTier
 from transfer.settings import MIN_SEGMENT
 
 _LONGEST_SOCKET = 100

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pd_cache.config import dump_config, load_config, parse_config
-from pd_cache.config.document import DEEPEST, LARGEST, MOST_NODES
+from pd_cache.cluster import dump_config, load_config, parse_config
+from pd_cache.cluster.document import DEEPEST, LARGEST, MOST_NODES
 from pd_cache.errors import ConfigError
 
-CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
 GOOD = """\
 name: test
 cache: {tiers: [{kind: local, capacity: 1GiB}, {kind: mooncake}]}

@@ -10,16 +10,8 @@ import msgspec
 import pytest
 import yaml
 
-from pd_cache.config import (
-    CacheServerNode,
-    ClusterConfig,
-    MooncakeTier,
-    NodeSettings,
-    PrefillNode,
-    StoreNode,
-    dump_config,
-    load_config,
-)
+from pd_cache.cluster import CacheServerNode, ClusterConfig, PrefillNode, StoreNode, dump_config, load_config
+from pd_cache.config import MooncakeTier
 from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize
 
@@ -36,7 +28,7 @@ nodes:
   - {name: d0, role: decode}
   - {name: proxy, role: proxy, port: 8000}
 """
-CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
 
 
 def load(tmp_path: Path, text: str) -> ClusterConfig:
@@ -51,9 +43,9 @@ def test_a_good_file_is_read_with_its_defaults(tmp_path: Path) -> None:
     assert config.transfer.segment_size == 1 << 30
     prefill, decode = config.node("p0"), config.node("d0")
     assert isinstance(prefill, PrefillNode)
-    assert NodeSettings.of(config, prefill).segment_size == 512 << 20
+    assert config.settings_of(prefill).segment_size == 512 << 20
     assert decode is not None
-    assert NodeSettings.of(config, decode).segment_size == 1 << 30
+    assert config.settings_of(decode).segment_size == 1 << 30
     assert config.node("nobody") is None
 
 
@@ -79,7 +71,7 @@ def test_an_engine_that_names_a_cache_server_gives_no_memory_and_has_no_client_o
     text = GOOD.replace("role: decode}", "role: decode, cache_server: c}\n  - {name: c, role: cache-server}")
     config = load(tmp_path, text)
     assert [node.name for node in config.caching_nodes()] == ["p0", "c"]
-    assert [NodeSettings.of(config, node).segment_size for node in config.nodes if node.name in ("c", "d0")] == [
+    assert [config.settings_of(node).segment_size for node in config.nodes if node.name in ("c", "d0")] == [
         0,
         1 << 30,
     ]
@@ -156,6 +148,11 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         ),
         ("chunk_size", "chunk_sise", "c.yaml:3: cache.chunk_sise: 256: unknown key; did you mean chunk_size?"),
         ("cache:", "cach:", "c.yaml:3: cach: unknown key; did you mean cache?"),
+        (
+            "name: test",
+            "'x` - at `$.cache.chunk_size': 1",
+            "c.yaml:1: x` - at `$.cache.chunk_size: 1: unknown key (allowed here: name, transfer,",
+        ),
         ("seed: 1", "sead: 1", "c.yaml:6: engine.model.random.sead: 1: unknown key; did you mean seed?"),
         ("chunk_size: 256", "chunk_size: big", "c.yaml:3: cache.chunk_size: 'big': expected `int`, got `str`"),
         ("chunk_size: 256", "chunk_size: 0", "c.yaml:3: cache.chunk_size: 0: expected `int` >= 1"),
@@ -355,6 +352,36 @@ def test_an_engine_section_is_needed_where_engines_are(tmp_path: Path) -> None:
         load(tmp_path, yaml.safe_dump(tree))
 
 
+VLLM = """\
+engine: {kind: vllm, model: m, args: {max-model-len: 8192, lora: [1, a]}}
+nodes:
+  - {name: master, role: master}
+  - {name: d0, role: decode, env: {CUDA_VISIBLE_DEVICES: "0"}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "8192",
+            "null",
+            "c.yaml:1: engine.args.max-model-len: expected `bool | int | float | str | array`, got `null`",
+        ),
+        ("[1, a]", "[1, []]", "c.yaml:1: engine.args.lora[1]: expected `int | float | str`, got `array`"),
+        ("max-model-len", "--max-model-len", "c.yaml:1: engine.args: must be the name of a flag of `vllm serve`"),
+        ('"0"', "0", "c.yaml:4: nodes[1].env.CUDA_VISIBLE_DEVICES: 0: expected `str`, got `int`"),
+    ],
+)
+def test_a_mistake_among_the_arguments_of_vllm_is_named_by_its_key(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    assert load(tmp_path, VLLM).engine
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, VLLM.replace(old, new, 1))
+    assert message in str(caught.value)
+
+
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_config(tmp_path / "none.yaml")
@@ -382,10 +409,10 @@ def test_engines_share_memory_with_the_store_node_of_their_host(tmp_path: Path) 
     engine, store = config.node("p0"), config.node("s0")
     assert engine is not None
     assert store is not None
-    assert NodeSettings.of(config, engine).transfer.client_address == "127.0.0.1:50052"
-    assert NodeSettings.of(config, engine).segment_size == 0
+    assert config.settings_of(engine).transfer.client_address == "127.0.0.1:50052"
+    assert config.settings_of(engine).segment_size == 0
     elsewhere = HOST.replace("client: host", "client: host, client_address: '127.0.0.1:7'")
-    assert NodeSettings.of(load(tmp_path, elsewhere), engine).transfer.client_address == "127.0.0.1:7"
+    assert load(tmp_path, elsewhere).settings_of(engine).transfer.client_address == "127.0.0.1:7"
 
 
 def test_a_host_client_needs_exactly_one_store_node_beside_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The proxy as a process."""
+"""The role `proxy`: the proxy as a process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from launch.proxy.tls import ServerTls
 from launch.reachability import PeerChecks
 from launch.signals import stop_signals
 from pd_cache.block_hashes import SEED_VARIABLE
-from pd_cache.config import ClusterConfig, DecodeNode, NodeSettings, PrefillNode, ProxyNode, VllmEngineConfig
+from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, ProxyNode, VllmEngineConfig
+from pd_cache.config import NodeSettings
 from pd_cache.lookup import LookupClient, MooncakeLookupClient
 from pd_cache.server.descriptors import raise_limit
 from pd_cache.tokens import CacheMetadata

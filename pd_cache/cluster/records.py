@@ -1,4 +1,4 @@
-"""What a node says about itself, and how two nodes that never share a hit differ. Pure."""
+"""What a node publishes about itself, and how two nodes that never share a hit differ. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Annotated
 
 import msgspec
 
-from pd_cache.config import HOST, Name
-from pd_cache.decoding import UndecodableError, decode_json, one_line
+from pd_cache.cluster.schema import HOST, Name
+from pd_cache.decoding import UndecodableError, decode_json, one_line, prepared
 from pd_cache.errors import PdCacheError
 from pd_cache.tokens import Namespace
 
@@ -73,7 +73,7 @@ class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
         if self.namespace is None:
             return None
         try:
-            found = msgspec.convert(self.namespace, Namespace)
+            found = msgspec.convert(self.namespace, prepared(Namespace))
         except msgspec.ValidationError:
             return None
         return found if found.fingerprint() == self.fingerprint else None

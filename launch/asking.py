@@ -1,0 +1,92 @@
+"""Asking a node over HTTP: the one way in which our own commands do it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import socket
+import ssl
+import threading
+import urllib.error
+import urllib.parse
+from typing import NamedTuple
+
+from launch.access import NOBODY, Access
+
+_ANSWER_S = 2.0
+LARGEST_ANSWER = 16 << 20
+
+
+class Answer(NamedTuple):
+    """What came back, whatever its status."""
+
+    status: int
+    reason: str
+    headers: http.client.HTTPMessage
+    body: bytes
+
+
+def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> bytes:
+    """Returns the body of `ask`'s answer. Raises OSError (urllib's HTTPError for a status other than 2xx) or ValueError if there is none."""
+    answer = ask(url, timeout, access)
+    if not 200 <= answer.status < 300:
+        raise urllib.error.HTTPError(url, answer.status, answer.reason, answer.headers, io.BytesIO(answer.body))
+    return answer.body
+
+
+def healthy(host: str, port: int) -> bool:
+    """Whether a node answers at that address that it is well."""
+    try:
+        fetch(f"http://{host}:{port}/health")
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def ask(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> Answer:
+    """Returns the answer to a GET, if it is no larger than any answer of ours. `access`: key and certificates for the node.
+
+    `timeout` bounds the connection, and then everything else together, however slowly the answer drips. Redirects are not followed, and
+    `http_proxy` means nothing here: a key goes to the node alone.
+
+    Raises OSError if there is none, ValueError if it is not HTTP.
+    """
+    parts = urllib.parse.urlsplit(url)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    with contextlib.ExitStack() as stack:
+        connected = stack.enter_context(socket.create_connection((host, port), timeout))
+        late = threading.Event()
+        timer = threading.Timer(timeout, _hang_up, (stack.enter_context(connected.dup()), late))
+        timer.daemon = True
+        timer.start()
+        stack.callback(timer.join)
+        stack.callback(timer.cancel)
+        connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        stack.callback(connection.close)
+        try:
+            if parts.scheme == "https":
+                context = access.context or ssl.create_default_context()
+                connected = stack.enter_context(context.wrap_socket(connected, server_hostname=host))
+            connection.sock = connected
+            path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+            connection.request("GET", path, headers={**access.headers, "Connection": "close"})
+            answer = connection.getresponse()
+            body = answer.read(LARGEST_ANSWER)
+        except http.client.HTTPException as error:
+            if late.is_set():
+                raise TimeoutError(f"no whole answer within {timeout:g} s") from None
+            raise ValueError(f"it does not speak HTTP ({type(error).__name__})") from None
+        except OSError as error:
+            if late.is_set():
+                raise TimeoutError(f"no whole answer within {timeout:g} s") from None
+            raise error
+        if late.is_set():
+            raise TimeoutError(f"no whole answer within {timeout:g} s")
+        return Answer(answer.status, answer.reason, answer.headers, body)
+
+
+def _hang_up(connected: socket.socket, late: threading.Event) -> None:
+    late.set()
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)

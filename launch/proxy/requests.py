@@ -1,0 +1,104 @@
+"""A client's request inside the edge: who asks, whether there is room, its body, its deadline; counted and logged."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from launch.proxy.admission import Admission
+from launch.proxy.answers import ApiError
+from launch.proxy.bodies import BodyBudget, read_body
+from launch.proxy.budget import RetryBudget
+from launch.proxy.completions import Completions
+from launch.proxy.connections import Connections
+from launch.proxy.delivery import Deliveries
+from launch.proxy.edge import request_id
+from launch.proxy.exchange import ClientGone, Exchange
+from launch.proxy.keys import Keys
+from launch.proxy.metrics import ProxyMetrics
+from launch.proxy.models import LIST_S, Models
+from pd_cache.cluster import LARGEST_BODY, ProxyConfig
+
+log = logging.getLogger(__name__)
+
+MAX_BODY = LARGEST_BODY
+
+
+class Requests:
+    """Serves the pages of OpenAI's API."""
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        completions: Completions,
+        models: Models,
+        *,
+        keys: Keys,
+        admission: Admission,
+        bodies: BodyBudget,
+        retries: RetryBudget,
+        connections: Connections,
+        deliveries: Deliveries,
+        metrics: ProxyMetrics,
+    ) -> None:
+        self._config = config
+        self._completions = completions
+        self._models = models
+        self._keys = keys
+        self._admission = admission
+        self._bodies = bodies
+        self._retries = retries
+        self._connections = connections
+        self._deliveries = deliveries
+        self._metrics = metrics
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._answered(request, self._read_and_complete)
+
+    async def list_models(self, request: web.Request) -> web.StreamResponse:
+        return await self._answered(request, self._admit_and_list)
+
+    async def _answered(
+        self, request: web.Request, answer: Callable[[Exchange], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Does `answer` for a client with a key, counted and logged."""
+        exchange = Exchange(request, request_id.get(), self._retries, self._connections)
+        status = 499
+        try:
+            exchange.client = self._keys.client(request.headers.get("Authorization"))
+            response = await answer(exchange)
+            status = response.status
+        except ApiError as error:
+            status = error.status
+            raise
+        except ClientGone as error:
+            # aiohttp needs something to return; nobody reads it
+            log.debug("request %s: the client is gone", exchange.id, exc_info=error)
+            return exchange.response or web.Response(status=499)
+        finally:
+            self._metrics.requests.labels(str(status)).inc()
+            took = time.monotonic() - exchange.started
+            log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.told())
+        return response
+
+    async def _read_and_complete(self, exchange: Exchange) -> web.StreamResponse:
+        config = self._config
+        self._admission.check(exchange.client)  # so that no body is read only to be refused
+        with self._bodies.held(exchange.client or exchange.request.remote or "") as memory:
+            limit_s = min(config.body_timeout_s, config.request_timeout_s)
+            body = await read_body(exchange.request, memory, self._bodies, MAX_BODY, limit_s)
+            self._connections.arrived(exchange.request.transport)
+            exchange.forget_body = lambda: self._bodies.release(memory)
+            with self._admission.admitted(exchange.client):
+                left = config.request_timeout_s - (time.monotonic() - exchange.started)
+                serving = self._completions.serve(exchange, body)
+                del body  # it takes memory until the decode node has it, and no longer
+                return await self._deliveries.finish(exchange, serving, max(0.0, left))
+
+    async def _admit_and_list(self, exchange: Exchange) -> web.StreamResponse:
+        with self._admission.admitted(exchange.client):
+            limit_s = min(LIST_S, self._config.request_timeout_s)
+            return await self._deliveries.finish(exchange, self._models.serve(exchange), limit_s)

@@ -1,0 +1,52 @@
+"""The role `cache-server`: the cache of this host's engines."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+
+from prometheus_client import ProcessCollector, start_http_server
+
+from launch.discovery import Member
+from launch.errors import RoleError
+from launch.signals import stop_on_signals
+from pd_cache.cluster import CacheServerNode, ClusterConfig
+from pd_cache.metrics import CacheMetrics
+from pd_cache.server.app import CacheServer
+
+
+def run_cache_server(
+    config: ClusterConfig, node: CacheServerNode, ready: Callable[[str], None], member: Member
+) -> None:
+    """Serve the cache of this host's engines until asked to stop."""
+    # threads that copy and threads that answer share one interpreter: a lookup does not wait 5 ms for its turn
+    sys.setswitchinterval(0.0005)
+    metrics = CacheMetrics()
+    ProcessCollector(registry=metrics.registry)
+    with stop_on_signals() as stop:
+        try:
+            scraped, thread = start_http_server(node.metrics_port, node.host, metrics.registry)
+        except OSError as error:
+            raise RoleError(f"port {node.metrics_port} of {node.host}: {error.strerror}") from None
+        try:
+            server = CacheServer(
+                config.settings_of(node),
+                node,
+                config.server_url(node),
+                metrics=metrics,
+                lease_s=config.lease_ttl_ms / 1000,
+            )
+            try:
+                # a full collection stops every thread for 0.1 s, nearly all of it for objects that imports leave for good
+                gc.collect()
+                gc.freeze()
+                ready(server.url)
+                stop.wait()
+            finally:
+                member.leave()
+                server.close()
+        finally:
+            scraped.shutdown()
+            scraped.server_close()
+            thread.join()

@@ -1,0 +1,125 @@
+"""The role `master`: Mooncake's master, as a child of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import subprocess
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+
+from launch.discovery import Member
+from launch.foreign import ForeignProgram, wheel_program
+from launch.masters import LEADER, MasterHealth, master_health
+from launch.process import spawn_child
+from launch.signals import stop_on_signals
+from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode
+
+log = logging.getLogger(__name__)
+
+
+def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
+    """Mooncake's master, with every flag that a cache depends on. Raises RoleError if the wheel is not installed.
+
+    If `transfer.metadata` is an http address on the master's own host, the master serves that, too.
+    """
+    server = urllib.parse.urlsplit(config.transfer.metadata)
+    serves_metadata = server.scheme == "http" and server.hostname == node.host
+    return [
+        wheel_program("mooncake_master"),
+        f"--rpc_address={node.host}",
+        f"--rpc_port={node.port}",
+        f"--metrics_host={node.host}",
+        f"--metrics_port={node.metrics_port}",
+        f"--default_kv_lease_ttl={node.lease_ttl_ms}",
+        f"--client_ttl={node.client_ttl_s}",
+        f"--put_start_discard_timeout_sec={node.put_discard_timeout_s}",
+        f"--eviction_high_watermark_ratio={node.eviction_high_watermark}",
+        f"--eviction_ratio={node.eviction_ratio}",
+        "--enable_metric_reporting=false",  # a long log line every ten seconds; /metrics has it all
+        *(
+            (
+                "--enable_http_metadata_server=true",
+                f"--http_metadata_server_host={server.hostname}",
+                f"--http_metadata_server_port={server.port or 80}",
+            )
+            if serves_metadata
+            else ()
+        ),
+        *(
+            (
+                "--enable_ha=true",
+                f"--etcd_endpoints={';'.join(config.discovery.endpoints)}",
+                f"--cluster_id={config.name}",
+                "--enable_oplog=true",  # without it, all keys are lost with the leader
+            )
+            if config.masters.ha and isinstance(config.discovery, EtcdDiscovery)
+            else ()
+        ),
+        "--logtostderr",
+    ]
+
+
+def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], None], member: Member) -> None:
+    """Run Mooncake's master as a child that dies with this process. One of several is ready as leader or as standby.
+
+    It is started anew if etcd has lost data of the election, because masters do not notice that by themselves.
+    """
+    command, settings = master_command(config, node), config.supervisor
+    spawn = functools.partial(spawn_child, command, stdout=subprocess.DEVNULL)
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals())
+        anew = stack.enter_context(_lost_election(config, node))
+        master = stack.enter_context(ForeignProgram("mooncake_master", spawn, settings.stop_grace_s))
+        try:
+            master.run(
+                stop,
+                serving=lambda: _serving(node, config.masters.ha),
+                ready=lambda: ready(f"{node.host}:{node.port}"),
+                deadline=time.monotonic() + settings.ready_timeout_s,
+                hint=lambda: f"are the ports {node.port} and {node.metrics_port} of {node.host} free?",
+                anew=anew,
+            )
+        finally:
+            member.leave()  # first, so that no process that starts now looks for it there
+
+
+@contextlib.contextmanager
+def _lost_election(config: ClusterConfig, node: MasterNode) -> Iterator[Callable[[], bool]]:
+    """Yields a function that says whether a master has to be started anew; it is called again and again."""
+    if not config.masters.ha or not isinstance(config.discovery, EtcdDiscovery):
+        yield lambda: False
+        return
+    from launch.discovery.election import DISAGREES_S, ElectionWatch
+
+    def leads() -> bool | None:
+        health = _master_health(node)
+        return None if health is None else health.role == LEADER
+
+    with ElectionWatch(config.discovery, config.name, f"{node.host}:{node.port}", leads) as watch:
+
+        def anew() -> bool:
+            lost = watch.lost
+            if lost:
+                watch.begin_anew()
+                log.warning(
+                    "%s: for %g s it and etcd have differed on who leads; it is started anew", node.name, DISAGREES_S
+                )
+            return lost
+
+        yield anew
+
+
+def _serving(node: MasterNode, elected: bool) -> bool:
+    health = _master_health(node)
+    return health is not None and (health.service_ready or (elected and health.role == "standby"))
+
+
+def _master_health(node: MasterNode) -> MasterHealth | None:
+    """Returns what a master says about itself; None if it does not answer."""
+    try:
+        return master_health(f"http://{node.host}:{node.metrics_port}", timeout=1)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,72 @@
+"""The roles `prefill` and `decode` with the engine that ships with pd-cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from launch.discovery import Member
+from launch.engines.reference import KVCache, serve
+from launch.reachability import PeerChecks
+from launch.signals import stop_on_signals
+from pd_cache.cluster import CacheServerNode, ClusterConfig, DecodeNode, PrefillNode, ReferenceEngineConfig
+from pd_cache.engine import CacheEngineBuilder
+from pd_cache.errors import ConfigError
+from pd_cache.layout import KVLayout
+from pd_cache.metrics import CacheMetrics
+from pd_cache.server.remote import RemoteCache
+from pd_cache.tokens import CacheMetadata
+
+if TYPE_CHECKING:
+    import torch
+
+
+def run_reference_engine(
+    config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Callable[[str], None], member: Member
+) -> None:
+    """Serve with the engine that ships with pd-cache, in this process."""
+    assert isinstance(config.engine, ReferenceEngineConfig)  # the file's checks make sure of it
+    settings = config.settings_of(node)
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+
+    remote: list[RemoteCache] = []
+
+    def open_cache(metadata: CacheMetadata, layout: KVLayout, kv_caches: dict[str, torch.Tensor]) -> KVCache:
+        metrics = CacheMetrics(registry)
+        server = config.node(node.cache_server) if node.cache_server else None
+        if isinstance(server, CacheServerNode):
+            url, chunk_size = config.server_url(server), config.cache.chunk_size
+            remote.append(RemoteCache(url, metadata, kv_caches, layout, chunk_size, metrics=metrics))
+            member.namespace = metadata.namespace(config.cache)
+            return remote[0]
+        try:
+            cache = CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=metrics)
+        except ValueError as error:  # the one thing that the file cannot know: how large a chunk of this model is
+            raise ConfigError(f"transfer.staging_size: {settings.transfer.staging_size}: {error}") from None
+        member.namespace = cache.namespace
+        return cache
+
+    def announce(address: str) -> None:
+        ready(f"http://{address}")
+
+    with stop_on_signals():  # also while the cache unmounts: a second signal must not leave its keys behind
+        try:
+            serve(
+                config.engine,
+                config.handoff,
+                node.host,
+                node.port,
+                open_cache,
+                announce,
+                registry=registry,
+                on_stop=member.leave,  # first, so that no proxy sends anything more
+                about=member.about,
+                peers=PeerChecks(config, node.name).answer,
+            )
+        finally:
+            CacheEngineBuilder.destroy(node.name)
+            for cache in remote:
+                cache.close()

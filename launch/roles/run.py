@@ -1,0 +1,53 @@
+"""From a node's role to the function that does its work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from launch.discovery import Member, find_master
+from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, Node, ProxyNode, StoreNode, VllmEngineConfig
+from pd_cache.server.descriptors import raise_limit
+
+
+def run_role(config: ClusterConfig, node: Node, ready: Callable[[str], None]) -> None:
+    """Do the node's work in this process until SIGTERM or SIGINT. Raises PdCacheError if that fails.
+
+    `ready` is called once, with the node's URL (or an empty string), as soon as the node can be used.
+    """
+    raise_limit()
+    with Member(config, node) as member:
+
+        def announce(url: str) -> None:
+            ready(url)
+            member.announce(url)
+
+        if isinstance(node, MasterNode):
+            from launch.roles.master import run_master
+
+            run_master(config, node, announce, member)
+            return
+        if isinstance(node, ProxyNode):
+            from launch.roles.proxy import run_proxy
+
+            run_proxy(config, node, announce, on_stop=member.leave)
+            return
+        config = find_master(config, config.supervisor.ready_timeout_s)
+        if isinstance(node, StoreNode) or (config.transfer.client == "embedded" and node in config.caching_nodes()):
+            # other nodes leave the pool to their host's cache server or `mooncake_client`
+            member.master = config.master_address
+        if isinstance(node, StoreNode):
+            from launch.roles.store import run_store
+
+            run_store(config, node, announce, member)
+        elif isinstance(node, CacheServerNode):
+            from launch.roles.cache_server import run_cache_server
+
+            run_cache_server(config, node, announce, member)
+        elif isinstance(config.engine, VllmEngineConfig):
+            from launch.roles.vllm import run_vllm
+
+            run_vllm(config, config.engine, node, announce, member)
+        else:
+            from launch.roles.reference import run_reference_engine
+
+            run_reference_engine(config, node, announce, member)

@@ -1,0 +1,120 @@
+"""The role `store`: memory for the pool, given by this process or by the `mooncake_client` of its host."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+
+from launch.discovery import Member
+from launch.foreign import ForeignProgram, wheel_program
+from launch.process import spawn_child
+from launch.signals import stop_on_signals
+from pd_cache.cluster import ClusterConfig, StoreNode
+from transfer.environment import host_environment, split_master
+from transfer.errors import PoolUnavailableError
+from transfer.host import WAITS_FOR
+
+
+def client_command(config: ClusterConfig, node: StoreNode) -> list[str]:
+    """The `mooncake_client` of a host. Raises RoleError if the wheel is not installed.
+
+    Its segment is named by the address at which it listens, so that the one follows from the other.
+    """
+    clients = sum(other.host == node.host for other in config.caching_nodes())
+    # each can have its transfers under way in both directions, two control calls and a ping
+    threads = node.threads or max(4, clients * (2 * config.transfer.threads + 3))
+    master, _ = split_master(config.master_address)
+    return [
+        wheel_program("mooncake_client"),
+        f"--host={node.host}:{node.port}",
+        f"--port={node.port}",
+        f"--master_server_address={master}",
+        f"--metadata_server={config.transfer.metadata}",
+        f"--protocol={config.transfer.protocol}",
+        f"--device_names={','.join(config.transfer.devices)}",
+        f"--global_segment_size={int(node.segment_size)}",
+        f"--threads={threads}",
+        "--logtostderr",
+    ]
+
+
+def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], None], member: Member) -> None:
+    """Give memory to the pool until asked to stop, then unmount it, so that no key points at a node that is gone."""
+    if config.transfer.client == "host":
+        _run_host_client(config, node, ready, member)
+    else:
+        _run_segment(config, node, ready, member)
+
+
+def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Callable[[str], None], member: Member) -> None:
+    """Run a host's `mooncake_client` as a child that ends with this process, and unmounts its segment as it ends."""
+    _, election = split_master(config.master_address)
+    settings = config.supervisor
+    with stop_on_signals() as stop:
+        deadline = time.monotonic() + settings.ready_timeout_s
+        # without a master, mooncake_client aborts; only it finds out whether one of several leads
+        while election is None and not _listening(config.master_address):
+            if time.monotonic() > deadline:
+                raise PoolUnavailableError(f"Mooncake master {config.master_address} not reachable")
+            if stop.wait(0.2):
+                return
+        spawn = functools.partial(
+            spawn_child,
+            client_command(config, node),
+            death_signal=signal.SIGTERM,
+            blocked=WAITS_FOR,
+            env=host_environment(config.transfer, election),
+            stdout=subprocess.DEVNULL,
+        )
+        with ForeignProgram("mooncake_client", spawn, settings.stop_grace_s) as client:
+            try:
+                client.run(
+                    stop,
+                    serving=lambda: _listening(f"{node.host}:{node.port}"),
+                    ready=lambda: ready(f"{node.host}:{node.port}"),
+                    deadline=deadline,
+                    hint=lambda: (
+                        f"is the port {node.port} of {node.host} free, and is there memory for {node.segment_size}?"
+                    ),
+                    again=election is not None,  # it ends if no master leads yet
+                )
+            finally:
+                member.leave()
+
+
+def _run_segment(config: ClusterConfig, node: StoreNode, ready: Callable[[str], None], member: Member) -> None:
+    """Mount the segment from this process."""
+    from transfer.store import MooncakeStore
+
+    settings = config.settings_of(node)
+    named = f"{settings.host}:{node.port}" if node.port else settings.host
+    with (
+        stop_on_signals() as stop,
+        MooncakeStore(
+            settings.transfer, master=settings.master, host=named, segment_size=settings.segment_size
+        ) as store,
+    ):
+        deadline = time.monotonic() + config.supervisor.ready_timeout_s
+        while not stop.is_set():
+            try:
+                store.wait_open(0.2)
+            except PoolUnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                ready(store.hostname)
+                stop.wait()
+                member.leave()  # before Mooncake's close(), which holds the GIL for longer than a lease may last
+
+
+def _listening(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), 1.0).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,70 @@
+"""The roles `prefill` and `decode` with vLLM, which runs as a child of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Callable
+
+from launch.asking import healthy
+from launch.discovery import Member
+from launch.engines.vllm import command, environment
+from launch.foreign import ForeignProgram
+from launch.process import LocalProcesses, Program
+from launch.signals import stop_on_signals
+from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig, dump_config
+from pd_cache.runtime import temporary_folder
+from pd_cache.vllm.health import read_namespace
+
+_REFUSAL = re.compile(r"\bpd_cache\.[\w.]+Error: (.+)")
+
+
+def run_vllm(
+    config: ClusterConfig,
+    engine: VllmEngineConfig,
+    node: PrefillNode | DecodeNode,
+    ready: Callable[[str], None],
+    member: Member,
+) -> None:
+    """Run vLLM until SIGTERM. Raises RoleError if it is not installed, ends by itself or is not ready in time."""
+    settings = config.supervisor
+    with stop_on_signals() as stop, temporary_folder() as folder:
+        file, namespace = folder / "cluster.yaml", folder / "namespace.json"
+        file.write_text(dump_config(config), encoding="utf-8")
+        # vLLM starts processes of its own; a guard ends them with it, however it ends
+        guarded = LocalProcesses(settings.stop_grace_s)
+        variables = environment(engine, node, namespace)
+        program = Program(node.name, tuple(command(engine, node, file, namespace)), variables)
+        output = _Output()
+
+        def announce() -> None:
+            member.namespace = read_namespace(namespace)
+            ready(f"http://{node.host}:{node.port}")
+
+        # it has to be gone before the process that stops us loses patience
+        vllm = ForeignProgram("vLLM", lambda: guarded.spawn(program, output.pass_on), 0.8 * settings.stop_grace_s)
+        with contextlib.closing(guarded), vllm:
+            try:
+                vllm.run(
+                    stop,
+                    serving=lambda: healthy(node.host, node.port),
+                    ready=announce,
+                    deadline=time.monotonic() + settings.ready_timeout_s,
+                    hint=lambda: output.refusal or "its last lines say why, and a large model needs time",
+                )
+            finally:
+                member.leave()  # first, so that no proxy sends anything more
+
+
+class _Output:
+    """Passes on what vLLM prints, and remembers what the connector refused: the reason comes many lines before the end."""
+
+    def __init__(self) -> None:
+        self.refusal = ""
+
+    def pass_on(self, stream: str, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        if match := _REFUSAL.search(line):
+            self.refusal = match[1]

@@ -1,0 +1,153 @@
+"""Memory: how much the nodes of a machine need, and how much the machine and its cgroups allow."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pd_cache.cluster.schema import ClusterConfig, Node
+from pd_cache.config import LocalTier
+from transfer.settings import ByteSize
+
+_CAP_IPC_LOCK = 14
+
+
+class Need(NamedTuple):
+    """Bytes that one node of the file holds for as long as it runs, besides its engine."""
+
+    node: str
+    segment: int
+    """Memory that it gives to the pool."""
+    staging: int
+    """Staging memory and local tiers on the CPU: one registered region."""
+
+    @property
+    def total(self) -> int:
+        return self.segment + self.staging
+
+
+def needs(config: ClusterConfig, nodes: Iterable[Node]) -> list[Need]:
+    """Returns what each of `nodes` needs. Nodes that need none are left out."""
+    caching = config.caching_nodes()
+    tiers = sum(
+        int(tier.capacity) for tier in config.cache.tiers if isinstance(tier, LocalTier) and tier.device == "cpu"
+    )
+    found = (
+        Need(node.name, config.segment_size(node), int(config.transfer.staging_size) + tiers if node in caching else 0)
+        for node in nodes
+    )
+    return [need for need in found if need.total]
+
+
+class Memory(NamedTuple):
+    """Bytes that this process and its children may have."""
+
+    total: int
+    free: int
+    """Of these, what nobody uses now; the page cache counts as free."""
+    limiter: str
+    """`the machine` or `its cgroup`: what sets the total."""
+
+
+def machine_memory(root: Path = Path("/")) -> Memory:
+    """Returns the memory of the machine whose `/proc` and `/sys` are below `root`, as far as this process's cgroups allow it."""
+    info = meminfo(root)
+    total, free, limiter = info.get("MemTotal", 0), info.get("MemAvailable", 0), "the machine"
+    for limit, used in _cgroup_limits(root):
+        if limit < total:
+            total, limiter = limit, "its cgroup"
+        free = min(free, max(0, limit - used))
+    return Memory(total, free, limiter)
+
+
+def shortage(wanted: Sequence[Need], memory: Memory) -> str | None:
+    """Returns why a machine can never hold what its nodes need, whatever else runs there; None if it can."""
+    everything = sum(need.total for need in wanted)
+    if everything <= memory.total:
+        return None
+    return (
+        f"the nodes of this host need {shown_size(everything)} ({shown_needs(wanted)}), and it has "
+        f"{shown_size(memory.total)} ({memory.limiter})"
+    )
+
+
+def locked_limit() -> int | None:
+    """Returns how many bytes a process of this user may lock; None if there is no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def locked_shortage(wanted: Sequence[Need], limit: int | None, root: Path = Path("/")) -> str | None:
+    """Returns why RDMA, which locks every byte that it registers, cannot register a node's memory; None if it can."""
+    largest = largest_need(wanted)
+    if limit is None or limit >= largest or may_lock_all(root):
+        return None
+    return f"the limit is {shown_size(limit)}, and the largest process locks {shown_size(largest)}"
+
+
+def may_lock_all(root: Path = Path("/")) -> bool:
+    """Whether the limit of locked memory does not hold for this process (CAP_IPC_LOCK)."""
+    match = re.search(r"^CapEff:\s*([0-9a-f]+)", read_text(root / "proc/self/status"), re.MULTILINE)
+    return match is not None and bool(int(match[1], 16) >> _CAP_IPC_LOCK & 1)
+
+
+def largest_need(wanted: Iterable[Need]) -> int:
+    return max((need.total for need in wanted), default=0)
+
+
+def shown_needs(wanted: Iterable[Need]) -> str:
+    """Returns what each node needs, for people."""
+    return ", ".join(f"{need.node} {shown_size(need.total)}" for need in wanted)
+
+
+def shown_size(value: int) -> str:
+    """Returns a size as the file would have it if that is short, or else rounded."""
+    return str(ByteSize(value)) if value and value % (1 << 30) == 0 else shown_bytes(value)
+
+
+def shown_bytes(value: float) -> str:
+    """Returns a number of bytes as text for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError
+
+
+def meminfo(root: Path = Path("/")) -> dict[str, int]:
+    """Returns `/proc/meminfo` in bytes."""
+    lines = re.findall(r"^(\w+):\s+(\d+)( kB)?", read_text(root / "proc/meminfo"), re.MULTILINE)
+    return {name: int(number) * (1024 if unit else 1) for name, number, unit in lines}
+
+
+def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use, without the page cache, of each memory cgroup that we are in; of version 2 and of version 1."""
+    for line in read_text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if number == "0" and not controllers:
+            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        here = top / path.strip("/")
+        # in a container the path may be that of the host; then only the top is there
+        for folder in dict.fromkeys((here, *here.parents)):
+            if not folder.is_relative_to(top):
+                break
+            limit, used = read_text(folder / names[0]), read_text(folder / names[1])
+            if limit.isdigit() and used.isdigit():
+                cached = re.search(rf"^{names[2]} (\d+)", read_text(folder / "memory.stat"), re.MULTILINE)
+                yield int(limit), max(0, int(used) - (int(cached[1]) if cached else 0))
+
+
+def read_text(file: Path) -> str:
+    """Returns what a file of the kernel says; empty if it cannot be read."""
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeError):
+        return ""

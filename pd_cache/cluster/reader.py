@@ -1,0 +1,203 @@
+"""Reads the file strictly. An unknown key, a value of the wrong type or a combination that cannot work raises one error, whose
+message names file, line, key path, value and what is allowed. Nothing here reads the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pd_cache.cluster.checks import Problem, consistency_problems
+from pd_cache.cluster.document import LARGEST, KeyPath, dump_document, parse_document, shown_path, shown_value
+from pd_cache.cluster.schema import ClusterConfig
+from pd_cache.errors import ConfigError
+from transfer.settings import ByteSize
+
+
+class Source:
+    """A parsed file that knows the line of each key."""
+
+    def __init__(self, file: Path, tree: Any, lines: Mapping[KeyPath, int]) -> None:
+        self.file = file
+        self.tree = tree
+        self._lines = lines
+
+    def error(self, problem: Problem) -> ConfigError:
+        """Returns the problem as one message: `file:line: key.path: value: what is allowed`."""
+        path = problem.path
+        line = next((self._lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._lines), 1)
+        value = _lookup(self.tree, path)
+        shown = "" if value is None or isinstance(value, (dict, list)) else f" {shown_value(value)}:"
+        return ConfigError(f"{self.file}:{line}: {shown_path(path)}:{shown} {problem.message}")
+
+
+def load_config(file: str | Path) -> ClusterConfig:
+    """Reads and checks a cluster's file. Raises ConfigError, with one message for the user, if the file cannot be used."""
+    return read_config(file)[0]
+
+
+def read_config(file: str | Path) -> tuple[ClusterConfig, Source]:
+    """As `load_config`, but also returns the source, for checks that know more than the file (ports, devices, memory)."""
+    return parse_config(_text(Path(file)), file)
+
+
+def parse_config(text: str, file: str | Path) -> tuple[ClusterConfig, Source]:
+    """As `read_config`, for text that was read already; messages name `file`."""
+    source = Source(Path(file), *parse_document(text, Path(file)))
+    try:
+        config = msgspec.convert(source.tree, ClusterConfig, dec_hook=decode_custom)
+    except msgspec.ValidationError:
+        wrong = _first_problem(ClusterConfig, source.tree, ())
+        assert wrong is not None, "what cannot be converted has a problem"
+        raise source.error(wrong) from None
+    for problem in consistency_problems(config):
+        raise source.error(problem)
+    return config, source
+
+
+def dump_config(config: ClusterConfig) -> str:
+    """Returns the configuration as YAML text that `load_config` reads back to an equal one."""
+    return dump_document(msgspec.to_builtins(config, enc_hook=str))
+
+
+def _text(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(LARGEST + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL in it
+        raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(data) > LARGEST:
+        raise ConfigError(f"{file}: is larger than {LARGEST >> 10} KiB, the most that a configuration may have")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: is not UTF-8 text (byte {error.start})") from None
+
+
+def decode_custom(kind: type, value: object) -> object:
+    """msgspec's `dec_hook` for the types that a file may hold besides the built-in ones."""
+    if kind is ByteSize:
+        return ByteSize.parse(value)
+    raise NotImplementedError(kind)  # this tells msgspec that a type is not one of ours
+
+
+def _first_problem(kind: Any, value: Any, path: KeyPath) -> Problem | None:
+    """Returns what keeps a value of the file from being a `kind`, or the first such thing inside of it; None if nothing does.
+
+    Each part of a value is converted by itself. So the path of a problem is known from the way to it, and no word of msgspec's
+    messages is taken apart; what they say of a single value is passed on.
+    """
+    try:
+        msgspec.convert(value, kind, dec_hook=decode_custom)
+    except msgspec.ValidationError as error:
+        said = str(error)
+        return _problem_inside(kind, value, path) or Problem(
+            path, _in_words(kind, value) or said[0].lower() + said[1:400]
+        )
+    return None
+
+
+def _problem_inside(kind: Any, value: Any, path: KeyPath) -> Problem | None:
+    """Returns the first problem of a part of a value."""
+    structs = [one for one in _alternatives(kind) if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+    if structs and isinstance(value, dict):
+        return _problem_in_section(structs, value, path)
+    for one in _alternatives(kind):
+        parts: list[tuple[Any, Any, KeyPath]] = []
+        if isinstance(value, dict) and typing.get_origin(one) is dict:
+            names, values = typing.get_args(one)
+            for key, part in value.items():
+                parts += (names, key, path), (values, part, (*path, key))
+        elif isinstance(value, list) and typing.get_origin(one) in (list, tuple):
+            parts = [(typing.get_args(one)[0], part, (*path, index)) for index, part in enumerate(value)]
+        for part in parts:
+            if problem := _first_problem(*part):
+                return problem
+    return None
+
+
+def _problem_in_section(structs: list[type[msgspec.Struct]], value: dict[str, Any], path: KeyPath) -> Problem | None:
+    """Returns the first problem of a mapping that is to be one of `structs`, which its tag tells apart."""
+    tag = structs[0].__struct_config__.tag_field
+    if tag is not None and tag in value:
+        named = [struct for struct in structs if struct.__struct_config__.tag == value[tag]]
+        if not named:
+            return Problem((*path, tag), _one_of([str(one.__struct_config__.tag) for one in structs], value[tag]))
+        structs = named
+    keys = dict.fromkeys(name for struct in structs for name in struct.__struct_encode_fields__)
+    allowed = [*([tag] if tag else []), *keys]
+    if tag is not None and tag not in value:
+        return _missing(tag, allowed, value, path)
+    fields = {field.encode_name: field for field in msgspec.structs.fields(structs[0])}
+    for key, part in value.items():
+        if key not in allowed:
+            hint = _near(key, allowed, "; did you mean {}?")
+            return Problem((*path, key), f"unknown key{hint} (allowed here: {', '.join(allowed)})")
+        if key in fields and (problem := _first_problem(fields[key].type, part, (*path, key))):
+            return problem
+    absent = [name for name, field in fields.items() if field.required and name not in value]
+    return _missing(absent[0], allowed, value, path) if absent else None
+
+
+def _missing(key: str, allowed: list[str], value: dict[str, Any], path: KeyPath) -> Problem:
+    hint = _near(key, [other for other in value if other not in allowed], "; is {} meant to be it?")
+    return Problem(path, f"the key {key} is missing{hint} (allowed here: {', '.join(allowed)})")
+
+
+def _in_words(kind: Any, value: Any) -> str | None:
+    """Returns what is allowed in place of a value, where the schema says more than msgspec does."""
+    for one in _alternatives(kind):
+        if typing.get_origin(one) is Literal:
+            return _one_of([str(option) for option in typing.get_args(one)], value)
+    for meta in _constraints(kind):
+        if meta.pattern and meta.description and isinstance(value, str) and not re.search(meta.pattern, value):
+            return f"must be {meta.description}"
+    return None
+
+
+def _one_of(options: list[str], value: Any) -> str:
+    return f"must be one of {', '.join(options)}{_near(str(value)[:80], options, '; did you mean {}?')}"
+
+
+def _near(word: str, options: list[str], hint: str) -> str:
+    """Returns the hint with the option that is most like the word; empty if none is."""
+    found = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    return hint.format(found[0]) if found else ""
+
+
+def _alternatives(kind: Any) -> Iterator[Any]:
+    """Returns the types that an annotation allows, without their constraints."""
+    if typing.get_origin(kind) is typing.Annotated:
+        yield from _alternatives(typing.get_args(kind)[0])
+    elif typing.get_origin(kind) in (typing.Union, types.UnionType):
+        for one in typing.get_args(kind):
+            yield from _alternatives(one)
+    else:
+        yield kind
+
+
+def _constraints(kind: Any) -> Iterator[msgspec.Meta]:
+    """Returns the constraints of the types that an annotation allows."""
+    if typing.get_origin(kind) is typing.Annotated:
+        inner, *metas = typing.get_args(kind)
+        yield from (meta for meta in metas if isinstance(meta, msgspec.Meta))
+        yield from _constraints(inner)
+    elif typing.get_origin(kind) in (typing.Union, types.UnionType):
+        for one in typing.get_args(kind):
+            yield from _constraints(one)
+
+
+def _lookup(tree: Any, path: KeyPath) -> Any:
+    for part in path:
+        try:
+            tree = tree[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return tree

@@ -1,0 +1,123 @@
+"""What a cache is: how chunks are named, the tiers that keep them, and what one process with a cache needs to know. No files, no YAML.
+
+`pd_cache.cluster` reads these structs from a cluster's file; a program that embeds the cache makes them itself.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from transfer.settings import ByteSize, Placement, Positive, TransferSettings
+
+# `\Z`, not `$`, which also matches before a newline at the end
+LineOrEmpty = Annotated[
+    str,
+    msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]*\Z", description="text of at most one line, without control characters"),
+]
+AbsolutePath = Annotated[
+    str, msgspec.Meta(pattern=r"^/[^\x00-\x1f\x7f]*\Z", description="an absolute path, such as /var/cache/pd-cache")
+]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+
+MAX_SHARDS = 1024
+"""Most objects that a chunk may be cut into: a lookup asks for each of them."""
+
+EvictionName = Literal["lru", "lfu", "s3fifo"]
+PromotionName = Literal["always", "second_hit", "never"]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings that have only the declared keys when they are read from a mapping."""
+
+
+class LocalTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="local"):
+    """Memory of each process that caches."""
+
+    capacity: ByteSize
+    device: Literal["cpu", "cuda"] = "cpu"
+    """On the CPU it shares one registered memory with `transfer.staging_size`, so that nothing is copied."""
+    policy: EvictionName = "lru"
+    promote: PromotionName = "always"
+    """When to put a chunk that was read from a later tier into this one."""
+    blocking: bool = True
+    """Whether a store waits for this tier; in fact, writing to memory never waits."""
+
+
+class DiskTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="disk"):
+    """Files, which survive a restart."""
+
+    path: AbsolutePath
+    """An absolute folder. Processes that share one each take a folder of their own below it."""
+    capacity: ByteSize
+    """The budget of each process."""
+    policy: EvictionName = "lru"
+    promote: PromotionName = "always"
+    blocking: bool = False
+    """Whether a store waits for the disk, or writes behind."""
+    direct: bool = True
+    """Whether to bypass the page cache, if the file system can."""
+    sync: bool = False
+    """Whether a file is flushed to the medium before its name appears. A torn file is detected and costs a miss."""
+    threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    """Files read at the same time, and as many written."""
+    retry_s: Seconds = 30.0
+    """How long a disk that failed, or cannot be written, is left alone; also how often a budget that had shrunk may grow again."""
+
+
+class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
+    """The shared pool, and where in it this node's chunks go."""
+
+    pipelined: bool = True
+    """Whether the next chunks are fetched while the last are checked and scattered; else one batch at a time."""
+    blocking: bool = True
+    """Whether a store waits for the pool."""
+
+
+StorageTier = LocalTier | DiskTier | MooncakeTier
+
+
+class CacheConfig(Section, frozen=True, kw_only=True):
+    """The `cache` section: what a chunk is, and where chunks live. All nodes that are to share hits must agree on it."""
+
+    chunk_size: Positive = 256
+    """Tokens a chunk; a multiple of the engine's block size."""
+    hash_mode: Literal["auto", "tokens", "blocks"] = "auto"
+    """Name chunks by hashing tokens, or by the engine's own block hashes; `auto` is blocks for vLLM, else tokens."""
+    hash_seed: LineOrEmpty = ""
+    shards: Annotated[int, msgspec.Meta(ge=0, le=MAX_SHARDS)] = 0
+    """Into how many parts a chunk's KV heads are cut: a common multiple of the tensor-parallel sizes of all nodes that are to
+    share chunks. 0 takes the least one of the nodes in this file."""
+    tiers: Annotated[tuple[StorageTier, ...], msgspec.Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
+    """Where chunks live, fastest first."""
+
+    @property
+    def named_by(self) -> Literal["tokens", "blocks"]:
+        """`hash_mode`, with `auto` resolved to tokens: an engine that has block hashes sets them before."""
+        return "blocks" if self.hash_mode == "blocks" else "tokens"
+
+
+class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the cache inside one process needs to know: a node's view of the file, or an embedding program's own."""
+
+    master: str
+    """`host:port` of Mooncake's master."""
+    host: str = "127.0.0.1"
+    cache: CacheConfig = CacheConfig()
+    transfer: TransferSettings = TransferSettings()
+    segment_size: int = 0
+
+
+class ServerSettings(Section, frozen=True, kw_only=True):
+    """How a cache server divides its threads and memory among the engines of its host."""
+
+    threads: Annotated[int, msgspec.Meta(ge=2, le=64)] = 3
+    """Threads that do what engines ask for: one answers lookups, the others move bytes."""
+    max_in_flight: Positive = 256
+    """Operations queued or running; one more is answered `busy`, which engines count as a miss."""
+    session_s: Seconds = 60.0
+    """For how long a lookup protects what it found from eviction, if nobody loads it."""
+    idle_s: Seconds = 600.0
+    """For how long it keeps the memory of a size of chunk after the last engine with such chunks has gone. The size with the
+    segment keeps its memory, and so does the one that was used last while there is no engine at all."""

@@ -1,0 +1,151 @@
+"""Whether a machine can carry its nodes: what `config check`, `launch`, `up` and `doctor` all ask."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from launch.doctor import Verdict
+from launch.doctor.files import file_findings
+from launch.doctor.memory import memory_findings
+from pd_cache.cluster import (
+    ClusterConfig,
+    DecodeNode,
+    EtcdDiscovery,
+    MasterNode,
+    ModelConfig,
+    ProxyConfig,
+    ProxyNode,
+    RandomModel,
+    ReferenceEngineConfig,
+    Source,
+    StoreNode,
+    TlsConfig,
+    machine,
+)
+from pd_cache.cluster.addresses import local_nodes
+from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
+from transfer.settings import ByteSize, TransferSettings
+
+GIB = 1 << 30
+ENGINE = ReferenceEngineConfig(model=ModelConfig(name="m", random=RandomModel()))
+ELSEWHERE = "192.0.2.1"  # reserved for documentation: never an address of this machine
+
+
+def cluster(*nodes: object, **sections: object) -> ClusterConfig:
+    return ClusterConfig(nodes=(MasterNode(name="master", port=0, metrics_port=0), *nodes), engine=ENGINE, **sections)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+def messages(config: ClusterConfig, root: Path = Path("/")) -> list[str]:
+    source = Source(Path("c.yaml"), msgspec.to_builtins(config, enc_hook=str), {})
+    return [str(source.error(problem)) for problem in machine.machine_problems(config, local_nodes(config), root)]
+
+
+def write(root: Path, path: str, text: str) -> None:
+    file = root / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text + "\n")
+
+
+def test_a_machine_that_can_carry_the_nodes_has_no_problems() -> None:
+    assert messages(cluster(DecodeNode(name="a"), ProxyNode(name="p", port=0))) == []
+
+
+def test_a_taken_port_is_named(taken_port: int) -> None:
+    (message,) = messages(cluster(DecodeNode(name="a", port=taken_port)))
+    assert f"nodes[1].port: {taken_port}: is taken on 127.0.0.1 by another process" in message
+
+
+def test_memory_that_is_not_there_is_named_by_its_largest_part() -> None:
+    much = ByteSize(1 << 50)
+    (message,) = messages(cluster(StoreNode(name="s", segment_size=much)))
+    assert "nodes[1].segment_size: '1024TiB': the nodes of this host need 1024TiB (s 1024TiB), and it has" in message
+    (message,) = messages(cluster(DecodeNode(name="d"), transfer=TransferSettings(staging_size=much)))
+    assert "transfer.staging_size: '1024TiB': the nodes of this host need" in message
+    tiers = (LocalTier(capacity=much), MooncakeTier())
+    (message,) = messages(cluster(DecodeNode(name="d"), cache=CacheConfig(tiers=tiers)))
+    assert "cache.tiers[0].capacity: '1024TiB': the nodes of this host need" in message
+    both = (DecodeNode(name=name, segment_size=much) for name in ("d", "e"))
+    transfer = TransferSettings(segment_size=ByteSize(1 << 30))
+    (message,) = messages(cluster(DecodeNode(name="c"), *both, transfer=transfer))
+    assert "nodes[2].segment_size: '1024TiB'" in message
+
+
+def test_segments_staging_memory_and_tiers_of_all_nodes_must_fit_together(tmp_path: Path) -> None:
+    write(tmp_path, "proc/meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {64 << 20} kB")
+    transfer = TransferSettings(segment_size=ByteSize(10 * GIB), staging_size=ByteSize(8 * GIB))
+    cache = CacheConfig(tiers=(LocalTier(capacity=ByteSize(6 * GIB)), MooncakeTier()))
+    nodes = [DecodeNode(name=name) for name in ("a", "b", "c")]
+    assert messages(cluster(*nodes[:2], transfer=transfer, cache=cache), tmp_path) == []
+    (message,) = messages(cluster(*nodes, transfer=transfer, cache=cache), tmp_path)
+    assert message.endswith(
+        "transfer.segment_size: '10GiB': the nodes of this host need 72GiB (a 24GiB, b 24GiB, c 24GiB), "
+        "and it has 64GiB (the machine)"
+    )
+
+
+def test_a_cgroup_that_allows_less_than_the_machine_has_decides(tmp_path: Path) -> None:
+    write(tmp_path, "proc/meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {64 << 20} kB")
+    config = cluster(StoreNode(name="s", segment_size=ByteSize(16 * GIB)))
+    assert messages(config, tmp_path) == []
+    write(tmp_path, "proc/self/cgroup", "0::/pod")
+    write(tmp_path, "sys/fs/cgroup/pod/memory.max", str(8 * GIB))
+    write(tmp_path, "sys/fs/cgroup/pod/memory.current", "0")
+    (message,) = messages(config, tmp_path)
+    assert "need 16GiB (s 16GiB), and it has 8GiB (its cgroup)" in message
+    finding = next(memory_findings(config, config.nodes, (), tmp_path))
+    assert finding.verdict is Verdict.BROKEN
+    assert finding.found in message, "the doctor and the other commands say the same"
+
+
+def test_rdma_must_be_allowed_to_lock_what_a_node_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "rdma_devices", lambda: ("mlx5_0",))
+    monkeypatch.setattr(machine, "locked_limit", lambda: 8 << 20)
+    write(tmp_path, "proc/meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {64 << 20} kB")
+    store = StoreNode(name="s", segment_size=ByteSize(GIB))
+    (message,) = messages(cluster(store, transfer=TransferSettings(protocol="rdma")), tmp_path)
+    assert (
+        "transfer.protocol: 'rdma': locks memory: the limit is 8.0 MiB, and the largest process locks 1GiB" in message
+    )
+    assert messages(cluster(store), tmp_path) == [], "tcp locks none"
+    write(tmp_path, "proc/self/status", "CapEff:\t0000000000004000")
+    assert messages(cluster(store, transfer=TransferSettings(protocol="rdma")), tmp_path) == []
+
+
+def test_files_of_keys_and_certificates_that_are_not_here_are_named(tmp_path: Path) -> None:
+    tls = TlsConfig(ca_file=str(tmp_path / "ca"), cert_file=__file__, key_file=__file__)
+    etcd = EtcdDiscovery(endpoints=("127.0.0.1:1",), user="u", password_file=str(tmp_path / "password"), tls=tls)
+    proxy = ProxyConfig(api_keys_file=str(tmp_path / "keys"), node_key_file=str(tmp_path / "key"))
+    told = messages(cluster(ProxyNode(name="p", port=0), proxy=proxy, discovery=etcd))
+    assert [message.split(": ")[1] for message in told] == [
+        "proxy.api_keys_file", "proxy.node_key_file", "discovery.password_file", "discovery.tls.ca_file",
+    ]  # fmt: skip
+    assert all("cannot be read on this machine, or is not there" in message for message in told)
+    config = cluster(ProxyNode(name="p", port=0), proxy=proxy, discovery=etcd)
+    assert [finding.about for finding in file_findings(config, config.nodes)] == [
+        message.split(": ")[1] for message in told
+    ], "the doctor names the same"
+    elsewhere = ClusterConfig(nodes=(ProxyNode(name="p", host=ELSEWHERE),), proxy=proxy, discovery=etcd)
+    assert messages(elsewhere) == [], "they are needed where the nodes are"
+
+
+def test_rdma_needs_devices_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "locked_limit", lambda: None)
+    monkeypatch.setattr(machine, "rdma_devices", lambda: ("mlx5_0",))
+    config = cluster(transfer=TransferSettings(protocol="rdma", devices=("mlx5_0", "mlx5_7")))
+    (message,) = messages(config)
+    assert "transfer.devices[1]: 'mlx5_7': is no RDMA device of this machine; there are: mlx5_0" in message
+    monkeypatch.setattr(machine, "rdma_devices", lambda: ())
+    assert "this machine has no RDMA device" in messages(config)[0]

@@ -1,0 +1,46 @@
+"""Decoding what others wrote, on many threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FIRST_USE = """
+import sys, threading
+from pd_cache.decoding import decode_json
+sys.setswitchinterval(1e-6)
+SOURCE = '''
+from __future__ import annotations
+from typing import Annotated
+import msgspec
+class Part(msgspec.Struct, frozen=True):
+    name: Annotated[str, msgspec.Meta(max_length=64)] | None = None
+    fields: dict[str, str | int] | None = None
+class Whole(Part, frozen=True):
+    count: int = 0
+    parts: list[Part] = []
+'''
+for _ in range(200):
+    module = {"__name__": "__main__"}
+    exec(SOURCE, module)
+    sys.modules["__main__"].__dict__.update(module)
+    together = threading.Barrier(8)
+    def decode():
+        together.wait()
+        assert decode_json(b'{"count": 3, "parts": [{"name": "x"}]}', module["Whole"]).count == 3
+    threads = [threading.Thread(target=decode) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+print("done")
+"""
+
+
+def test_threads_that_decode_a_type_for_the_first_time_together_do_not_crash_the_process() -> None:
+    command = [sys.executable, "-c", FIRST_USE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    assert done.stdout == "done\n", done.stderr[:2000]
