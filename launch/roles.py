@@ -38,7 +38,7 @@ from pd_cache.config import (
     VllmEngineConfig,
 )
 from pd_cache.errors import ConfigError
-from pd_cache.server.descriptors import raise_limit
+from pd_cache.wire.descriptors import raise_limit
 from transfer.environment import host_environment, split_master
 from transfer.errors import PoolUnavailableError
 from transfer.host import WAITS_FOR
@@ -46,7 +46,7 @@ from transfer.host import WAITS_FOR
 if TYPE_CHECKING:
     import torch
 
-    from launch.engines.reference import KVCache
+    from pd_cache.blocks import BlockCache
     from pd_cache.tokens import Namespace
 
 log = logging.getLogger(__name__)
@@ -324,10 +324,11 @@ def run_reference_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, 
     from prometheus_client import CollectorRegistry, ProcessCollector
 
     from launch.engines.reference import serve
+    from pd_cache.client.cache import ServerCache
+    from pd_cache.client.identity import EngineIdentity
     from pd_cache.engine import CacheEngineBuilder
     from pd_cache.layout import KVLayout
     from pd_cache.metrics import CacheMetrics
-    from pd_cache.server.remote import RemoteCache
     from pd_cache.tokens import CacheMetadata
 
     assert isinstance(config.engine, ReferenceEngineConfig)  # the file's checks make sure of it
@@ -335,21 +336,23 @@ def run_reference_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, 
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
 
-    remote: list[RemoteCache] = []
+    opened: list[BlockCache] = []
 
-    def open_cache(metadata: CacheMetadata, layout: KVLayout, kv_caches: dict[str, torch.Tensor]) -> KVCache:
+    def open_cache(metadata: CacheMetadata, layout: KVLayout, kv_caches: dict[str, torch.Tensor]) -> BlockCache:
         metrics = CacheMetrics(registry)
         server = config.node(node.cache_server) if node.cache_server else None
+        cache: BlockCache
         if isinstance(server, CacheServerNode):
-            url, chunk_size = config.server_url(server), config.cache.chunk_size
-            remote.append(RemoteCache(url, metadata, kv_caches, layout, chunk_size, metrics=metrics))
-            member.namespace = metadata.namespace(config.cache)
-            return remote[0]
-        try:
-            cache = CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=metrics)
-        except ValueError as error:  # the one thing that the file cannot know: how large a chunk of this model is
-            raise ConfigError(f"transfer.staging_size: {settings.transfer.staging_size}: {error}") from None
-        member.namespace = cache.namespace
+            identity = EngineIdentity.of(metadata, config.cache)
+            cache = ServerCache(config.server_url(server), identity, metrics=metrics)
+        else:
+            try:
+                cache = CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=metrics)
+            except ValueError as error:  # the one thing that the file cannot know: how large a chunk of this model is
+                raise ConfigError(f"transfer.staging_size: {settings.transfer.staging_size}: {error}") from None
+        opened.append(cache)
+        cache.register_kv_caches(kv_caches)
+        member.namespace = metadata.namespace(config.cache)
         return cache
 
     def announce(address: str) -> None:
@@ -371,7 +374,7 @@ def run_reference_engine(config: ClusterConfig, node: PrefillNode | DecodeNode, 
             )
         finally:
             CacheEngineBuilder.destroy(node.name)
-            for cache in remote:
+            for cache in opened:
                 cache.close()
 
 

@@ -15,19 +15,33 @@ PACKAGES = ("transfer", "pd_cache", "launch")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 
 LAYERS = (
-    ("errors", "runtime", "config", "metrics", "tokens", "block_hashes", "layout", "handoff", "weights", "decoding"),
-    ("server.descriptors", "server.messages", "server.channel"),
+    (
+        "errors",
+        "runtime",
+        "config",
+        "metrics",
+        "tokens",
+        "block_hashes",
+        "layout",
+        "handoff",
+        "weights",
+        "decoding",
+        "blocks",
+    ),
     ("paged", "backends", "lookup"),
-    ("mover",),
+    ("mover", "prompts"),
     ("engine",),
-    ("server",),
+    ("wire",),
+    ("client", "server"),
     ("vllm",),
 )
 """Inside pd_cache: a module imports from its own layer and those before it."""
 
+APART = ("paged", "backends", "lookup", "client", "server")
+
 HOMES = {
     "mooncake": ("transfer/store.py", "transfer/engine.py"),
-    "zmq": ("pd_cache/server/channel.py",),
+    "zmq": ("pd_cache/wire/channel.py",),
     "etcd3": ("launch/discovery/",),
     "grpc": ("launch/discovery/etcd.py",),
     "google.protobuf": ("launch/discovery/stubs.py",),
@@ -36,7 +50,7 @@ HOMES = {
     "xxhash": ("pd_cache/backends/objects.py",),
     "numpy": ("pd_cache/paged/cpu.py",),
     "triton": ("pd_cache/paged/cuda.py",),
-    "torch.cuda": ("pd_cache/paged/cuda.py", "pd_cache/server/sharing.py"),
+    "torch.cuda": ("pd_cache/paged/cuda.py", "pd_cache/wire/sharing.py"),
     "vllm": ("pd_cache/vllm/",),
     "huggingface_hub": ("pd_cache/vllm/model.py",),
     "transformers": ("launch/engines/reference/",),
@@ -51,7 +65,7 @@ HOMES = {
     "ctypes": (
         "transfer/staging.py",
         "transfer/store.py",
-        "pd_cache/server/sealed.py",
+        "pd_cache/wire/sealed.py",
         "launch/_tethered.py",
         "launch/doctor/clock.py",
     ),
@@ -112,8 +126,8 @@ def test_layers_inside_pd_cache(file: Path) -> None:
             continue
         other = layer_of(segments)
         assert other is None or other <= level, f"{own} must not import {name}"
-        siblings = segments[1] != own and level == other and own in ("paged", "backends", "lookup")
-        assert not siblings, "paged, backends and lookup never import one another"
+        siblings = segments[1] != own and level == other and own in APART
+        assert not siblings, f"{APART} never import one another"
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
@@ -145,7 +159,9 @@ def test_no_module_reads_the_environment_when_it_is_imported(file: Path) -> None
         ("pd_cache.config", ("torch", "mooncake")),
         ("transfer", ("torch", "mooncake")),
         ("launch.cli", ("torch", "mooncake", "aiohttp", "transformers")),
-        ("pd_cache.engine", ("mooncake", "triton")),
+        ("pd_cache.engine", ("mooncake", "triton", "zmq", "aiohttp")),
+        ("pd_cache.vllm.scheduler", ("vllm", "mooncake")),
+        ("pd_cache.vllm.worker", ("vllm", "mooncake", "zmq")),
     ],
 )
 def test_importing_is_light(module: str, unwanted: tuple[str, ...]) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from pd_cache.client.lookup import RpcLookupClient
 from pd_cache.config import CacheConfig
-from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient, RpcLookupClient, RpcLookupServer
-from pd_cache.server.channel import RefusedError
+from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
+from pd_cache.server.lookup_server import RpcLookupServer
+from pd_cache.wire.channel import RefusedError
 from tests.support.engines import CHUNK, Host, host, random_slots
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
@@ -66,9 +68,9 @@ def test_it_agrees_with_the_engine_on_random_prompts_with_holes(clients: Any, no
             if rng.random() < 0.3 and len(tokens) >= CHUNK:
                 keys = node.keys(tokens)
                 node.engine.backend.store.remove([rng.choice(keys)], timeout=60, force=True)  # type: ignore[attr-defined]
-            for held in (0, 5, 8, 17, 1000):
-                expected = node.engine.lookup(tokens, held=held)
-                assert client.lookup(tokens, uuid.uuid4().hex, held=held) == expected
+            for at_hand in (0, 5, 8, 17, 1000):
+                expected = node.lookup(tokens, at_hand=at_hand)
+                assert client.lookup(tokens, uuid.uuid4().hex, at_hand=at_hand) == expected
 
 
 def test_extra_keys_reach_the_hash(clients: Any, node: Host) -> None:
@@ -85,7 +87,7 @@ def test_block_hashes_are_taken_in_hash_mode(clients: Any, pool: Pool) -> None:
 
     hashes = [bytes([index]) * 32 for index in range(4)]
     with host(pool, cache=CacheConfig(chunk_size=CHUNK, hash_mode="blocks")) as node, clients(node) as client:
-        node.engine.store(hashes=hashes[:2], kv_caches=node.cache, slot_mapping=torch.arange(8))
+        node.prompts.store(hashes=hashes[:2], kv_caches=node.cache, slot_mapping=torch.arange(8))
         assert client.lookup(block_hashes=hashes) == 8
         assert client.lookup([1] * 16) == 0, "tokens cannot be named in hash mode: an error, and errors are 0"
 

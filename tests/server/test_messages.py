@@ -16,10 +16,10 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cache.server import messages
+from pd_cache.client.connection import CacheClient
 from pd_cache.server.app import CacheServer
-from pd_cache.server.client import CacheClient
-from pd_cache.server.messages import (
+from pd_cache.wire import messages
+from pd_cache.wire.messages import (
     CpuStorage,
     CudaStorage,
     Done,
