@@ -29,6 +29,7 @@ from pd_cache.backends.objects import TRAILER_BYTES
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.engine import CacheEngine, CacheEngineBuilder
 from pd_cache.layout import KVLayout
+from pd_cache.prompts import PromptCache
 from pd_cache.tokens import CacheMetadata
 from transfer.settings import ByteSize, TransferSettings
 from transfer.staging import StagingPool
@@ -141,14 +142,15 @@ def measure(engine: CacheEngine, prompt: Prompt, raw: RawPool, rounds: Iterable[
     And the longest standstill in any round of each.
     """
     keys = engine.database.keys(engine.database.hash_tokens(prompt.tokens))
+    prompts = PromptCache(engine)
     nbytes = len(keys) * prompt.layout.chunk_bytes(engine.chunk_size)
 
     def store() -> None:
-        stored = engine.store(prompt.tokens, kv_caches=prompt.cache, slot_mapping=prompt.source)
+        stored = prompts.store(prompt.tokens, kv_caches=prompt.cache, slot_mapping=prompt.source)
         assert stored == len(keys) * engine.chunk_size, f"only {stored} tokens were stored"
 
     def retrieve() -> None:
-        mask = engine.retrieve(prompt.tokens, kv_caches=prompt.cache, slot_mapping=prompt.target)
+        mask = prompts.retrieve(prompt.tokens, kv_caches=prompt.cache, slot_mapping=prompt.target)
         assert int(mask.sum()) == len(keys) * engine.chunk_size, f"only {int(mask.sum())} tokens were loaded"
 
     first = timed(store)

@@ -34,6 +34,7 @@ from bench.report import Check, finish, progress
 from pd_cache.backends.objects import TRAILER_BYTES
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.engine import CacheEngineBuilder
+from pd_cache.prompts import PromptCache
 from pd_cache.tokens import CacheMetadata
 from transfer.settings import ByteSize, TransferSettings
 from transfer.staging import SharedStagingPool
@@ -129,11 +130,11 @@ def serve(setting: Setting, pipe: Connection) -> None:
     copied: CopiedPool | None = None
 
     def store() -> None:
-        stored = engine.store(prompt.tokens, kv_caches=prompt.cache, slot_mapping=prompt.source)
+        stored = PromptCache(engine).store(prompt.tokens, kv_caches=prompt.cache, slot_mapping=prompt.source)
         assert stored == len(keys) * shape.chunk, f"only {stored} tokens were stored"
 
     def retrieve() -> None:
-        mask = engine.retrieve(prompt.tokens, kv_caches=prompt.cache, slot_mapping=prompt.target)
+        mask = PromptCache(engine).retrieve(prompt.tokens, kv_caches=prompt.cache, slot_mapping=prompt.target)
         assert int(mask.sum()) == len(keys) * shape.chunk, f"only {int(mask.sum())} tokens were loaded"
 
     try:

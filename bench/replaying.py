@@ -14,8 +14,9 @@ from bench.report import progress
 from bench.shrunken import ShrunkenCache
 from bench.trace import BLOCK_TOKENS, Request
 from launch.discovery import find_master
+from pd_cache.blocks import Slots, StoreOutcome
 from pd_cache.config import CacheConfig, MooncakeTier, NodeSettings
-from pd_cache.engine import CacheEngine, CacheEngineBuilder, Stored
+from pd_cache.engine import CacheEngine, CacheEngineBuilder
 from pd_cache.tokens import CacheMetadata
 from transfer.errors import Status
 from transfer.settings import ByteSize, Timeouts, TransferSettings
@@ -137,21 +138,21 @@ class Replayer:
     def _one(self, blocks: Sequence[int], tally: Tally) -> None:
         engine, cache = self.engine, self._cache
         names = _names(blocks)
-        found = engine.lookup_named(names) // BLOCK_TOKENS
+        found = engine.lookup(names)
         loaded = 0
         if found:
-            slots = cache.target(found)
-            loaded = engine.retrieve_chunks(names[:found], kv_caches=cache.tensors, slot_mapping=slots)
+            slots = Slots(cache.target(found))
+            loaded = engine.retrieve(names[:found], slots, kv_caches=cache.tensors)
             if not cache.arrived(blocks[:loaded]):
                 tally.damaged_chunks += loaded
                 loaded = 0
         tally.found_chunks += found
         tally.loaded_chunks += loaded
         if missing := names[loaded:]:
-            slots = cache.fill(blocks[loaded:])
-            outcomes = engine.store_chunks(missing, kv_caches=cache.tensors, slot_mapping=slots)
-            tally.stored_chunks += outcomes.count(Stored.NEW)
-            tally.refused_chunks += outcomes.count(Stored.NOT)
+            slots = Slots(cache.fill(blocks[loaded:]))
+            outcomes = engine.store(missing, slots, kv_caches=cache.tensors)
+            tally.stored_chunks += outcomes.count(StoreOutcome.NEW)
+            tally.refused_chunks += outcomes.count(StoreOutcome.NOT)
 
     def remove(self, blocks: Sequence[int], lease_ms: int) -> None:
         """Take chunks out of the pool, as far as that goes: those under a lease when it is over."""

@@ -34,13 +34,14 @@ from bench.server_lookups import (
     round_trips,
 )
 from launch.up import quiet, running
+from pd_cache.client.cache import ServerCache
+from pd_cache.client.identity import EngineIdentity
+from pd_cache.client.observer import server_status
 from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, StoreNode, dump_config, read_config
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier, NodeSettings
 from pd_cache.engine import CacheEngineBuilder
 from pd_cache.layout import KVLayout
-from pd_cache.server.client import CacheClient
-from pd_cache.server.messages import StatusQuery, StatusReport
-from pd_cache.server.remote import RemoteCache
+from pd_cache.prompts import PromptCache
 from pd_cache.tokens import CacheMetadata
 from transfer.errors import Status
 from transfer.settings import ByteSize, TransferSettings
@@ -67,13 +68,14 @@ def cache_server(segment: int, staging: ByteSize, cache: CacheConfig) -> Iterato
             plain = CacheConfig(chunk_size=cache.chunk_size)
             settings = NodeSettings(master=cluster.config.master_address, cache=plain, transfer=transfer)
             url = cluster.urls["cache"]
-            client = CacheClient(url, None, kind="observer")
-            try:
-                status = client.ask(StatusQuery(), 10)
-            finally:
-                client.close()
-            assert isinstance(status, StatusReport)
-            yield settings, url, status.pid
+            yield settings, url, server_status(url, 10).pid
+
+
+def served_cache(url: str, metadata: CacheMetadata, caches: dict[str, torch.Tensor], chunk: int) -> ServerCache:
+    """A server's cache, which has been lent these tensors."""
+    cache = ServerCache(url, EngineIdentity.of(metadata, CacheConfig(chunk_size=chunk)), move_timeout_s=60)
+    cache.register_kv_caches(caches)
+    return cache
 
 
 class Transfers:
@@ -84,8 +86,10 @@ class Transfers:
         self.metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
         # the engine's tensors lie in shared memory, too: both write to the same pages
         self.caches = {str(index): tensor for index, tensor in enumerate(prompt.cache)}
-        self.remote = RemoteCache(url, self.metadata, self.caches, prompt.layout, chunk, move_timeout_s=60)
+        self.server = served_cache(url, self.metadata, self.caches, chunk)
+        self.remote = PromptCache(self.server)
         self.engine = CacheEngineBuilder.get_or_create("bench", settings, self.metadata, prompt.layout)
+        self.own = PromptCache(self.engine)
         self.whole = len(prompt.tokens) // chunk * chunk
         self.nbytes = self.whole * prompt.layout.token_bytes
         self._source = np.ones(self.nbytes, np.uint8)
@@ -115,7 +119,7 @@ class Transfers:
     def wait_ready(self) -> None:
         """Wait until both ways reach the pool."""
         self.engine.wait_available(30)
-        _until(lambda: self.remote.available, 30)
+        _until(lambda: self.server.available, 30)
 
         def stored() -> bool:
             slots = self.prompt.source[: self.engine.chunk_size]
@@ -126,7 +130,7 @@ class Transfers:
         self.remove()
 
     def close(self) -> None:
-        self.remote.close()
+        self.server.close()
         CacheEngineBuilder.destroy("bench")
 
 
@@ -138,7 +142,7 @@ def from_the_pool(moves: Transfers, rounds: int) -> dict[str, float]:
         "server_retrieve": [],
         "engine_retrieve": [],
     }
-    sides = [("server", moves.remote), ("engine", moves.engine)]
+    sides = [("server", moves.remote), ("engine", moves.own)]
     for index in range(rounds + 1):
         for name, cache in sides if index % 2 else sides[::-1]:
             store = timed(lambda cache=cache: moves.store(cache))  # type: ignore[misc]
@@ -159,7 +163,7 @@ def from_the_pool(moves: Transfers, rounds: int) -> dict[str, float]:
 
 def holding(moves: Transfers, rounds: int) -> dict[str, float]:
     """What keeping a prompt's chunks until they are loaded costs: asking for them before their lease ends, or fetching them."""
-    moves.store(moves.engine)
+    moves.store(moves.own)
     backend, keys = moves.engine.backend, moves.keys
     asked = (keys * -(-_RENEWED // len(keys)))[:_RENEWED]
 
@@ -199,7 +203,8 @@ def small_prompt(url: str, chunk: int, block: int) -> Iterator[str]:
     layout = KVLayout.from_tensors(caches)
     metadata = CacheMetadata.of(f"small-{uuid.uuid4().hex}", layout)
     slots, prompt = torch.arange(LOOKUP_TOKENS), list(range(LOOKUP_TOKENS))
-    remote = RemoteCache(url, metadata, caches, layout, chunk, move_timeout_s=60)
+    server = served_cache(url, metadata, caches, chunk)
+    remote = PromptCache(server)
     try:
 
         def stored() -> bool:
@@ -209,7 +214,7 @@ def small_prompt(url: str, chunk: int, block: int) -> Iterator[str]:
         _until(stored, 30)  # the server's client of the pool opens in the background
         yield metadata.model
     finally:
-        remote.close()
+        server.close()
 
 
 @contextlib.contextmanager

@@ -12,8 +12,9 @@ import psutil
 import zmq
 
 from bench.engine import timed
-from pd_cache.server.client import CacheClient
-from pd_cache.server.scheduler_adapter import SchedulerAdapter
+from pd_cache.client.connection import ServerConnection
+from pd_cache.client.identity import EngineIdentity
+from pd_cache.client.scheduler_adapter import SchedulerAdapter
 
 CLIENTS = 4
 RATE = 1000
@@ -29,11 +30,11 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def round_trips(url: str, count: int) -> list[float]:
     """Seconds of each of `count` lookups that ask for nothing, one after the other."""
-    client = CacheClient(url, None, kind="scheduler", model="bench", block_size=16)
+    client = ServerConnection(url, None, "scheduler", EngineIdentity(model="bench", block_size=16))
     try:
         for _ in range(200):
-            client.lookup("", [], timeout=5).result()
-        return [timed(lambda: client.lookup("", [], timeout=5).result()) for _ in range(count)]
+            client.lookup("", [], 0, 5).result()
+        return [timed(lambda: client.lookup("", [], 0, 5).result()) for _ in range(count)]
     finally:
         client.close()
 
@@ -75,7 +76,7 @@ def _ask_at_a_rate(url: str, model: str, rate: float, seconds: float, parent: Co
 
     Tells the parent that it is ready, is told when to start, and sends the latencies.
     """
-    adapter = SchedulerAdapter(url, None, model, 1, 0, 16)
+    adapter = SchedulerAdapter(url, None, EngineIdentity(model=model, block_size=16))
     prompt = list(range(LOOKUP_TOKENS))
     latencies = []
     try:
@@ -129,7 +130,7 @@ def resident(pid: int) -> int:
 
 def memory_growth(url: str, model: str, pid: int, requests: int) -> dict[str, float]:
     """The server's memory before and after many requests, each a lookup with a session that is ended, after a warm-up."""
-    adapter = SchedulerAdapter(url, None, model, 1, 0, 16)
+    adapter = SchedulerAdapter(url, None, EngineIdentity(model=model, block_size=16))
     prompt = list(range(LOOKUP_TOKENS // 4))
 
     def ask(count: int) -> None:

@@ -40,6 +40,7 @@ from pd_cache.backends.mooncake import MooncakeBackend
 from pd_cache.backends.objects import TRAILER_BYTES
 from pd_cache.config import CacheConfig, DiskTier, LocalTier, NodeSettings, StorageTier
 from pd_cache.engine import CacheEngineBuilder
+from pd_cache.prompts import PromptCache
 from pd_cache.tokens import CacheMetadata
 from transfer.errors import Status
 from transfer.settings import ByteSize, TransferSettings
@@ -344,12 +345,12 @@ def measure_pool(tokens: int, rounds: int) -> dict[str, Any]:
             pool = engine.backend
             assert isinstance(pool, MooncakeBackend)
             ahead = {"plain": 1, "pipelined": pool.read_ahead}
-            stored = engine.store(prompt.tokens, kv_caches=prompt.cache, slot_mapping=prompt.source)
+            stored = PromptCache(engine).store(prompt.tokens, kv_caches=prompt.cache, slot_mapping=prompt.source)
             assert stored == tokens, f"only {stored} tokens were stored"
             keys = engine.database.keys(engine.database.hash_tokens(prompt.tokens))
 
             def retrieve() -> None:
-                mask = engine.retrieve(prompt.tokens, kv_caches=prompt.cache, slot_mapping=prompt.target)
+                mask = PromptCache(engine).retrieve(prompt.tokens, kv_caches=prompt.cache, slot_mapping=prompt.target)
                 assert int(mask.sum()) == tokens
 
             def first_chunk() -> None:

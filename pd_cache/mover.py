@@ -7,16 +7,16 @@ the last is scattered.
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from pd_cache.backends import PutOutcome, Staged, StorageBackend
+from pd_cache.blocks import StoreOutcome
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import ChunkSlots, Completion, PagedCopier
 from pd_cache.tokens import ChunkedTokenDatabase
@@ -24,24 +24,6 @@ from transfer.errors import Status
 from transfer.locks import Condition
 
 log = logging.getLogger(__name__)
-
-
-class Stored(enum.IntEnum):
-    """What a store did for a chunk."""
-
-    NOT = 0
-    """The chunk is not in the pool, or not known to be."""
-    BEFORE = 1
-    """The chunk was there already."""
-    NEW = 2
-    """The chunk was missing, and is there after the put. Another node may have put it at the same time: Mooncake's puts of a key that is
-    there succeed, and a host client cannot tell the two apart."""
-
-    @staticmethod
-    def together(parts: Iterable[Stored]) -> Stored:
-        """Returns the outcome for a chunk of several parts: new if a part is new and all are there."""
-        known = list(parts)
-        return Stored.NOT if Stored.NOT in known else max(known)
 
 
 class Deadline:
@@ -107,30 +89,15 @@ class ChunkMover:
         """True in a forked child, too: the threads that move chunks do not exist there."""
         return self._closed or os.getpid() != self._process
 
-    def store(self, run: ChunkRun, timeout: float | None = None) -> list[Stored]:
-        """Store the objects that the backend lacks; returns what became of each. `timeout` (s) bounds the whole call; without it, each
-        transfer has the configured one."""
-        deadline = Deadline(timeout)
-        outcomes = [Stored.NOT] * len(run.keys)
-        self.metrics.tokens("store", "requested", self._tokens(run, len(run.keys)))
-        with self._moving() as may_move, self.metrics.timed("store"):
-            if not run.keys or not may_move:
-                return outcomes
-            statuses = self.backend.batched_wants(run.keys, timeout=deadline.left())
-            self.metrics.outages("store", statuses)
-            missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
-            for index, status in enumerate(statuses):
-                if status is Status.OK:
-                    outcomes[index] = Stored.BEFORE
-            for index, status in zip(missing, self._put(run, missing, deadline), strict=False):
-                if status is Status.OK:
-                    outcomes[index] = Stored.NEW
-            stored = outcomes.count(Stored.NEW)
-            if stored:
-                self._annotate(deadline)
-        self.metrics.moved("store", stored * self.backend.payload_bytes)
-        self.metrics.tokens("store", "stored", self._tokens(run, stored))
-        return outcomes
+    def store(self, run: ChunkRun, timeout: float | None = None) -> list[StoreOutcome]:
+        """Store the objects that the backend lacks; returns what became of each chunk.
+
+        `timeout` (s) bounds the whole call; without it, each transfer has the configured one.
+        """
+        outcomes, shards = self._store(run, timeout), len(run.copiers)
+        if shards == 1:
+            return outcomes
+        return [StoreOutcome.together(outcomes[at : at + shards]) for at in range(0, len(outcomes), shards)]
 
     def load(self, run: ChunkRun, timeout: float | None = None) -> int:
         """Load chunks in order up to the first that is missing. Returns how many were loaded. `timeout` (s) bounds the whole call."""
@@ -178,6 +145,30 @@ class ChunkMover:
                 with self._idle:
                     self._active -= 1
                     self._idle.notify_all()
+
+    def _store(self, run: ChunkRun, timeout: float | None) -> list[StoreOutcome]:
+        """Returns what became of each object."""
+        deadline = Deadline(timeout)
+        outcomes = [StoreOutcome.NOT] * len(run.keys)
+        self.metrics.tokens("store", "requested", self._tokens(run, len(run.keys)))
+        with self._moving() as may_move, self.metrics.timed("store"):
+            if not run.keys or not may_move:
+                return outcomes
+            statuses = self.backend.batched_wants(run.keys, timeout=deadline.left())
+            self.metrics.outages("store", statuses)
+            missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
+            for index, status in enumerate(statuses):
+                if status is Status.OK:
+                    outcomes[index] = StoreOutcome.BEFORE
+            for index, status in zip(missing, self._put(run, missing, deadline), strict=False):
+                if status is Status.OK:
+                    outcomes[index] = StoreOutcome.NEW
+            stored = outcomes.count(StoreOutcome.NEW)
+            if stored:
+                self._annotate(deadline)
+        self.metrics.moved("store", stored * self.backend.payload_bytes)
+        self.metrics.tokens("store", "stored", self._tokens(run, stored))
+        return outcomes
 
     def _put(self, run: ChunkRun, missing: list[int], deadline: Deadline) -> list[Status]:
         """Returns one status for each of the `missing`, in order; fewer if there was no memory for the last ones."""

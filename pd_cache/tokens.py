@@ -158,16 +158,18 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int = 1
     """How many ranks hold a part of each chunk; each holds another part."""
     rank: int = 0
-    held: int = 1
+    shards_per_rank: int = 1
     """How many shards of a chunk each rank holds; each shard is an object. page_format and page_bytes are one shard's."""
 
     @classmethod
-    def of(cls, model: str, layout: KVLayout, *, world_size: int = 1, rank: int = 0, held: int = 1) -> CacheMetadata:
+    def of(
+        cls, model: str, layout: KVLayout, *, world_size: int = 1, rank: int = 0, shards_per_rank: int = 1
+    ) -> CacheMetadata:
         """The metadata of an engine whose paged cache, on this rank, has this layout.
 
-        Raises LayoutError if its pages cannot be cut into `held` shards.
+        Raises LayoutError if its pages cannot be cut into `shards_per_rank` shards.
         """
-        shard = layout.shard(held)
+        shard = layout.shard(shards_per_rank)
         return cls(
             model=model,
             kv_dtype=shard.dtype,
@@ -177,7 +179,7 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
             page_bytes=shard.page_bytes,
             world_size=world_size,
             rank=rank,
-            held=held,
+            shards_per_rank=shards_per_rank,
         )
 
     @classmethod
@@ -200,7 +202,7 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shards(self) -> range:
         """The numbers of this rank's shards."""
-        return range(self.rank * self.held, (self.rank + 1) * self.held)
+        return range(self.rank * self.shards_per_rank, (self.rank + 1) * self.shards_per_rank)
 
     def namespace(self, cache: CacheConfig) -> Namespace:
         """The namespace of all nodes whose KV is interchangeable with this one's."""
@@ -212,7 +214,7 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
             block_size=self.block_size,
             page_bytes=self.page_bytes,
             chunk_size=cache.chunk_size,
-            shards=self.world_size * self.held,
+            shards=self.world_size * self.shards_per_rank,
             hash_mode=cache.named_by,
             hash_seed=cache.hash_seed,
         )

@@ -15,12 +15,24 @@ PACKAGES = ("transfer", "pd_cache", "launch")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 
 LAYERS = (
-    ("errors", "runtime", "config", "metrics", "tokens", "block_hashes", "layout", "handoff", "weights", "decoding"),
-    ("server.descriptors", "server.door", "server.messages", "server.channel"),
+    (
+        "errors",
+        "runtime",
+        "config",
+        "metrics",
+        "tokens",
+        "block_hashes",
+        "layout",
+        "handoff",
+        "weights",
+        "decoding",
+        "blocks",
+    ),
     ("paged", "backends", "lookup"),
-    ("mover",),
+    ("mover", "prompts"),
     ("engine",),
-    ("server", "cluster"),
+    ("wire", "cluster"),
+    ("client", "server"),
     ("vllm",),
 )
 """Inside pd_cache: a module imports from its own layer and those before it."""
@@ -38,7 +50,8 @@ LAUNCH_LAYERS = (
 
 STRANGERS = (
     {"paged", "backends", "lookup"},
-    {"server", "cluster"},
+    {"wire", "cluster"},
+    {"client", "server"},
     {"reachability", "status", "up"},
     {"engines", "proxy"},
     {"roles", "doctor", "demo"},
@@ -47,7 +60,7 @@ STRANGERS = (
 
 HOMES = {
     "mooncake": ("transfer/store.py", "transfer/engine.py"),
-    "zmq": ("pd_cache/server/channel.py",),
+    "zmq": ("pd_cache/wire/channel.py",),
     "etcd3": ("launch/discovery/",),
     "grpc": ("launch/discovery/etcd.py",),
     "google.protobuf": ("launch/discovery/stubs.py",),
@@ -56,7 +69,7 @@ HOMES = {
     "xxhash": ("pd_cache/backends/objects.py",),
     "numpy": ("pd_cache/paged/cpu.py",),
     "triton": ("pd_cache/paged/cuda.py",),
-    "torch.cuda": ("pd_cache/paged/cuda.py", "pd_cache/server/sharing.py"),
+    "torch.cuda": ("pd_cache/paged/cuda.py", "pd_cache/wire/sharing.py"),
     "vllm": ("pd_cache/vllm/",),
     "huggingface_hub": ("pd_cache/vllm/model.py",),
     "transformers": ("launch/engines/reference/",),
@@ -71,7 +84,7 @@ HOMES = {
     "ctypes": (
         "transfer/staging.py",
         "transfer/store.py",
-        "pd_cache/server/sealed.py",
+        "pd_cache/wire/sealed.py",
         "launch/_tethered.py",
         "launch/doctor/clock.py",
     ),
@@ -169,7 +182,9 @@ def test_no_module_reads_the_environment_when_it_is_imported(file: Path) -> None
         ("pd_cache.cluster", ("torch", "mooncake", "zmq")),
         ("transfer", ("torch", "mooncake")),
         ("launch.cli", ("torch", "mooncake", "aiohttp", "transformers")),
-        ("pd_cache.engine", ("mooncake", "triton", "yaml", "pd_cache.cluster")),
+        ("pd_cache.engine", ("mooncake", "triton", "zmq", "yaml", "aiohttp", "pd_cache.cluster")),
+        ("pd_cache.vllm.scheduler", ("vllm", "mooncake")),
+        ("pd_cache.vllm.worker", ("vllm", "mooncake", "zmq")),
     ],
 )
 def test_importing_is_light(module: str, unwanted: tuple[str, ...]) -> None:

@@ -1,6 +1,6 @@
 """The process that drives a cache engine: `python -m bench.soak.engine NAME FILE HOST SEED FIRST`, started by `cluster`.
 
-`engine-a` has a `CacheEngine` of its own, `engine-b` a `RemoteCache` for each lane, over the cache server of the file. Each lane is
+`engine-a` has a `CacheEngine` of its own, `engine-b` a `ServerCache` for each lane, over the cache server of the file. Each lane is
 a thread with a paged buffer of its own. It does one operation of the plan after the other, and compares the whole buffer after each.
 
 It prints a line of JSON when an operation begins and when it ends, and reads commands as lines of JSON from stdin:
@@ -34,9 +34,10 @@ import torch
 from bench.soak.oracle import TOKEN_BYTES, PagedBuffer, Wrong, places, prefixes
 from bench.soak.plan import CHUNK, Operation, OperationKind, Prompt, operations, pressed, tokens_of
 from pd_cache.cluster import CacheServerNode, read_config
-from pd_cache.config import NodeSettings
+from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.engine import CacheEngine, CacheEngineBuilder
 from pd_cache.layout import KVLayout
+from pd_cache.prompts import PromptCache
 from pd_cache.tokens import CacheMetadata
 
 MODEL = "soak@1"
@@ -65,15 +66,16 @@ class OwnCache:
 
     def __init__(self, engine: CacheEngine, buffer: PagedBuffer) -> None:
         self._engine, self._kv = engine, buffer.tensors
+        self._prompts = PromptCache(engine)
 
     def lookup(self, tokens: list[int], timeout: float) -> int:
-        return self._engine.lookup(tokens, timeout=timeout)
+        return self._prompts.lookup(tokens, timeout=timeout)
 
     def retrieve(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> torch.Tensor:
-        return self._engine.retrieve(tokens, mask, kv_caches=self._kv, slot_mapping=slots, timeout=timeout)
+        return self._prompts.retrieve(tokens, mask, kv_caches=self._kv, slot_mapping=slots, timeout=timeout)
 
     def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> int:
-        return self._engine.store(tokens, mask, kv_caches=self._kv, slot_mapping=slots, timeout=timeout)
+        return self._prompts.store(tokens, mask, kv_caches=self._kv, slot_mapping=slots, timeout=timeout)
 
     def remove(self, tokens: list[int], timeout: float) -> None:
         database = self._engine.database
@@ -89,21 +91,29 @@ class ServedCache:
     removes = False
 
     def __init__(self, url: str, metadata: CacheMetadata, layout: KVLayout, buffer: PagedBuffer) -> None:
-        from pd_cache.server.remote import RemoteCache
+        from pd_cache.client.cache import ServerCache
+        from pd_cache.client.identity import EngineIdentity
 
         self._kv = buffer.tensors
-        self.remote = RemoteCache(
-            url, metadata, self._kv, layout, CHUNK, lookup_timeout_s=REMOTE_LOOKUP_S, move_timeout_s=REMOTE_MOVE_S
-        )
+        identity = EngineIdentity.of(metadata, CacheConfig(chunk_size=CHUNK))
+        self.remote = ServerCache(url, identity, lookup_timeout_s=REMOTE_LOOKUP_S, move_timeout_s=REMOTE_MOVE_S)
+        try:
+            self.remote.register_kv_caches(self._kv, layout.kind)
+        except BaseException:
+            self.remote.close()
+            raise
+        self._prompts = PromptCache(self.remote)
 
     def lookup(self, tokens: list[int], timeout: float) -> int:
-        return self.remote.lookup(tokens)
+        return self._prompts.lookup(tokens, session=threading.current_thread().name)
 
     def retrieve(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> torch.Tensor:
-        return self.remote.retrieve(tokens, mask, kv_caches=self._kv, slot_mapping=slots)
+        return self._prompts.retrieve(
+            tokens, mask, kv_caches=self._kv, slot_mapping=slots, session=threading.current_thread().name
+        )
 
     def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> int:
-        return self.remote.store(tokens, mask, kv_caches=self._kv, slot_mapping=slots)
+        return self._prompts.store(tokens, mask, kv_caches=self._kv, slot_mapping=slots)
 
     def remove(self, tokens: list[int], timeout: float) -> None:
         raise NotImplementedError("a cache server's clients remove nothing")
@@ -367,21 +377,12 @@ def _slots_held(engine: CacheEngine) -> int:
 
 def _server_report(url: str) -> dict[str, Any]:
     """Returns what the cache server says about itself; empty if it does not answer."""
+    from pd_cache.client.observer import server_status
     from pd_cache.errors import PdCacheError
-    from pd_cache.server.client import CacheClient
-    from pd_cache.server.messages import StatusQuery, StatusReport
 
     try:
-        client = CacheClient(url, None, kind="observer")
+        report = server_status(url, 5.0)
     except PdCacheError:
-        return {}
-    try:
-        report = client.ask(StatusQuery(), 5)
-    except PdCacheError:
-        return {}
-    finally:
-        client.close()
-    if not isinstance(report, StatusReport):
         return {}
     return {name: getattr(report, name) for name in ("clients", "workers", "sessions", "pinned", "in_flight")}
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import zmq
 
-from pd_cache.server.messages import (
+from pd_cache.wire.messages import (
     Answer,
     CpuStorage,
     EndSession,

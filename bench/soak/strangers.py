@@ -22,7 +22,7 @@ import pd_cache
 from bench.soak.kinds import NODES
 from launch.discovery.etcd import prefix_of
 from launch.discovery.stubs import load_etcd3
-from pd_cache.server.messages import Hello, Lookup, Message, StatusQuery, encode, join_names
+from pd_cache.wire.messages import Hello, Lookup, Message, StatusQuery, encode, join_names
 
 _HELD = 24
 """Most connections that a stranger keeps open at the same time."""

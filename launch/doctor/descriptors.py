@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from launch.descriptors import descriptors_for
 from launch.doctor.finding import Finding, ok, warning
 from pd_cache.cluster import ClusterConfig, Node
-from pd_cache.server.descriptors import descriptor_limits
+from pd_cache.wire.descriptors import descriptor_limits
 
 _ANY_NODE = 4096
 """Enough for all other nodes: connections to every node, shared memory, files of a disk tier."""

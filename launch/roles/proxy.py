@@ -21,8 +21,8 @@ from pd_cache.block_hashes import SEED_VARIABLE
 from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, ProxyNode, VllmEngineConfig
 from pd_cache.config import NodeSettings
 from pd_cache.lookup import LookupClient, MooncakeLookupClient
-from pd_cache.server.descriptors import raise_limit
 from pd_cache.tokens import CacheMetadata
+from pd_cache.wire.descriptors import raise_limit
 
 _SYNC_S = 2.0
 """How long a starting proxy waits for discovery; after that it uses the nodes of the file."""

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from launch.discovery import Member
-from launch.engines.reference import KVCache, serve
+from launch.engines.reference import serve
 from launch.reachability import PeerChecks
 from launch.signals import stop_on_signals
+from pd_cache.blocks import BlockCache
+from pd_cache.client.cache import ServerCache
+from pd_cache.client.identity import EngineIdentity
 from pd_cache.cluster import CacheServerNode, ClusterConfig, DecodeNode, PrefillNode, ReferenceEngineConfig
 from pd_cache.engine import CacheEngineBuilder
 from pd_cache.errors import ConfigError
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
-from pd_cache.server.remote import RemoteCache
 from pd_cache.tokens import CacheMetadata
 
 if TYPE_CHECKING:
@@ -32,21 +34,22 @@ def run_reference_engine(
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
 
-    remote: list[RemoteCache] = []
+    opened: list[BlockCache] = []
 
-    def open_cache(metadata: CacheMetadata, layout: KVLayout, kv_caches: dict[str, torch.Tensor]) -> KVCache:
+    def open_cache(metadata: CacheMetadata, layout: KVLayout, kv_caches: dict[str, torch.Tensor]) -> BlockCache:
         metrics = CacheMetrics(registry)
         server = config.node(node.cache_server) if node.cache_server else None
+        cache: BlockCache
         if isinstance(server, CacheServerNode):
-            url, chunk_size = config.server_url(server), config.cache.chunk_size
-            remote.append(RemoteCache(url, metadata, kv_caches, layout, chunk_size, metrics=metrics))
-            member.namespace = metadata.namespace(config.cache)
-            return remote[0]
-        try:
-            cache = CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=metrics)
-        except ValueError as error:  # the one thing that the file cannot know: how large a chunk of this model is
-            raise ConfigError(f"transfer.staging_size: {settings.transfer.staging_size}: {error}") from None
-        member.namespace = cache.namespace
+            cache = ServerCache(config.server_url(server), EngineIdentity.of(metadata, config.cache), metrics=metrics)
+        else:
+            try:
+                cache = CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=metrics)
+            except ValueError as error:  # the one thing that the file cannot know: how large a chunk of this model is
+                raise ConfigError(f"transfer.staging_size: {settings.transfer.staging_size}: {error}") from None
+        opened.append(cache)
+        cache.register_kv_caches(kv_caches)
+        member.namespace = metadata.namespace(config.cache)
         return cache
 
     def announce(address: str) -> None:
@@ -68,5 +71,5 @@ def run_reference_engine(
             )
         finally:
             CacheEngineBuilder.destroy(node.name)
-            for cache in remote:
+            for cache in opened:
                 cache.close()

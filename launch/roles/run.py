@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from launch.discovery import Member, find_master
 from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, Node, ProxyNode, StoreNode, VllmEngineConfig
-from pd_cache.server.descriptors import raise_limit
+from pd_cache.wire.descriptors import raise_limit
 
 
 def run_role(config: ClusterConfig, node: Node, ready: Callable[[str], None]) -> None:

@@ -131,15 +131,9 @@ def _ask_server(row: NodeStatus) -> None:
     if address.endswith(":0"):
         raise ValueError("its address depends on a port that is 0 in this file, chosen by `up`")
 
-    from pd_cache.server.client import CacheClient
-    from pd_cache.server.messages import StatusQuery, StatusReport
+    from pd_cache.client.observer import server_status
 
-    client = CacheClient(address, None, kind="observer", connect_timeout_s=_TIMEOUT_S)
-    try:
-        report = client.ask(StatusQuery(), _TIMEOUT_S)
-    finally:
-        client.close()
-    assert isinstance(report, StatusReport)
+    report = server_status(address, _TIMEOUT_S)
     _read_cache(_samples(report.metrics), row)
     row.state = "up" if report.available or not report.workers else "degraded: its pool does not answer"
     row.up_since, row.in_flight = report.up_since, report.in_flight

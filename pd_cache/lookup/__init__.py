@@ -1,8 +1,7 @@
-"""Clients that tell how long a prefix of a prompt the cache holds."""
+"""Clients that find out how long a prefix of a prompt the cache holds, without a cache server."""
 
 from pd_cache.lookup.base import LookupClient
 from pd_cache.lookup.bypass import BypassLookupClient
 from pd_cache.lookup.mooncake import MooncakeLookupClient
-from pd_cache.lookup.rpc import RpcLookupClient, RpcLookupServer
 
-__all__ = ["BypassLookupClient", "LookupClient", "MooncakeLookupClient", "RpcLookupClient", "RpcLookupServer"]
+__all__ = ["BypassLookupClient", "LookupClient", "MooncakeLookupClient"]

@@ -7,17 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pd_cache.metrics import CacheMetrics
-from pd_cache.tokens import ExtraKey, Tokens
+from pd_cache.tokens import ChunkedTokenDatabase, ExtraKey, Tokens
 
 
 class LookupClient(ABC):
-    """Answers with a number of tokens; errors answer 0 and are counted, whatever they are.
+    """Answers with a number of tokens. Any error is counted, and answered with what is at hand already."""
 
-    `request_configs` may hold `extra_keys`: the request's isolation (cache_salt, LoRA name, multi-modal hashes).
-    """
-
-    def __init__(self, metrics: CacheMetrics | None = None) -> None:
+    def __init__(self, database: ChunkedTokenDatabase, metrics: CacheMetrics | None = None) -> None:
+        """`database` names the chunks."""
         self.metrics = metrics or CacheMetrics()
+        self._database = database
+
+    @property
+    @abstractmethod
+    def available(self) -> bool:
+        """False while whatever is asked is known to be away: every lookup is then a miss, at once."""
 
     def lookup(
         self,
@@ -26,32 +30,40 @@ class LookupClient(ABC):
         request_configs: Mapping[str, Any] | None = None,
         *,
         block_hashes: Sequence[bytes] | None = None,
-        held: int = 0,
+        at_hand: int = 0,
     ) -> int:
-        """End of the longest contiguous prefix found, in tokens.
+        """Returns the end of the longest contiguous prefix found, in tokens.
 
-        Either `token_ids` or, in hash mode, the engine's `block_hashes`. Whole chunks among the first `held` tokens are
-        at hand already: they are not asked for, and count as found. `lookup_id` names the request in log lines, and
-        where a lookup protects what it found, until it is loaded or until `end`.
+        Either `token_ids` or, in hash mode, the engine's `block_hashes`. `request_configs` may hold `extra_keys`: the request's
+        isolation (cache_salt, LoRA name, multi-modal hashes). The rest is as for `find`. A prompt that cannot be named has no
+        chunks: the answer is 0.
         """
         try:
-            extra_keys = _extra_keys(request_configs)
-            return self._lookup(token_ids, block_hashes, held, extra_keys, lookup_id)
-        except Exception as error:  # noqa: BLE001 - a lookup never fails its request: the interface says 0
-            self.metrics.trouble(
-                "lookup", f"error_{type(error).__name__}", detail=f"{lookup_id or 'a lookup'}: {error}"
-            )
+            names = self._database.name_chunks(token_ids, block_hashes, _extra_keys(request_configs))
+        except Exception as error:  # noqa: BLE001 - a lookup never fails its request
+            self._count(error, lookup_id)
             return 0
+        return self.find(names, lookup_id, at_hand=at_hand)
+
+    def find(self, names: Sequence[bytes], lookup_id: str | None = None, *, at_hand: int = 0) -> int:
+        """Does the same for a prompt whose chunks are named already.
+
+        Whole chunks among the first `at_hand` tokens are at hand already: they are not asked for, and count as found.
+        `lookup_id` names the request in log lines. Where a lookup protects what it found, it does so for that id, until the prefix is
+        loaded or until `end`.
+        """
+        size = self._database.chunk_size
+        chunks = min(max(at_hand, 0) // size, len(names))
+        if chunks < len(names):
+            try:
+                chunks = self._find(names, chunks, lookup_id or "")
+            except Exception as error:  # noqa: BLE001 - a lookup never fails its request
+                self._count(error, lookup_id)
+        return chunks * size
 
     @abstractmethod
-    def _lookup(
-        self,
-        token_ids: Tokens | None,
-        block_hashes: Sequence[bytes] | None,
-        held: int,
-        extra_keys: Sequence[ExtraKey],
-        lookup_id: str | None,
-    ) -> int: ...
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> int:
+        """Returns the end of the prefix; everything in chunks. May raise anything."""
 
     def end(self, lookup_id: str) -> None:  # noqa: B027 - only some keep anything
         """The request of this id is over: what its lookup found need be kept no longer."""
@@ -63,6 +75,9 @@ class LookupClient(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of what the client opened itself. Idempotent."""
+
+    def _count(self, error: Exception, lookup_id: str | None) -> None:
+        self.metrics.trouble("lookup", f"error_{type(error).__name__}", detail=f"{lookup_id or 'a lookup'}: {error}")
 
 
 def _extra_keys(request_configs: Mapping[str, Any] | None) -> Sequence[ExtraKey]:

@@ -8,50 +8,49 @@ from typing import Protocol
 from pd_cache.config import NodeSettings
 from pd_cache.lookup.base import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.tokens import CacheMetadata, ExtraKey, Namespace, Tokens
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
 
 
 class LooksUp(Protocol):
     """What is needed of a `CacheEngine`, which this layer does not import."""
 
     @property
-    def namespace(self) -> Namespace: ...
+    def database(self) -> ChunkedTokenDatabase: ...
 
-    def lookup(
-        self,
-        tokens: Tokens | None = None,
-        *,
-        hashes: Sequence[bytes] | None = None,
-        held: int = 0,
-        extra_keys: Sequence[ExtraKey] = (),
-    ) -> int: ...
+    @property
+    def available(self) -> bool: ...
+
+    def lookup(self, names: Sequence[bytes], *, at_hand: int = 0, timeout: float | None = None) -> int: ...
 
 
 class BypassLookupClient(LookupClient):
     """Calls `engine.lookup` directly; the engine stays its owner's."""
 
     def __init__(
-        self, config: NodeSettings, metadata: CacheMetadata, engine: LooksUp, *, metrics: CacheMetrics | None = None
-    ) -> None:
-        """ValueError if `config` and `metadata` name another namespace than the engine's."""
-        super().__init__(metrics)
-        if engine.namespace != metadata.namespace(config.cache):
-            raise ValueError(
-                f"the engine serves {engine.namespace}, the client was made for {metadata.namespace(config.cache)}"
-            )
-        self._engine: LooksUp | None = engine
-
-    def _lookup(
         self,
-        token_ids: Tokens | None,
-        block_hashes: Sequence[bytes] | None,
-        held: int,
-        extra_keys: Sequence[ExtraKey],
-        lookup_id: str | None,
-    ) -> int:
+        config: NodeSettings,
+        metadata: CacheMetadata,
+        engine: LooksUp,
+        *,
+        timeout: float | None = None,
+        metrics: CacheMetrics | None = None,
+    ) -> None:
+        """`timeout` (s) bounds a lookup. Raises ValueError if `config` and `metadata` name another namespace than the engine's."""
+        wanted = metadata.namespace(config.cache)
+        if engine.database.namespace != wanted:
+            raise ValueError(f"the engine serves {engine.database.namespace}, the client was made for {wanted}")
+        super().__init__(engine.database, metrics)
+        self._engine: LooksUp | None = engine
+        self._timeout = timeout
+
+    @property
+    def available(self) -> bool:
+        return self._engine is not None and self._engine.available
+
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> int:
         if self._engine is None:
-            return 0
-        return self._engine.lookup(token_ids, hashes=block_hashes, held=held, extra_keys=extra_keys)
+            return at_hand
+        return self._engine.lookup(names, at_hand=at_hand, timeout=self._timeout)
 
     def close(self) -> None:
         self._engine = None

@@ -8,7 +8,8 @@ from pd_cache.config import NodeSettings
 from pd_cache.lookup.base import LookupClient
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
+from transfer.errors import Status
 from transfer.store import MooncakeStore
 
 
@@ -18,25 +19,21 @@ class MooncakeLookupClient(LookupClient):
     def __init__(
         self, config: NodeSettings, metadata: CacheMetadata, master_addr: str, *, metrics: CacheMetrics | None = None
     ) -> None:
-        """Begin to connect to the master at `master_addr` (`host:port`); lookups are 0 until it answers."""
-        super().__init__(metrics)
+        """Begin to connect to the master at `master_addr` (`host:port`); lookups find nothing until it answers."""
+        super().__init__(ChunkedTokenDatabase(metadata.namespace(config.cache)), metrics)
         self.store = MooncakeStore(config.transfer, master=master_addr, host=config.host, segment_size=0)
-        timeout = config.transfer.timeouts.exist_ms / 1000
-        self._prefix = PrefixLookup(
-            ChunkedTokenDatabase(metadata.namespace(config.cache)),
-            lambda keys: self.store.batch_exist(keys, timeout=timeout),
-            self.metrics,
-        )
+        self._timeout = config.transfer.timeouts.exist_ms / 1000
+        self._prefix = PrefixLookup(self._database, self.metrics)
 
-    def _lookup(
-        self,
-        token_ids: Tokens | None,
-        block_hashes: Sequence[bytes] | None,
-        held: int,
-        extra_keys: Sequence[ExtraKey],
-        lookup_id: str | None,
-    ) -> int:
-        return self._prefix.find(token_ids, block_hashes, held, extra_keys)
+    @property
+    def available(self) -> bool:
+        return self.store.available
+
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> int:
+        return self._prefix.find(names, at_hand, self._exist)
+
+    def _exist(self, keys: list[str]) -> list[Status]:
+        return self.store.batch_exist(keys, timeout=self._timeout)
 
     def close(self) -> None:
         self.store.close()

@@ -1,56 +1,41 @@
-"""PrefixLookup: the one way to find the longest contiguous prefix, for every client and for the engine."""
+"""PrefixLookup: finds the longest contiguous prefix in a backend or a pool. Used by the engine, the cache server and lookup clients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from pd_cache.metrics import CacheMetrics
-from pd_cache.tokens import ChunkedTokenDatabase, ExtraKey, Tokens, leading_chunks
+from pd_cache.tokens import ChunkedTokenDatabase, leading_chunks
 from transfer.errors import Status
 
 
 class PrefixLookup:
-    """Names the chunks of a prompt, asks once for all of them, and counts."""
+    """Asks once for all chunks of a prompt, and counts."""
 
-    def __init__(
-        self, database: ChunkedTokenDatabase, exists: Callable[[list[str]], list[Status]], metrics: CacheMetrics
-    ) -> None:
-        """`exists` answers a list of keys with one request."""
+    def __init__(self, database: ChunkedTokenDatabase, metrics: CacheMetrics) -> None:
         self._database = database
-        self._exists = exists
-        self._metrics = metrics
+        self.metrics = metrics
 
-    def find(
-        self, tokens: Tokens | None, hashes: Sequence[bytes] | None, held: int, extra_keys: Iterable[ExtraKey]
-    ) -> int:
-        """End of the longest contiguous prefix whose every shard exists, in tokens; see `LookupClient.lookup`."""
-        return self.find_named(self._database.name_chunks(tokens, hashes, extra_keys), held)
+    def find(self, names: Sequence[bytes], at_hand: int, exists: Callable[[list[str]], list[Status]]) -> int:
+        """Returns how many chunks, from the first, exist with every shard; the first `at_hand` count as found.
 
-    def find_named(self, names: Sequence[bytes], held: int = 0) -> int:
-        """The same for a prompt whose chunks are named already."""
-        keys = self.wanted(names, held)
+        `exists` answers a list of keys with one request.
+        """
+        keys = self._database.all_shard_keys(names[at_hand:])
         if not keys:
-            return len(names) * self._database.chunk_size
-        with self._metrics.timed("lookup"):
-            statuses = self._exists(keys)
-        return self.judge(names, held, statuses)
+            return len(names)
+        with self.metrics.timed("lookup"):
+            statuses = exists(keys)
+        return self.judge(len(names), at_hand, statuses)
 
-    def wanted(self, names: Sequence[bytes], held: int) -> list[str]:
-        """The keys to ask for, of all shards; none if all that there is to find is held."""
-        return self._database.all_shard_keys(names[self._skip(names, held) :])
-
-    def judge(self, names: Sequence[bytes], held: int, statuses: Sequence[Status]) -> int:
-        """What the statuses of the `wanted` keys say: end of the prefix, in tokens. Counts."""
-        database, metrics = self._database, self._metrics
-        size, skip = database.chunk_size, self._skip(names, held)
-        metrics.tokens("lookup", "requested", (len(names) - skip) * size)
+    def judge(self, chunks: int, at_hand: int, statuses: Sequence[Status]) -> int:
+        """Returns how many of `chunks` are found, given the statuses of all shards of those behind `at_hand`. Counts."""
+        size, metrics = self._database.chunk_size, self.metrics
+        metrics.tokens("lookup", "requested", (chunks - at_hand) * size)
         if statuses.count(Status.OK) == len(statuses):
-            found = len(names) - skip
+            found = chunks - at_hand
         else:
-            found = leading_chunks((status is Status.OK for status in statuses), database.namespace.shards)
-        metrics.outages("lookup", statuses)
+            found = leading_chunks((status is Status.OK for status in statuses), self._database.namespace.shards)
+            metrics.outages("lookup", statuses)
         metrics.tokens("lookup", "hit", found * size)
-        return (skip + found) * size
-
-    def _skip(self, names: Sequence[bytes], held: int) -> int:
-        return min(max(held, 0) // self._database.chunk_size, len(names))
+        return at_hand + found

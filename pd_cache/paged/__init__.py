@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pd_cache.layout import KVLayout, layer_tensors
-from pd_cache.paged.base import ChunkSlots, Completion, PagedCopier, plan_slots
+from pd_cache.paged.base import ChunkSlots, Completion, PagedCopier, plan
 from transfer.staging import Pin
 
-__all__ = ["ChunkSlots", "Completion", "Fence", "PagedCopier", "host_pin", "open_copier", "plan_slots"]
+__all__ = ["ChunkSlots", "Completion", "DeviceMark", "PagedCopier", "host_pin", "open_copier", "plan"]
 
 
-class Fence:
+class DeviceMark:
     """What the calling thread has given the device of `tensor` to do so far: for another thread to come after.
 
     On the CPU everything has happened when its call returned, and there is nothing to wait for.
@@ -27,7 +27,7 @@ class Fence:
             self._follow = mark(tensor.device)
 
     def follow(self) -> None:
-        """Order what the calling thread's current stream does from now on after the fence."""
+        """Order what the calling thread's current stream does from now on after the mark."""
         if self._follow is not None:
             self._follow()
 

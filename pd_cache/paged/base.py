@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from pd_cache.blocks import Places, Slots
 from pd_cache.layout import KVLayout, layer_tensors
 
 
@@ -65,7 +66,34 @@ class PagedCopier(ABC):
 
 
 LEFT_OUT = -1
-"""The slot of a token that a scatter shall leave out."""
+"""The block, or the slot of a token, that a scatter leaves out."""
+
+
+def plan(places: Places, layout: KVLayout, chunk_size: int, *, may_leave_out: bool = False) -> list[ChunkSlots]:
+    """Cuts the blocks, or the slots, of whole chunks into `ChunkSlots`.
+
+    With `may_leave_out` they may begin with blocks of `LEFT_OUT`. Raises ValueError for places outside of the cache, for places
+    that are named twice, or for a number of them that is no whole number of chunks.
+    """
+    if isinstance(places, Slots):
+        return plan_slots(places.mapping, layout, chunk_size, may_leave_out=may_leave_out)
+    blocks = torch.as_tensor(places, dtype=torch.int64)
+    per_chunk = chunk_size // layout.block_size
+    if blocks.numel() % per_chunk:
+        raise ValueError(f"{blocks.numel()} blocks are no whole number of chunks of {per_chunk} blocks")
+    if not blocks.numel():
+        return []
+    taken = blocks
+    if may_leave_out and int(blocks[0]) == LEFT_OUT:
+        wanted = (blocks != LEFT_OUT).nonzero()
+        taken = blocks[int(wanted[0]) :] if wanted.numel() else blocks[:0]
+    if taken.numel():
+        low, high = (int(value) for value in torch.aminmax(taken))
+        if low < 0 or high >= layout.blocks:
+            raise ValueError(f"blocks must lie in [0, {layout.blocks}), got values from {low} to {high}")
+        if torch.unique(taken).numel() != taken.numel():
+            raise ValueError("a block is named twice: two places of a prompt cannot share one")
+    return [ChunkSlots(row, None) for row in blocks.view(-1, per_chunk).unbind()]
 
 
 def plan_slots(

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from pd_cache.runtime import RuntimeFolderError, lock_file, own_folder, runtime_folder, temporary_folder
-from pd_cache.server.channel import CacheServerError
+from pd_cache.wire.channel import CacheServerError
 
 _SHARED = Path("/tmp")
 

@@ -27,10 +27,17 @@ from pd_cache.config import NodeSettings, ServerSettings
 from pd_cache.errors import LayoutError
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.address import own_address
-from pd_cache.server.channel import Incoming, ServerChannel
-from pd_cache.server.fence import AbandonedError
-from pd_cache.server.lifeline import LifelineServer
-from pd_cache.server.messages import (
+from pd_cache.server.models import Models, OpenBackend
+from pd_cache.server.moves import MoveJob
+from pd_cache.server.questions import Answerer, Question
+from pd_cache.server.queueing import FairQueue, Item, Lane
+from pd_cache.server.receiving import Receiver, failed
+from pd_cache.server.registrations import Client, PendingRegistration, Worker
+from pd_cache.server.sessions import Sessions
+from pd_cache.wire.channel import Incoming, ServerChannel
+from pd_cache.wire.fence import AbandonedError
+from pd_cache.wire.lifeline import LifelineServer
+from pd_cache.wire.messages import (
     Answer,
     Done,
     EndSession,
@@ -48,14 +55,8 @@ from pd_cache.server.messages import (
     Welcome,
     split_names,
 )
-from pd_cache.server.models import Models, OpenBackend
-from pd_cache.server.moves import MoveJob
-from pd_cache.server.questions import Answerer, Question
-from pd_cache.server.queueing import FairQueue, Item, Lane
-from pd_cache.server.registrations import Client, PendingRegistration, Worker
-from pd_cache.server.sealed import SealError
-from pd_cache.server.sessions import Sessions
-from pd_cache.server.sharing import SharingError
+from pd_cache.wire.sealed import SealError
+from pd_cache.wire.sharing import SharingError
 
 log = logging.getLogger(__name__)
 
@@ -113,11 +114,11 @@ class CacheServer:
             lifeline = own_address(url, stack)
             self.channel = ServerChannel(url)
             stack.callback(self.channel.close)
+            self._receiver = Receiver(self.channel, self._handle, self.metrics, "server")
             self._lifeline = LifelineServer(lifeline, self._gone, self._arrived, self._strange)
             stack.callback(self._lifeline.close)
             self._resources = stack.pop_all()
         self._threads = [
-            threading.Thread(target=self._receive, name="pd-cache-receive", daemon=True),
             threading.Thread(target=self._keep_house, name="pd-cache-house", daemon=True),
             threading.Thread(target=self._lend, name="pd-cache-lend", daemon=True),
             threading.Thread(target=self._let_go, name="pd-cache-idle", daemon=True),
@@ -127,6 +128,7 @@ class CacheServer:
             self._threads.append(threading.Thread(target=work, name=name, daemon=True))
         for thread in self._threads:
             thread.start()
+        self._receiver.start()
 
     @property
     def url(self) -> str:
@@ -167,29 +169,13 @@ class CacheServer:
             self._clients.clear()
         for client in clients:
             self._forget(client)
-        self.channel.wake()
+        self._receiver.stop(max(0.1, end - time.monotonic()))
         for thread in self._threads:
             thread.join(max(0.1, end - time.monotonic()))
         self._resources.close()
         self.models.close()
 
     # --- receiving -----------------------------------------------------------------------------------------------
-
-    def _receive(self) -> None:
-        def bad_frame(reason: str) -> None:
-            self.metrics.trouble("server", f"{reason}_frame")
-
-        while not self._stop.is_set():
-            for incoming in self.channel.receive(_TICK_S, bad_frame):
-                try:
-                    answer = self._handle(incoming)
-                except RefusalError as refusal:
-                    answer = refusal.refused
-                except Exception as error:  # whatever one request raises, the others are answered
-                    log.exception("a request failed")
-                    answer = Refused("failed", f"{type(error).__name__}: {error}")
-                if answer is not None:
-                    self._answer(incoming, answer)
 
     def _handle(self, incoming: Incoming) -> Answer | None:
         """Returns the answer to a request that can be answered at once; None if another thread will answer."""
@@ -227,7 +213,7 @@ class CacheServer:
         busy = RefusalError("busy", f"{self.node.max_in_flight} operations are the most at a time")
         if turned_away is item:
             raise busy
-        self._answer(turned_away.work.incoming, busy.refused)
+        self._receiver.answer(turned_away.work.incoming, busy.refused)
 
     # --- registrations -------------------------------------------------------------------------------------------
 
@@ -239,7 +225,7 @@ class CacheServer:
             before = client.pending
             client.pending = PendingRegistration(incoming, request, time.monotonic() + _DESCRIPTORS_S)
         if before is not None:
-            self._answer(
+            self._receiver.answer(
                 before.incoming, Refused("invalid", "another registration followed before its file descriptors")
             )
         self._begin_registration(client)
@@ -264,7 +250,7 @@ class CacheServer:
         try:
             self._submit(Item(client.hello.client, Lane.LEND, 0, _Work(pending.incoming, client, job)))
         except RefusalError as refusal:
-            self._answer(pending.incoming, refusal.refused)
+            self._receiver.answer(pending.incoming, refusal.refused)
 
     def _refuse_unaccompanied(self, now: float) -> None:
         """Handles registrations whose descriptors have not come in time."""
@@ -276,14 +262,9 @@ class CacheServer:
                     client.pending = None
         for pending in late:
             reason = "no file descriptors came over the lifeline; engines and their cache server share a host"
-            self._answer(pending.incoming, Refused("invalid", reason))
+            self._receiver.answer(pending.incoming, Refused("invalid", reason))
 
     # --- answering -----------------------------------------------------------------------------------------------
-
-    def _answer(self, incoming: Incoming, answer: Answer) -> None:
-        if isinstance(answer, Refused) and answer.reason != "busy":
-            self.metrics.trouble("server", f"refused_{answer.reason}", detail=answer.message)
-        self.channel.answer(incoming, answer)
 
     def _hello(self, identity: bytes, hello: Hello) -> Answer:
         if identity != hello.client.encode():
@@ -333,9 +314,9 @@ class CacheServer:
     def _handle_lookup(self, incoming: Incoming, client: Client, request: Lookup) -> Answer | None:
         names = split_names(request.names)
         model = self.models.get(client.group)
-        if model is None or request.held >= len(names):
-            return Found(min(request.held, len(names)))
-        question = Question(model, client.hello.client, request.session, request.held, names)
+        if model is None or request.at_hand >= len(names):
+            return Found(min(request.at_hand, len(names)))
+        question = Question(model, client.hello.client, request.session, request.at_hand, names)
         self._submit(Item(client.hello.client, Lane.QUICK, 1, _Work(incoming, client, question)))
         return None
 
@@ -366,7 +347,7 @@ class CacheServer:
             incoming, client, _ = items[index].work
             if client.gone:  # it went during the lookup: nobody else would end its session
                 self.sessions.end_client(client.hello.client)
-            self._answer(incoming, answer)
+            self._receiver.answer(incoming, answer)
         return unfinished
 
     def _move(self) -> None:
@@ -393,7 +374,7 @@ class CacheServer:
     def _go_on(self, item: Item[_Work]) -> bool:
         """Queue the rest of an item, whose client may have gone meanwhile. Returns False if it was answered instead."""
         if not self._queue.put_back(item):
-            self._answer(item.work.incoming, Refused("closing", "the cache server is closing"))
+            self._receiver.answer(item.work.incoming, Refused("closing", "the cache server is closing"))
             return False
         return True
 
@@ -411,10 +392,10 @@ class CacheServer:
             answer = Refused("mismatch", str(error))
         except Exception as error:  # whatever one operation raises, the thread goes on
             log.exception("an operation failed")
-            answer = Refused("failed", f"{type(error).__name__}: {error}")
+            answer = failed(error)
         if answer is None:
             return False
-        self._answer(work.incoming, answer)
+        self._receiver.answer(work.incoming, answer)
         return True
 
     def _retrieved(self, request: Move, worker: Worker) -> None:
@@ -448,10 +429,10 @@ class CacheServer:
                 self._forget_silent(now)
                 self._refuse_unaccompanied(now)
                 for item in self._queue.expire(now):
-                    self._answer(item.work.incoming, Refused("late", "its turn came after its deadline"))
+                    self._receiver.answer(item.work.incoming, Refused("late", "its turn came after its deadline"))
                 if now >= renew_at:
                     renew_at = now + self._renew_s
-                    for backend, keys in self.sessions.held():
+                    for backend, keys in self.sessions.leases():
                         for start in range(0, len(keys), _LEASE_BATCH):
                             backend.batched_contains(keys[start : start + _LEASE_BATCH])
             except Exception:  # this thread runs as long as the server

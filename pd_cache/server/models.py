@@ -17,8 +17,8 @@ from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover
 from pd_cache.paged import host_pin
-from pd_cache.server.messages import Hello, RefusalError
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
+from pd_cache.wire.messages import Hello, RefusalError
 
 OpenBackend = Callable[[NodeSettings, int], StorageBackend]
 
@@ -35,7 +35,7 @@ class Group(NamedTuple):
 
     model: str
     world_size: int
-    held: int
+    shards_per_rank: int
     """How many shards of a chunk each rank holds."""
     block_size: int
     hash_mode: Literal["tokens", "blocks"]
@@ -62,7 +62,7 @@ class Model:
         self.workers: set[str] = set()
         """The clients that are registered."""
         self.mover = ChunkMover(backend, self.database, metrics)
-        self.prefix = PrefixLookup(self.database, backend.batched_contains, metrics)
+        self.prefix = PrefixLookup(self.database, metrics)
 
     def shards_of(self, rank: int) -> range:
         """Returns the numbers of the shards that a rank holds."""
@@ -102,13 +102,13 @@ class Models:
                 "mismatch", f"this server names chunks by {cache.hash_mode} (cache.hash_mode), the engine by {mode}"
             )
         seed = hello.hash_seed or cache.hash_seed
-        if hello.world_size * hello.held > MAX_SHARDS:
+        if hello.world_size * hello.shards_per_rank > MAX_SHARDS:
             raise RefusalError(
                 "invalid",
-                f"world size {hello.world_size} with {hello.held} shards each makes {hello.world_size * hello.held} objects of "
+                f"world size {hello.world_size} with {hello.shards_per_rank} shards each makes {hello.world_size * hello.shards_per_rank} objects of "
                 f"every chunk; {MAX_SHARDS} are the most",
             )
-        return Group(hello.model, hello.world_size, hello.held, hello.block_size, mode, seed)
+        return Group(hello.model, hello.world_size, hello.shards_per_rank, hello.block_size, mode, seed)
 
     def get(self, group: Group) -> Model | None:
         """The group's model; None before its first worker has registered."""
@@ -125,7 +125,9 @@ class Models:
                 "mismatch",
                 f"the KV tensors have blocks of {layout.block_size} tokens, the engine said {group.block_size}",
             )
-        metadata = CacheMetadata.of(group.model, layout, world_size=group.world_size, held=group.held)
+        metadata = CacheMetadata.of(
+            group.model, layout, world_size=group.world_size, shards_per_rank=group.shards_per_rank
+        )
         with self._opening:
             model = self._models.get(group)
             if model is None or model.metadata != metadata:
@@ -136,7 +138,7 @@ class Models:
                         f"{metadata}: their chunks are not interchangeable",
                     )
                 cache = self._settings.cache
-                backend = self._backend(layout.shard(group.held).chunk_bytes(cache.chunk_size))
+                backend = self._backend(layout.shard(group.shards_per_rank).chunk_bytes(cache.chunk_size))
                 if model is not None:
                     model.mover.close(0.0)
                 model = self._models[group] = Model(group, metadata, cache, backend, self._metrics)

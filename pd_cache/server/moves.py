@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pd_cache.mover import ChunkRun
-from pd_cache.mover import Stored as Outcome
-from pd_cache.server.messages import Answer, Loaded, Move, RefusalError, Retrieve, Stored, count_names
 from pd_cache.server.registrations import Client, Worker
+from pd_cache.wire.messages import Answer, Loaded, Move, RefusalError, Retrieve, Stored, count_names
 
 TURN_BYTES = 1 << 30
 """Bytes that one store or retrieve moves before others have their turn: about a second's work."""
@@ -61,7 +60,5 @@ class MoveJob:
                 return None
             self._loaded(self._request, worker)
             return Loaded(first + loaded)
-        held = worker.model.group.held
-        objects = worker.model.mover.store(part)
-        self._outcomes += bytes(Outcome.together(objects[at : at + held]) for at in range(0, len(objects), held))
+        self._outcomes += bytes(worker.model.mover.store(part))
         return None if self._done < len(run.chunks) else Stored(bytes(self._outcomes))

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from pd_cache.metrics import CacheMetrics
-from pd_cache.server.messages import Answer, Found, Refused
 from pd_cache.server.models import Model
+from pd_cache.server.receiving import failed
 from pd_cache.server.sessions import Sessions
+from pd_cache.wire.messages import Answer, Found
 from transfer.errors import Status
 
 log = logging.getLogger(__name__)
@@ -26,19 +27,19 @@ class Question:
     chunk that is missing, and nothing behind `MOST_KEYS`.
     """
 
-    __slots__ = ("_asked", "_behind", "_hole", "_statuses", "client", "held", "model", "names", "session")
+    __slots__ = ("_asked", "_behind", "_hole", "_statuses", "at_hand", "client", "model", "names", "session")
 
-    def __init__(self, model: Model, client: str, session: str, held: int, names: list[bytes]) -> None:
-        """`held` chunks, from the first, need not be asked for."""
+    def __init__(self, model: Model, client: str, session: str, at_hand: int, names: list[bytes]) -> None:
+        """`at_hand` chunks, from the first, need not be asked for."""
         self.model = model
         self.client = client
         self.session = session
-        self.held = held
-        self.names = names[: held + max(1, MOST_KEYS // model.database.namespace.shards)]
+        self.at_hand = at_hand
+        self.names = names[: at_hand + max(1, MOST_KEYS // model.database.namespace.shards)]
         self._behind = len(names) - len(self.names)
         """How many chunks, at the end, are never asked for."""
-        self._asked = held
-        """How many chunks, from the first, are held or were asked for."""
+        self._asked = at_hand
+        """How many chunks, from the first, are at hand or were asked for."""
         self._hole = False
         self._statuses: list[Status] = []
 
@@ -59,16 +60,15 @@ class Question:
         return self._hole or self._asked == len(self.names)
 
     def judge(self, metrics: CacheMetrics) -> int:
-        """Returns how many chunks, from the first, are held or found with every shard. Counts their tokens in `metrics`."""
-        size = self.model.database.chunk_size
-        end = self.model.prefix.judge(self.names[: self._asked], self.held * size, self._statuses)
-        metrics.tokens("lookup", "requested", (len(self.names) - self._asked + self._behind) * size)
-        return end // size
+        """Returns how many chunks, from the first, are at hand or found with every shard. Counts their tokens in `metrics`."""
+        unasked = len(self.names) - self._asked + self._behind
+        metrics.tokens("lookup", "requested", unasked * self.model.database.chunk_size)
+        return self.model.prefix.judge(self._asked, self.at_hand, self._statuses)
 
     def found_by_rank(self, end: int) -> list[list[str]]:
-        """Returns the keys of the chunks from `held` to `end`, in one list for each rank."""
+        """Returns the keys of the chunks from `at_hand` to `end`, in one list for each rank."""
         database, shards = self.model.database, self.model.database.namespace.shards
-        keys = database.all_shard_keys(self.names[self.held : end])
+        keys = database.all_shard_keys(self.names[self.at_hand : end])
         if shards == 1:
             return [keys]
         return [
@@ -106,7 +106,7 @@ class Answerer:
         except Exception as error:  # whatever one backend raises, the others are asked
             log.exception("lookups failed")
             for index in indices:
-                yield index, _failed(error)
+                yield index, failed(error)
             return
         start = 0
         for index, keys in zip(indices, keys_of, strict=True):
@@ -119,20 +119,16 @@ class Answerer:
                     answer = self._judge(question)
             except Exception as error:  # whatever one lookup raises, the others are answered
                 log.exception("a lookup failed")
-                answer = _failed(error)
+                answer = failed(error)
             yield index, answer
 
     def _judge(self, question: Question) -> Answer:
         """Returns what a lookup found, pinned for its session."""
         model, end = question.model, question.judge(self._metrics)
-        if question.session and end > question.held:
-            names, backend = question.names[question.held : end], model.mover.backend
+        if question.session and end > question.at_hand:
+            names, backend = question.names[question.at_hand : end], model.mover.backend
             by_rank, client, session = question.found_by_rank(end), question.client, question.session
             self._sessions.open(client, session, model.group, backend, names, by_rank, self._session_s)
             if model.mover.closed:  # the backend was released meanwhile, and its sessions with it
                 self._sessions.end(client, session)
         return Found(end)
-
-
-def _failed(error: Exception) -> Refused:
-    return Refused("failed", f"{type(error).__name__}: {error}")

@@ -37,7 +37,7 @@ class _Client(Generic[T]):
         self.waiting: dict[Lane, deque[Item[T]]] = {lane: deque() for lane in Lane}
         self.served = dict.fromkeys(Lane, 0)
         """The cost of the work it was given, never less than that of waiting clients: an idle client saves nothing up."""
-        self.held = 0
+        self.places = 0
         """Items waiting or running."""
 
 
@@ -93,13 +93,13 @@ class FairQueue(Generic[T]):
             if client is None:
                 client = self._clients[item.client] = _Client()
             displaced: Item[T] | None = None
-            if self._closed or client.held >= self._limit - self._total:
+            if self._closed or client.places >= self._limit - self._total:
                 displaced = None if self._closed else self._displace(client)
                 if displaced is None:
                     self._tidy(item.client)
                     return item
             self._enter(client, item)
-            client.held += 1
+            client.places += 1
             self._total += 1
             self._wake(item.lane)
             return displaced
@@ -192,10 +192,10 @@ class FairQueue(Generic[T]):
 
     def _displace(self, client: _Client[T]) -> Item[T] | None:
         """Make room for a client if another client holds more."""
-        rich = [one for one in self._clients.values() if one.held > client.held + 1 and any(one.waiting.values())]
+        rich = [one for one in self._clients.values() if one.places > client.places + 1 and any(one.waiting.values())]
         if not rich or self._total < self._limit:
             return None
-        waiting = max(rich, key=lambda one: one.held).waiting
+        waiting = max(rich, key=lambda one: one.places).waiting
         item = max(waiting.values(), key=len).pop()
         self._release(item)
         return item
@@ -215,10 +215,10 @@ class FairQueue(Generic[T]):
 
     def _release(self, item: Item[T]) -> None:
         self._total -= 1
-        self._clients[item.client].held -= 1
+        self._clients[item.client].places -= 1
         self._tidy(item.client)
 
     def _tidy(self, name: str) -> None:
         """Forget a client that holds nothing, and what it was served: the others have been served more by then."""
-        if not self._clients[name].held:
+        if not self._clients[name].places:
             del self._clients[name]

@@ -7,16 +7,14 @@ import threading
 import time
 from typing import NamedTuple
 
-import torch
-
 from pd_cache.mover import ChunkRun
-from pd_cache.paged import ChunkSlots
-from pd_cache.server.channel import Incoming
-from pd_cache.server.fence import FenceView
-from pd_cache.server.lifeline import LifelineServer
-from pd_cache.server.messages import Answer, Done, Hello, Move, RefusalError, Register, Retrieve, split_names
+from pd_cache.paged import plan
 from pd_cache.server.models import Group, Model, Models
-from pd_cache.server.sharing import FencedCopier, MappedTensors
+from pd_cache.wire.channel import Incoming
+from pd_cache.wire.fence import FenceView
+from pd_cache.wire.lifeline import LifelineServer
+from pd_cache.wire.messages import Answer, Done, Hello, Move, RefusalError, Register, Retrieve, split_names
+from pd_cache.wire.sharing import FencedCopier, MappedTensors
 
 log = logging.getLogger(__name__)
 
@@ -36,27 +34,20 @@ class Worker(NamedTuple):
         Nothing is copied after `until`, by `time.monotonic()`.
         """
         layout, database = self.tensors.layout, self.model.database
-        names, blocks = split_names(request.names), request.blocks
+        names = split_names(request.names)
         needed = len(names) * database.blocks_per_chunk
-        if len(blocks) != needed:
-            raise RefusalError("invalid", f"{len(names)} chunks lie in {needed} blocks, got {len(blocks)}")
-        left_out = 0
-        if isinstance(request, Retrieve):
-            left_out = next((index for index, block in enumerate(blocks) if block >= 0), needed)
-        moved = blocks[left_out:]
-        if moved and not (min(moved) >= 0 and max(moved) < layout.blocks):
-            raise RefusalError(
-                "invalid", f"blocks must lie in [0, {layout.blocks}), got values from {min(moved)} to {max(moved)}"
-            )
-        if len(set(moved)) != len(moved):
-            raise RefusalError("invalid", "a block is named twice: two places of a prompt cannot share one")
+        if len(request.blocks) != needed:
+            raise RefusalError("invalid", f"{len(names)} chunks lie in {needed} blocks, got {len(request.blocks)}")
+        try:
+            chunks = plan(request.blocks, layout, database.chunk_size, may_leave_out=isinstance(request, Retrieve))
+        except ValueError as error:
+            raise RefusalError("invalid", str(error)) from None
         shards = self.model.shards_of(self.rank)
         copiers = [
             FencedCopier(self.tensors, index, request.slot, request.ticket, request.event, until)
             for index in range(len(shards))
         ]
-        rows = torch.tensor(blocks, dtype=torch.int64).view(len(names), database.blocks_per_chunk)
-        return ChunkRun(database.keys(names, shards), [ChunkSlots(row, None) for row in rows], [*copiers])
+        return ChunkRun(database.keys(names, shards), chunks, [*copiers])
 
 
 class PendingRegistration(NamedTuple):
@@ -125,7 +116,7 @@ class Client:
     def _map(self, request: Register, descriptors: list[int], models: Models) -> None:
         """Call with `registering`."""
         self._unmap(_UNMAP_S)
-        tensors = MappedTensors(request, descriptors[1:], FenceView(descriptors[0]), self.hello.held)
+        tensors = MappedTensors(request, descriptors[1:], FenceView(descriptors[0]), self.hello.shards_per_rank)
         try:
             model = models.serve(self.group, tensors.layout, self.hello.client)
             self.worker = Worker(model, self.hello.rank, tensors)

@@ -1,7 +1,7 @@
 """What lookups found and loads are about to need: pinned, counted, and never for longer than a deadline.
 
 A session belongs to the client that looked up, and holds the keys found, shard by shard. In local tiers a key is pinned by
-reference count. The pool's objects are held by asking for them again before their lease ends; that costs one
+reference count. The pool's objects are kept by asking for them again before their lease ends; that costs one
 `batch_is_exist` for all sessions together.
 """
 
@@ -53,8 +53,8 @@ class Session:
         return [key for keys in self._shards.values() for key in keys]
 
     @property
-    def held(self) -> int:
-        """How many keys it holds."""
+    def pinned(self) -> int:
+        """How many keys it keeps."""
         return sum(len(keys) for keys in self._shards.values())
 
     @property
@@ -98,16 +98,16 @@ class Sessions:
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._by_request: dict[tuple[object, str], list[Session]] = {}
         self._keys = 0
-        """How many keys the sessions held when they were opened."""
+        """How many keys the sessions were opened with."""
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     @property
     def pinned(self) -> int:
-        """How many keys are held, each counted as often as it is held."""
+        """How many keys are pinned, each counted as often as it is."""
         with self._lock:
-            return sum(session.held for session in self._sessions.values())
+            return sum(session.pinned for session in self._sessions.values())
 
     def open(
         self,
@@ -173,8 +173,8 @@ class Sessions:
                 self._end(*key)
         return len(late)
 
-    def held(self) -> list[tuple[StorageBackend, list[str]]]:
-        """Returns the keys that only a lease holds, without repetition, for each backend."""
+    def leases(self) -> list[tuple[StorageBackend, list[str]]]:
+        """Returns the keys that only a lease keeps, without repetition, for each backend."""
         with self._lock:
             by_backend: dict[int, tuple[StorageBackend, dict[str, None]]] = {}
             for session in self._sessions.values():

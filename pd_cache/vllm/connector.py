@@ -10,6 +10,7 @@ logged, and answers as if there were no cache.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -38,21 +39,23 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
 from pd_cache.block_hashes import describe_hashes
+from pd_cache.client.lookup import RpcLookupClient, ServerLookupClient
 from pd_cache.config import NodeSettings
-from pd_cache.engine import CacheEngine, CacheEngineBuilder
+from pd_cache.engine import CacheEngineBuilder
 from pd_cache.errors import ConfigError
 from pd_cache.layout import KVLayout
-from pd_cache.lookup import BypassLookupClient, MooncakeLookupClient, RpcLookupClient
+from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.server.lookup import ServerLookupClient
-from pd_cache.vllm.chunks import open_chunks
+from pd_cache.vllm.cache import WorkerCache, open_cache
 from pd_cache.vllm.compat import check_version
+from pd_cache.vllm.events import describe_chunks
 from pd_cache.vllm.health import write_namespace
-from pd_cache.vllm.messages import Handshake, StepMetadata
+from pd_cache.vllm.messages import Handshake, StepMetadata, WorkerReport
 from pd_cache.vllm.model import UnsupportedModelError, check_supported, model_identity, place_of
-from pd_cache.vllm.scheduler import Lookup, SchedulerSide
+from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings, read_settings
 from pd_cache.vllm.stats import CacheStats, CacheStatsSource, PromCacheMetrics
+from pd_cache.vllm.steps import Step
 from pd_cache.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -93,6 +96,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats = CacheStatsSource(self._metrics)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._cache: WorkerCache | None = None
         self._handshake: Handshake | None = None
         self._bad_blocks: set[int] = set()
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
@@ -107,12 +111,14 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             if self._settings.namespace_file is not None:
                 Path(self._settings.namespace_file).unlink(missing_ok=True)  # it was another start's
             events = vllm_config.kv_events_config
+            wanted = events is not None and events.enable_kv_cache_events
+            describe = functools.partial(describe_chunks, chunk_size=chunk_size, block_size=block_size)
             self._scheduler = SchedulerSide(
                 self._settings,
                 stores=stores,
                 block_size=block_size,
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
-                events=events is not None and events.enable_kv_cache_events,
+                describe=describe if wanted else None,
                 metrics=self._metrics,
             )
 
@@ -151,14 +157,14 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             shards=self._settings.shards,
         )
         instance = f"vllm-{self._kv_transfer_config.engine_id}-{rank}"
-        chunks = open_chunks(self._settings, place.metadata, layout, tensors, instance, rank, ranks, self._metrics)
+        self._cache = open_cache(self._settings, place.metadata, layout, tensors, instance, rank, ranks, self._metrics)
         self._worker = WorkerSide(
-            chunks,
+            self._cache.cache,
             stores=place.stores,
             load_timeout_s=self._settings.connector.load_timeout_ms / 1000,
             asynchronous=self._settings.connector.load == "async",
         )
-        self._handshake = Handshake(place.metadata, os.getpid(), instance, chunks.lookup_url)
+        self._handshake = Handshake(place.metadata, os.getpid(), instance, self._cache.lookup_url)
         namespace = place.metadata.namespace(self._settings.node.cache)
         logger.info("pd-cache: namespace %s: %s", namespace.fingerprint(), namespace.manifest().decode())
 
@@ -201,7 +207,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What ended in this worker, for the scheduler."""
-        return None if self._worker is None else self._worker.take_report()
+        report = None if self._worker is None else self._worker.take_report()
+        return None if report is None else WorkerReport(report)
 
     # --- scheduler: before the first request ---------------------------------------------------------------------
 
@@ -229,32 +236,23 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if file is not None and not namespace.hash_seed.startswith("xxhash"):
             self._safely("namespace", lambda: write_namespace(Path(file), namespace), None)
 
-    def _open_lookup(self, worker: Handshake) -> Lookup:
+    def _open_lookup(self, worker: Handshake) -> LookupClient:
         """Ask where most is known: the cache server, the worker's engine, or else the pool's master."""
-        seconds = self._settings.connector.lookup_timeout_ms / 1000
-        own, metadata = (
-            _with_exist_timeout(self._settings.node, self._settings.connector.lookup_timeout_ms),
-            worker.metadata,
-        )
-        if self._settings.server_url is not None:
-            logger.info("pd-cache: lookups ask the cache server at %s", self._settings.server_url)
-            server = ServerLookupClient(own, metadata, self._settings.server_url, seconds, metrics=self._metrics)
-            return Lookup(server, lambda: server.available)
+        settings, metadata, metrics = self._settings, worker.metadata, self._metrics
+        milliseconds = settings.connector.lookup_timeout_ms
+        own, seconds = _with_exist_timeout(settings.node, milliseconds), milliseconds / 1000
+        if settings.server_url is not None:
+            logger.info("pd-cache: lookups ask the cache server at %s", settings.server_url)
+            return ServerLookupClient(own, metadata, settings.server_url, seconds, metrics=metrics)
         if worker.lookup_url is not None:
             logger.info("pd-cache: lookups ask the worker, which has tiers of its own")
-            remote = RpcLookupClient(own, metadata, worker.lookup_url, metrics=self._metrics)
-            return Lookup(remote, lambda: True)
+            return RpcLookupClient(own, metadata, worker.lookup_url, metrics=metrics)
         engine = CacheEngineBuilder.get(worker.instance) if worker.pid == os.getpid() else None
-        logger.info(
-            "pd-cache: lookups ask %s",
-            f"the master at {self._settings.node.master}" if engine is None else "the worker's engine",
-        )
         if engine is not None:
-            bounded = _Bounded(engine, seconds)
-            bypass = BypassLookupClient(self._settings.node, worker.metadata, bounded, metrics=self._metrics)
-            return Lookup(bypass, lambda: engine.available)
-        client = MooncakeLookupClient(own, worker.metadata, own.master, metrics=self._metrics)
-        return Lookup(client, lambda: client.store.available)
+            logger.info("pd-cache: lookups ask the worker's engine")
+            return BypassLookupClient(settings.node, metadata, engine, timeout=seconds, metrics=metrics)
+        logger.info("pd-cache: lookups ask the master at %s", settings.node.master)
+        return MooncakeLookupClient(own, metadata, own.master, metrics=metrics)
 
     # --- scheduler: each step ------------------------------------------------------------------------------------
 
@@ -280,12 +278,13 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler = self._scheduling()
         step = scheduler.begin_step(scheduler_output)
         self._safely("store", lambda: scheduler.plan_stores(step, scheduler_output), None)
-        return step
+        return StepMetadata(step)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers have done."""
-        scheduler = self._scheduling()
-        self._safely("report", lambda: scheduler.take_report(connector_output), None)
+        scheduler, meta = self._scheduling(), connector_output.kv_connector_worker_meta
+        if isinstance(meta, WorkerReport):
+            self._safely("report", lambda: scheduler.take_report(meta.report), None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Its blocks can go: those that are still being stored are held for that."""
@@ -339,6 +338,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close(self._settings.node.transfer.timeouts.close_ms / 1000)
+        if self._cache is not None:
+            self._cache.close()
 
     # --- inside --------------------------------------------------------------------------------------------------
 
@@ -346,9 +347,9 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None, "called in a worker"
         return self._scheduler
 
-    def _step(self) -> StepMetadata:
-        step = self._connector_metadata
-        return step if isinstance(step, StepMetadata) else StepMetadata()
+    def _step(self) -> Step:
+        metadata = self._connector_metadata
+        return metadata.step if isinstance(metadata, StepMetadata) else Step()
 
     def _safely(self, hook: str, call: Callable[[], R], otherwise: R) -> R:
         """Nothing that goes wrong in a cache is worth a request."""
@@ -358,18 +359,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             self._metrics.trouble(hook, f"error_{type(error).__name__}", detail=str(error))
             logger.exception("pd-cache: %s failed; going on without", hook)
             return otherwise
-
-
-class _Bounded:
-    """An engine whose lookups hold up the scheduler for a bounded time."""
-
-    def __init__(self, engine: CacheEngine, seconds: float) -> None:
-        self.namespace = engine.namespace
-        self._engine = engine
-        self._seconds = seconds
-
-    def lookup(self, *arguments: Any, **options: Any) -> int:
-        return self._engine.lookup(*arguments, timeout=self._seconds, **options)
 
 
 def with_hash_seed(settings: Settings, vllm_config: VllmConfig) -> Settings:

@@ -126,7 +126,9 @@ def place_of(model: str, layout: KVLayout, name: str, *, rank: int, ranks: int, 
             "a common multiple of all nodes' tensor-parallel sizes"
         )
     try:
-        metadata = CacheMetadata.of(model, layout, world_size=distinct, rank=rank // replicas, held=shards // distinct)
+        metadata = CacheMetadata.of(
+            model, layout, world_size=distinct, rank=rank // replicas, shards_per_rank=shards // distinct
+        )
     except LayoutError as error:
         raise UnsupportedModelError(
             f"{name}: nodes of different tensor-parallel size are to share chunks of {shards} parts, but {error}. Give all "

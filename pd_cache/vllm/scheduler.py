@@ -11,33 +11,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored, KVCacheEvent
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
-
+from pd_cache.blocks import StoreOutcome
 from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read_params, write_params
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.mover import Stored
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey
-from pd_cache.vllm.messages import LoadOp, StepMetadata, StoreOp, WorkerReport
 from pd_cache.vllm.settings import Settings
+from pd_cache.vllm.steps import LoadOp, Report, Step, StoreOp
+
+if TYPE_CHECKING:  # so that its tests replay histories without vLLM
+    from vllm.distributed.kv_events import BlockStored, KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.020
 """How often an announced prefix is asked for again."""
 
 
-class Lookup(NamedTuple):
-    """The lookup client, and whether the pool behind it is known to be of no use."""
-
-    client: LookupClient
-    available: Callable[[], bool]
+Describe = Callable[["Request", int, int], "list[BlockStored]"]
+"""Returns the KV events for a request's chunks from one number to before another."""
 
 
 class _Found(NamedTuple):
@@ -62,10 +58,10 @@ class _Proposal(NamedTuple):
 class _Tracked:
     """What is known of one request."""
 
-    def __init__(self, request: Request, handoff: Handoff) -> None:
+    def __init__(self, request: Request, handoff: Handoff, arrived: float) -> None:
         self.request = request
         self.handoff = handoff
-        self.arrived = time.monotonic()
+        self.arrived = arrived
         self.names: list[bytes] = []
         """Of the whole chunks so far; grows with the request."""
         self.found: _Found | None = None
@@ -101,26 +97,28 @@ class SchedulerSide:
         stores: bool,
         block_size: int,
         ranks: int,
-        events: bool,
+        describe: Describe | None,
         metrics: CacheMetrics,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stores` is false for a consumer; `events` for an engine whose KV events nobody wants."""
+        """`stores` is false for a consumer; `describe` is None for an engine whose KV events nobody wants."""
+        self._clock = clock
         self._settings = settings
         self._options = settings.connector
         self._stores = stores
         self._block_size = block_size
         self._ranks = ranks
-        self._events = events
+        self._describe = describe
         self.metrics = metrics
         self._chunk = settings.node.cache.chunk_size
         self._blocks_per_chunk = self._chunk // block_size
         self._token_mode = settings.node.cache.hash_mode == "tokens"
         self._database: ChunkedTokenDatabase | None = None
-        self._lookup: Lookup | None = None
+        self._lookup: LookupClient | None = None
         self._manager: KVCacheManager | None = None
         self._requests: dict[str, _Tracked] = {}
         self._loads: list[LoadOp] = []
-        self._jobs: dict[int, tuple[_Job, int, list[Stored]]] = {}
+        self._jobs: dict[int, tuple[_Job, int, list[StoreOutcome]]] = {}
         """Of each job: itself, how many ranks are still at it, and what became of its chunks so far."""
         self._next_job = 0
         self._chunks_under_way = 0
@@ -131,7 +129,7 @@ class SchedulerSide:
 
     # --- before the first request --------------------------------------------------------------------------------
 
-    def open(self, metadata: CacheMetadata, lookup: Lookup) -> None:
+    def open(self, metadata: CacheMetadata, lookup: LookupClient) -> None:
         """The workers' KV tensors are known: chunks can be named and asked for."""
         self._database = ChunkedTokenDatabase(metadata.namespace(self._settings.node.cache))
         self._lookup = lookup
@@ -144,7 +142,7 @@ class SchedulerSide:
         """Let go of the lookup client. Idempotent."""
         lookup, self._lookup = self._lookup, None
         if lookup is not None:
-            lookup.client.close()
+            lookup.close()
 
     # --- a request's way -----------------------------------------------------------------------------------------
 
@@ -173,17 +171,17 @@ class SchedulerSide:
             return
         first, last = proposed.start // self._chunk, proposed.end // self._chunk
         ids = blocks.get_block_ids()[0][first * self._blocks_per_chunk : last * self._blocks_per_chunk]
-        held = proposed.start // self._block_size - first * self._blocks_per_chunk
+        at_hand = proposed.start // self._block_size - first * self._blocks_per_chunk
         # of another number of tokens than was proposed nobody knows which: load none, and vLLM computes all of them
         names = self._names(tracked, last)[first:] if external == proposed.tokens else []
-        self._loads.append(LoadOp(request.request_id, names, [-1] * held + list(ids[held:])))
+        self._loads.append(LoadOp(request.request_id, names, [-1] * at_hand + list(ids[at_hand:])))
         tracked.loaded = external
         if first <= tracked.planned:
             tracked.planned = max(tracked.planned, last)
 
-    def begin_step(self, output: SchedulerOutput) -> StepMetadata:
+    def begin_step(self, output: SchedulerOutput) -> Step:
         """What has to be done with this step, whatever else is planned."""
-        step = StepMetadata(
+        step = Step(
             loads=self._loads,
             stores=self._late,
             nothing_to_compute=output.total_num_scheduled_tokens == 0,
@@ -193,7 +191,7 @@ class SchedulerSide:
         self._expecting = False
         return step
 
-    def plan_stores(self, step: StepMetadata, output: SchedulerOutput) -> None:
+    def plan_stores(self, step: Step, output: SchedulerOutput) -> None:
         """Add the chunks that this step completes."""
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
@@ -204,11 +202,8 @@ class SchedulerSide:
                 certain = -request.num_in_flight_tokens if self._options.load == "sync" else scheduled
                 step.stores += self._plan_stores(tracked, request.num_computed_tokens + certain)
 
-    def take_report(self, output: KVConnectorOutput) -> None:
+    def take_report(self, report: Report) -> None:
         """What the workers have done since."""
-        report = output.kv_connector_worker_meta
-        if not isinstance(report, WorkerReport):
-            return
         for job, (ranks, outcomes) in report.jobs.items():
             self._advance(job, ranks, outcomes)
         for request_id in report.failed_loads:
@@ -229,7 +224,7 @@ class SchedulerSide:
         if self._options.load == "sync":  # otherwise all was planned, and what was still being loaded is not computed
             self._late += self._plan_stores(tracked, computed)
         if self._lookup is not None and tracked.found is not None:
-            self._lookup.client.end(request.request_id)
+            self._lookup.end(request.request_id)
         if not tracked.handoff.announce:
             return None
         computed = min(computed, request.num_prompt_tokens)
@@ -278,7 +273,7 @@ class SchedulerSide:
             except BadParams as error:
                 self.metrics.trouble("lookup", "bad_handoff", detail=str(error))
                 handoff = Handoff()
-            tracked = self._requests[request.request_id] = _Tracked(request, handoff)
+            tracked = self._requests[request.request_id] = _Tracked(request, handoff, self._clock())
         return tracked
 
     def _nameable(self, request: Request) -> bool:
@@ -287,24 +282,21 @@ class SchedulerSide:
             return False
         return not self._token_mode or request.prompt_embeds is None
 
-    def _find(self, tracked: _Tracked, lookup: Lookup, computed: int) -> _Found | None:
+    def _find(self, tracked: _Tracked, lookup: LookupClient, computed: int) -> _Found | None:
         """The answer to the request's one lookup; None while an announced prefix is still awaited."""
-        held = computed // self._chunk * self._chunk
+        at_hand = computed // self._chunk * self._chunk
         known = tracked.found
-        now = time.monotonic()
-        awaited = self._awaited(tracked, now) if lookup.available() else 0
-        # what was held then may be evicted by now, and whether the pool has it was never asked
-        if known is not None and known.start <= held and (known.end >= awaited or now < tracked.next_poll):
+        now = self._clock()
+        awaited = self._awaited(tracked, now) if lookup.available else 0
+        # what was at hand then may be evicted by now, and whether the pool has it was never asked
+        if known is not None and known.start <= at_hand and (known.end >= awaited or now < tracked.next_poll):
             return known if known.end >= awaited else None
         request = tracked.request
-        if self._token_mode:
-            tokens = list(request.all_token_ids)
-            end = lookup.client.lookup(tokens, request.request_id, {"extra_keys": _isolation(request)}, held=held)
-        else:
-            end = lookup.client.lookup(None, request.request_id, block_hashes=request.block_hashes, held=held)
-        tracked.found = _Found(held, end)
+        names = self._names(tracked, request.num_tokens // self._chunk)
+        end = lookup.find(names, request.request_id, at_hand=at_hand)
+        tracked.found = _Found(at_hand, end)
         if end < awaited:
-            tracked.next_poll = time.monotonic() + tracked.poll_s
+            tracked.next_poll = self._clock() + tracked.poll_s
             tracked.poll_s = min(2 * tracked.poll_s, _LONGEST_POLL_S)
             return None
         return tracked.found
@@ -365,7 +357,8 @@ class SchedulerSide:
         assert self._manager is not None
         ids = self._manager.get_block_ids(request.request_id)[0]
         blocks = list(ids[first * self._blocks_per_chunk : last * self._blocks_per_chunk])
-        job = _Job(request.request_id, first, blocks, last - first, self._describe(tracked, first, last))
+        events = self._describe(request, first, last) if self._describe is not None else []
+        job = _Job(request.request_id, first, blocks, last - first, events)
         return [self._begin(job, names)]
 
     def _begin(self, job: _Job, names: Sequence[bytes]) -> StoreOp:
@@ -374,15 +367,15 @@ class SchedulerSide:
         number = self._next_job
         self._next_job += 1
         self._chunks_under_way += job.chunks
-        self._jobs[number] = (job, self._ranks, [Stored.BEFORE] * job.chunks)
+        self._jobs[number] = (job, self._ranks, [StoreOutcome.BEFORE] * job.chunks)
         return StoreOp(number, list(names[job.first : job.first + job.chunks]), job.blocks)
 
-    def _advance(self, number: int, ranks: int, outcomes: Sequence[Stored]) -> None:
+    def _advance(self, number: int, ranks: int, outcomes: Sequence[StoreOutcome]) -> None:
         """Some ranks are done with a job; when all are, its blocks are given back."""
         if number not in self._jobs:
             return
         job, remaining, before = self._jobs[number]
-        both = [Stored.together(pair) for pair in zip(before, outcomes, strict=True)]
+        both = [StoreOutcome.together(pair) for pair in zip(before, outcomes, strict=True)]
         if remaining > ranks:
             self._jobs[number] = (job, remaining - ranks, both)
             return
@@ -392,35 +385,13 @@ class SchedulerSide:
         # the last first: what is freed first is evicted first, and a prefix is worth more than what follows it
         pool.free_blocks(pool.blocks[block] for block in reversed(job.blocks))
         self._stored_events += [
-            event for event, outcome in zip(job.events, both, strict=False) if outcome is Stored.NEW
+            event for event, outcome in zip(job.events, both, strict=False) if outcome is StoreOutcome.NEW
         ]
         tracked = self._requests.get(job.request_id)
-        if tracked is not None and tracked.found is not None and Stored.NOT not in both:
+        if tracked is not None and tracked.found is not None and StoreOutcome.NOT not in both:
             start, end = job.first * self._chunk, (job.first + job.chunks) * self._chunk
             if start <= tracked.found.end < end:
                 tracked.found = _Found(tracked.found.start, end)  # of use if it is preempted
-
-    def _describe(self, tracked: _Tracked, first: int, last: int) -> list[BlockStored]:
-        if not self._events:
-            return []
-        request, per_chunk, size = tracked.request, self._blocks_per_chunk, self._block_size
-        hashes = [maybe_convert_block_hash(value) for value in request.block_hashes[: last * per_chunk]]
-        tokens = request.all_token_ids
-        lora = request.lora_request
-        return [
-            BlockStored(
-                block_hashes=hashes[chunk * per_chunk : (chunk + 1) * per_chunk],
-                parent_block_hash=hashes[chunk * per_chunk - 1] if chunk else None,
-                token_ids=list(tokens[chunk * self._chunk : (chunk + 1) * self._chunk]),
-                block_size=size,
-                lora_id=lora.adapter_id if lora is not None else None,
-                medium=MEDIUM_STORAGE,
-                lora_name=lora.name if lora is not None else None,
-                group_idx=0,
-                locality="REMOTE",
-            )
-            for chunk in range(first, last)
-        ]
 
 
 def _isolation(request: Request) -> tuple[ExtraKey, ...]:

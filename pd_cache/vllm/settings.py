@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from pd_cache.client.observer import server_welcome
 from pd_cache.cluster import (
     CacheServerNode,
     ClusterConfig,
@@ -20,8 +21,7 @@ from pd_cache.cluster import (
 )
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.errors import ConfigError
-from pd_cache.server.channel import CacheServerError
-from pd_cache.server.client import CacheClient
+from pd_cache.wire.channel import CacheServerError
 
 _CONNECT_S = 10.0
 """How long a server may take to say what its chunks are, where no file tells."""
@@ -110,14 +110,9 @@ def _of_server(given: ExtraConfig) -> Settings:
     if given.node is not None:
         raise ConfigError("kv_connector_extra_config.node: names a node of a config_file, and there is none")
     try:
-        client = CacheClient(given.server_url, None, kind="observer", connect_timeout_s=_CONNECT_S)
+        welcome = server_welcome(given.server_url, _CONNECT_S)
     except (CacheServerError, ValueError) as error:
         raise ConfigError(f"kv_connector_extra_config.server_url: {given.server_url}: {error}") from None
-    try:
-        welcome = client.welcome
-        assert welcome is not None
-    finally:
-        client.close()
     mode, seed = welcome.hash_mode, welcome.hash_seed
     cache = CacheConfig(
         chunk_size=welcome.chunk_size, hash_mode="blocks" if welcome.may_choose else mode, hash_seed=seed

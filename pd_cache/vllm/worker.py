@@ -9,12 +9,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from pd_cache.mover import Stored
-from pd_cache.vllm.chunks import Chunks
-from pd_cache.vllm.messages import LoadOp, StepMetadata, StoreOp, WorkerReport
+from pd_cache.blocks import BlockCache, StoreOutcome
+from pd_cache.vllm.steps import LoadOp, Report, Step, StoreOp
 from transfer.locks import Condition
 
 _LOADERS = 2
@@ -46,14 +45,16 @@ class WorkerSide:
 
     def __init__(
         self,
-        chunks: Chunks,
+        cache: BlockCache,
         *,
         stores: bool,
         load_timeout_s: float,
         asynchronous: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take over `chunks`. `stores` is false where another rank stores the same KV."""
-        self._chunks = chunks
+        """`cache` stays its owner's. `stores` is false where another rank stores the same KV."""
+        self._cache = cache
+        self._clock = clock
         self._stores = stores
         self._load_timeout_s = load_timeout_s
         self._asynchronous = asynchronous
@@ -65,7 +66,7 @@ class WorkerSide:
         """Requests whose load is queued or running."""
         self._ended_loads: set[str] = set()
         self._bad_blocks: set[int] = set()
-        self._report = WorkerReport()
+        self._report = Report()
         self._closing = False
         self._threads = [
             threading.Thread(target=target, name=f"pd-cache-{name}", daemon=True)
@@ -77,9 +78,9 @@ class WorkerSide:
         for thread in self._threads:
             thread.start()
 
-    def start(self, step: StepMetadata) -> None:
+    def start(self, step: Step) -> None:
         """Begin this step's loads; without `asynchronous`, wait until they have ended."""
-        deadline = time.monotonic() + self._load_timeout_s
+        deadline = self._clock() + self._load_timeout_s
         for op in step.loads:
             if self._asynchronous:
                 with self._changed:
@@ -93,21 +94,21 @@ class WorkerSide:
                 if bad:
                     self._report.failed_loads.add(op.request_id)
 
-    def save(self, step: StepMetadata) -> None:
+    def save(self, step: Step) -> None:
         """Queue this step's stores: the forward pass has been launched, and a mark tells its end."""
         if not step.stores:
             return
-        after = self._chunks.mark()
+        after = self._cache.mark()
         for op in step.stores:
             with self._changed:
                 if self._stores:
                     self._under_way += 1
                 else:
-                    self._report.jobs[op.job] = (1, [Stored.BEFORE] * len(op.names))
+                    self._report.jobs[op.job] = (1, [StoreOutcome.BEFORE] * len(op.names))
             if self._stores:
                 self._store_queue.put(_Store(op, after))
 
-    def take_loads(self, step: StepMetadata, finished: set[str]) -> LoadResult:
+    def take_loads(self, step: Step, finished: set[str]) -> LoadResult:
         """Returns what ended. Loads of `finished` requests that have not begun are given up."""
         with self._changed:
             self._wanted -= finished
@@ -117,24 +118,24 @@ class WorkerSide:
             bad, self._bad_blocks = self._bad_blocks, set()
         return LoadResult(ended, bad)
 
-    def take_report(self) -> WorkerReport | None:
+    def take_report(self) -> Report | None:
         """For the scheduler; None if nothing ended."""
         with self._changed:
             if not self._report.jobs and not self._report.failed_loads:
                 return None
-            report, self._report = self._report, WorkerReport()
+            report, self._report = self._report, Report()
             return report
 
-    def close(self, timeout: float) -> None:
-        """Give up what is queued, wait for what runs, at most `timeout` seconds, and let go of the cache. Idempotent."""
+    def close(self, timeout: float) -> bool:
+        """Give up what is queued, and wait for what runs, at most `timeout` seconds. Returns False if something still runs."""
         self._closing = True
         for _ in range(_LOADERS):
             self._load_queue.put(None)
         self._store_queue.put(None)
-        deadline = time.monotonic() + timeout
+        deadline = self._clock() + timeout
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        self._chunks.close(timeout)
+            thread.join(max(0.0, deadline - self._clock()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     # --- inside --------------------------------------------------------------------------------------------------
 
@@ -163,11 +164,11 @@ class WorkerSide:
             return _blocks(op.blocks)
         loaded = 0
         try:
-            remaining = deadline - time.monotonic()
+            remaining = deadline - self._clock()
             if remaining > 0:
-                loaded = self._chunks.load(op.request_id, op.names, op.blocks, remaining)
+                loaded = self._cache.retrieve(op.names, op.blocks, session=op.request_id, timeout=remaining)
             else:
-                self._chunks.metrics.trouble("retrieve", "deadline", len(op.names))
+                self._cache.metrics.trouble("retrieve", "deadline", len(op.names))
         except Exception as error:  # noqa: BLE001 - whatever the error is, vLLM computes the blocks
             self._unexpected("retrieve", len(op.names), error)
         return _blocks(op.blocks[loaded * len(op.blocks) // len(op.names) :])
@@ -175,10 +176,10 @@ class WorkerSide:
     def _run_stores(self) -> None:
         while (item := self._store_queue.get()) is not None:
             op = item.op
-            outcomes = [Stored.NOT] * len(op.names)
+            outcomes = [StoreOutcome.NOT] * len(op.names)
             try:
                 if not self._closing:
-                    outcomes = self._chunks.store(op.names, op.blocks, item.after)
+                    outcomes = self._cache.store(op.names, op.blocks, after=item.after)
             except Exception as error:  # noqa: BLE001 - a chunk that is not stored is computed again, no more
                 self._unexpected("store", len(op.names), error)
             with self._changed:
@@ -187,7 +188,7 @@ class WorkerSide:
                 self._changed.notify_all()
 
     def _unexpected(self, op: str, chunks: int, error: Exception) -> None:
-        self._chunks.metrics.trouble(op, f"error_{type(error).__name__}", chunks, detail=str(error))
+        self._cache.metrics.trouble(op, f"error_{type(error).__name__}", chunks, detail=str(error))
 
 
 def _blocks(blocks: Sequence[int]) -> set[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,38 +13,53 @@ from typing import Any
 
 import pytest
 
+from pd_cache.client.cache import ServerCache
+from pd_cache.client.identity import EngineIdentity
+from pd_cache.client.lookup import RpcLookupClient, ServerLookupClient
 from pd_cache.config import CacheConfig
-from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient, RpcLookupClient, RpcLookupServer
-from pd_cache.server.channel import RefusedError
-from tests.support.engines import CHUNK, Host, host, random_slots
+from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
+from pd_cache.server.lookup_server import RpcLookupServer
+from pd_cache.wire.channel import RefusedError
+from tests.support.engines import BLOCK, BLOCKS, CHUNK, Host, host, random_slots
+from tests.support.kv import make_cache
 from tests.support.pool import Pool
+from tests.support.server import LATE_S, served
 from tests.support.waiting import wait_for
 
-CLIENTS = ("bypass", "mooncake", "rpc")
+CLIENTS = ("bypass", "mooncake", "rpc", "server")
 
 
 @contextmanager
 def client_of(kind: str, node: Host, pool: Pool) -> Iterator[LookupClient]:
-    config, metadata = node.engine.settings, node.engine.metadata
-    client: LookupClient
-    server: RpcLookupServer | None = None
-    if kind == "bypass":
-        client = BypassLookupClient(config, metadata, node.engine)
-    elif kind == "mooncake":
-        client = MooncakeLookupClient(config, metadata, pool.address)
-        client.store.wait_open(60)
-    else:
-        server = RpcLookupServer(node.engine, "tcp://127.0.0.1:*")
-        client = RpcLookupClient(config, metadata, server.url)
-        client.wait_connected(60)
-    try:
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(contextlib.closing(_open(kind, node, pool, stack)))
         yield client
-    finally:
-        client.close()
-        client.close()
-        if server is not None:
-            server.close()
-            server.close()
+        client.close()  # and once more, by the stack
+
+
+def _open(kind: str, node: Host, pool: Pool, stack: contextlib.ExitStack) -> LookupClient:
+    config, metadata = node.engine.settings, node.engine.metadata
+    if kind == "bypass":
+        return BypassLookupClient(config, metadata, node.engine)
+    if kind == "mooncake":
+        direct = MooncakeLookupClient(config, metadata, pool.address)
+        direct.store.wait_open(60)
+        return direct
+    if kind == "rpc":
+        answering = stack.enter_context(contextlib.closing(RpcLookupServer(node.engine, "tcp://127.0.0.1:*")))
+        rpc = RpcLookupClient(config, metadata, answering.url)
+        rpc.wait_connected(60)
+        return rpc
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    server = stack.enter_context(served(pool, folder, cache=config.cache))
+    worker = ServerCache(server.url, EngineIdentity.of(metadata, config.cache))
+    stack.callback(worker.close)
+    worker.register_kv_caches(make_cache(blocks=BLOCKS, block_size=BLOCK))
+    worker.connection.wait_ready(60)  # from then on the server knows the model
+    server.models.backends[0].wait_available(60)
+    client = ServerLookupClient(config, metadata, server.url, LATE_S)
+    client.wait_connected(60)
+    return client
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +83,9 @@ def test_it_agrees_with_the_engine_on_random_prompts_with_holes(clients: Any, no
             if rng.random() < 0.3 and len(tokens) >= CHUNK:
                 keys = node.keys(tokens)
                 node.engine.backend.store.remove([rng.choice(keys)], timeout=60, force=True)  # type: ignore[attr-defined]
-            for held in (0, 5, 8, 17, 1000):
-                expected = node.engine.lookup(tokens, held=held)
-                assert client.lookup(tokens, uuid.uuid4().hex, held=held) == expected
+            for at_hand in (0, 5, 8, 17, 1000):
+                expected = node.lookup(tokens, at_hand=at_hand)
+                assert client.lookup(tokens, uuid.uuid4().hex, at_hand=at_hand) == expected
 
 
 def test_extra_keys_reach_the_hash(clients: Any, node: Host) -> None:
@@ -85,7 +102,7 @@ def test_block_hashes_are_taken_in_hash_mode(clients: Any, pool: Pool) -> None:
 
     hashes = [bytes([index]) * 32 for index in range(4)]
     with host(pool, cache=CacheConfig(chunk_size=CHUNK, hash_mode="blocks")) as node, clients(node) as client:
-        node.engine.store(hashes=hashes[:2], kv_caches=node.cache, slot_mapping=torch.arange(8))
+        node.prompts.store(hashes=hashes[:2], kv_caches=node.cache, slot_mapping=torch.arange(8))
         assert client.lookup(block_hashes=hashes) == 8
         assert client.lookup([1] * 16) == 0, "tokens cannot be named in hash mode: an error, and errors are 0"
 
@@ -157,3 +174,14 @@ def test_a_server_that_starts_again_is_found_again(pool: Pool, tmp_path: Path) -
         finally:
             client.close()
             server.close()
+
+
+def test_a_lookup_that_fails_answers_with_what_is_at_hand(clients: Any, node: Host) -> None:
+    """An engine must not lose what it has because the pool did not answer."""
+    tokens = list(range(400, 424))
+    with clients(node) as client:
+        node.store(tokens, list(range(24)))
+        assert client.lookup(tokens, "r", at_hand=CHUNK) == 24
+        client.close()
+        assert client.lookup(tokens, "r", at_hand=CHUNK + 3) == CHUNK
+        assert client.lookup(tokens, "r", at_hand=1000) == 24

@@ -51,9 +51,9 @@ from pd_cache.cluster.addresses import host_of
 from pd_cache.decoding import UndecodableError
 from pd_cache.errors import ConfigError
 from pd_cache.handoff import Announcement, BadParams, PrefillWork, read_params, write_params
-from pd_cache.server import messages
-from pd_cache.server.lifeline import LifelineClient, LifelineServer
 from pd_cache.tokens import MAX_SHARDS, Namespace, token_bytes
+from pd_cache.wire import messages
+from pd_cache.wire.lifeline import LifelineClient, LifelineServer
 from tests.fuzz.target import Format, Parse, Target, pure
 from tests.support.waiting import wait_for
 
@@ -107,7 +107,7 @@ def _server_request(data: bytes) -> None:
     assert messages.decode_request(messages.encode(number, request)) == (number, request)
     if isinstance(request, messages.Hello):
         assert request.rank < request.world_size
-        assert request.world_size * request.held <= MAX_SHARDS
+        assert request.world_size * request.shards_per_rank <= MAX_SHARDS
         assert len(request.client) == 32
     if isinstance(request, (messages.Lookup, messages.Store, messages.Retrieve)):
         names = messages.split_names(request.names)

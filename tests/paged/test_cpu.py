@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pd_cache.errors import LayoutError
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
-from pd_cache.paged import ChunkSlots, open_copier, plan_slots
+from pd_cache.paged import ChunkSlots, open_copier
+from pd_cache.paged.base import plan_slots
 from tests.support.kv import make_cache, token_view
 
 CHUNK = 8

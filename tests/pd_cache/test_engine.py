@@ -17,11 +17,12 @@ import torch
 
 from pd_cache.backends import open_backend
 from pd_cache.backends.objects import TRAILER_BYTES, seal
+from pd_cache.blocks import StoreOutcome
 from pd_cache.config import CacheConfig
 from pd_cache.engine import CacheEngine, CacheEngineBuilder
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.metrics import CacheMetrics
-from pd_cache.mover import Stored
+from pd_cache.prompts import PromptCache
 from pd_cache.tokens import CacheMetadata
 from tests.support.engines import BLOCK, CHUNK, Host, host, random_slots
 from tests.support.kv import holds_token, make_cache, write_prompt
@@ -46,7 +47,8 @@ def shared_node(any_pool: Pool) -> Iterator[Host]:
 @pytest.fixture
 def node(shared_node: Host) -> Host:
     """A host with nothing counted yet. Its pool is shared: prompts keep tests apart."""
-    shared_node.engine.metrics = shared_node.engine.mover.metrics = CacheMetrics()
+    engine = shared_node.engine
+    engine.metrics = engine.mover.metrics = engine.prefix.metrics = CacheMetrics()
     return shared_node
 
 
@@ -73,7 +75,7 @@ def test_what_one_node_stores_another_retrieves_into_other_slots(pool: Pool, tok
         prefill.compute(tokens, slots)
         assert prefill.store(tokens, slots) == 24
         assert prefill.store(tokens, slots) == 0, "nothing is stored twice"
-        assert decode.engine.lookup(tokens) == 24
+        assert decode.lookup(tokens) == 24
         other = random_slots(rng, len(tokens), False)
         mask = decode.retrieve(tokens, other)
         assert mask == [True] * 24 + [False] * 5
@@ -101,8 +103,8 @@ def test_a_masked_prefix_is_neither_stored_nor_loaded(node: Host, tokens: list[i
     node.compute(tokens, slots)
     mask = [False] * 8 + [True] * 21
     assert node.store(tokens, slots, mask=torch.tensor(mask)) == 16
-    assert node.engine.lookup(tokens) == 0, "the first chunk is a hole"
-    assert node.engine.lookup(tokens, held=8) == 24, "unless the engine has it already"
+    assert node.lookup(tokens) == 0, "the first chunk is a hole"
+    assert node.lookup(tokens, at_hand=8) == 24, "unless the engine has it already"
     before = [tensor.clone() for tensor in node.cache]
     assert node.retrieve(tokens, slots, mask=mask) == [False] * 8 + [True] * 16 + [False] * 5
     assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(before, node.cache, strict=True))
@@ -113,7 +115,7 @@ def test_a_hole_ends_the_run_even_where_later_chunks_exist(node: Host, tokens: l
     node.compute(tokens, slots)
     node.store(tokens, slots)
     node.engine.backend.batched_remove(node.keys(tokens)[1:2])
-    assert node.engine.lookup(tokens) == 8
+    assert node.lookup(tokens) == 8
     assert node.retrieve(tokens, slots) == [True] * 8 + [False] * 21
 
 
@@ -121,9 +123,9 @@ def test_extra_keys_keep_tenants_apart(node: Host, tokens: list[int]) -> None:
     slots = list(range(len(tokens)))
     node.compute(tokens, slots)
     node.store(tokens, slots, extra_keys=("salt", "a"))
-    assert node.engine.lookup(tokens, extra_keys=("salt", "a")) == 24
-    assert node.engine.lookup(tokens, extra_keys=("salt", "b")) == 0
-    assert node.engine.lookup(tokens) == 0
+    assert node.lookup(tokens, extra_keys=("salt", "a")) == 24
+    assert node.lookup(tokens, extra_keys=("salt", "b")) == 0
+    assert node.lookup(tokens) == 0
     assert not any(node.retrieve(tokens, slots))
 
 
@@ -133,9 +135,9 @@ def test_hash_mode_works_from_block_hashes_alone(pool: Pool, tokens: list[int]) 
         slots = torch.arange(20)
         node.compute(tokens[:20], slots.tolist())
         options: dict[str, Any] = {"hashes": hashes, "kv_caches": node.cache, "slot_mapping": slots}
-        assert node.engine.store(**options) == 16
-        assert node.engine.lookup(hashes=hashes) == 16
-        assert node.engine.retrieve(**options).tolist() == [True] * 16 + [False] * 4
+        assert node.prompts.store(**options) == 16
+        assert node.prompts.lookup(hashes=hashes) == 16
+        assert node.prompts.retrieve(**options).tolist() == [True] * 16 + [False] * 4
 
 
 def test_prompts_longer_than_the_staging_memory_pass_through_it(any_pool: Pool) -> None:
@@ -159,7 +161,7 @@ def test_the_manifest_lies_beside_the_chunks(node: Host, tokens: list[int], raw_
 def test_bytes_and_tokens_are_counted(node: Host, tokens: list[int]) -> None:
     slots = list(range(len(tokens)))
     node.store(tokens, slots)
-    node.engine.lookup(tokens)
+    node.lookup(tokens)
     node.retrieve(tokens, slots)
     value = node.engine.metrics.registry.get_sample_value
     assert value("pd_cache_tokens_total", {"op": "store", "outcome": "stored"}) == 24
@@ -175,7 +177,7 @@ def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool: Pool, t
         writer.store(tokens, slots)
     with host(pool, model=model) as node:
         inside, go_on = threading.Event(), threading.Event()
-        (copier,) = node.engine._copiers_of(node.cache)
+        (copier,) = node.engine._pages(node.cache).copiers
         scatter = copier.scatter
 
         def slow(*arguments: Any) -> Any:
@@ -232,9 +234,9 @@ def test_callers_mistakes_are_value_errors_before_anything_moves(
     arguments = {"tokens": tokens, "kv_caches": node.cache, "slot_mapping": torch.arange(LONG), **change}
     before = [tensor.clone() for tensor in node.cache]
     with pytest.raises(ValueError, match=message):
-        getattr(node.engine, operation)(**arguments)
+        getattr(node.prompts, operation)(**arguments)
     assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(before, node.cache, strict=True))
-    assert node.engine.lookup(tokens) == 0
+    assert node.lookup(tokens) == 0
 
 
 def test_prompts_shorter_than_a_chunk_are_nothing_to_do(node: Host) -> None:
@@ -242,7 +244,7 @@ def test_prompts_shorter_than_a_chunk_are_nothing_to_do(node: Host) -> None:
         slots = list(range(len(tokens)))
         assert node.store(tokens, slots) == 0
         assert node.retrieve(tokens, slots) == [False] * len(tokens)
-        assert node.engine.lookup(tokens) == 0
+        assert node.lookup(tokens) == 0
 
 
 def test_an_engine_that_does_not_fit_its_metadata_is_refused(pool: Pool) -> None:
@@ -270,11 +272,12 @@ def test_the_builder_keeps_one_engine_per_instance(pool: Pool, tokens: list[int]
         CacheEngineBuilder.destroy("one")
     CacheEngineBuilder.destroy("one")
     assert CacheEngineBuilder.get("one") is None
-    assert engine.lookup(tokens) == 0, "after close an engine holds nothing"
+    prompts = PromptCache(engine)
+    assert prompts.lookup(tokens) == 0, "after close an engine holds nothing"
     slots = torch.arange(len(tokens))
     cache = make_cache()
-    assert engine.store(tokens, kv_caches=cache, slot_mapping=slots) == 0
-    assert not engine.retrieve(tokens, kv_caches=cache, slot_mapping=slots).any()
+    assert prompts.store(tokens, kv_caches=cache, slot_mapping=slots) == 0
+    assert not prompts.retrieve(tokens, kv_caches=cache, slot_mapping=slots).any()
 
 
 # --- objects that are not what they should be ------------------------------------------------------------------------
@@ -370,7 +373,7 @@ def test_nodes_of_different_tensor_parallel_size_share_a_pool(pool: Pool, tokens
     def engine(cache: list[torch.Tensor], **place: int) -> CacheEngine:
         layout = KVLayout.from_tensors(cache)
         made = CacheEngine(
-            open_backend(settings, layout.shard(place.get("held", 1)).chunk_bytes(CHUNK)),
+            open_backend(settings, layout.shard(place.get("shards_per_rank", 1)).chunk_bytes(CHUNK)),
             settings,
             CacheMetadata.of(model, layout, **place),
             layout,
@@ -380,9 +383,10 @@ def test_nodes_of_different_tensor_parallel_size_share_a_pool(pool: Pool, tokens
         return made
 
     with contextlib.ExitStack() as stack:
-        ranks = [engine(half, world_size=2, rank=rank) for rank, half in enumerate(halves)]
-        alone = engine(whole, held=2)
-        assert {one.namespace for one in ranks} == {alone.namespace}
+        engines = [engine(half, world_size=2, rank=rank) for rank, half in enumerate(halves)]
+        both = engine(whole, shards_per_rank=2)
+        assert {one.database.namespace for one in engines} == {both.database.namespace}
+        ranks, alone = [PromptCache(one) for one in engines], PromptCache(both)
         mapping = torch.tensor(slots)
 
         ranks[0].store(tokens, kv_caches=halves[0], slot_mapping=mapping)
@@ -417,19 +421,47 @@ def test_chunk_names_and_left_out_blocks_are_what_a_serving_engine_hands_over(no
     node.compute(tokens, slots)
     node.store(tokens, slots)
     names = node.engine.database.hash_tokens(tokens)
-    elsewhere = torch.tensor([-1] * BLOCK + list(range(100, 100 + CHUNK - BLOCK)))
+    elsewhere = [-1, 25]
     before = [tensor.clone() for tensor in node.cache]
-    assert node.engine.retrieve_chunks(names[1:2], kv_caches=node.cache, slot_mapping=elsewhere) == 1
-    for index, slot in enumerate(elsewhere.tolist()):
-        if slot >= 0:
-            assert holds_token(node.cache, node.layout, tokens[: CHUNK + index + 1], slot)
+    node.engine.register_kv_caches(node.cache)
+    assert node.engine.retrieve(names[1:2], elsewhere) == 1
+    for index in range(BLOCK, CHUNK):
+        assert holds_token(node.cache, node.layout, tokens[: CHUNK + index + 1], 25 * BLOCK + index - BLOCK)
     for now, was in zip(node.cache, before, strict=True):
         same = (now.view(torch.int16) == was.view(torch.int16)).flatten(1).all(dim=1)
         assert [block for block, equal in enumerate(same.tolist()) if not equal] == [25]
     more = node.engine.database.hash_tokens([token + 500 for token in tokens])
-    mapping = torch.arange(2 * CHUNK)
-    outcomes = node.engine.store_chunks([names[0], more[0]], kv_caches=node.cache, slot_mapping=mapping)
-    assert outcomes == [Stored.BEFORE, Stored.NEW]
+    outcomes = node.engine.store([names[0], more[0]], [0, 1, 2, 3])
+    assert outcomes == [StoreOutcome.BEFORE, StoreOutcome.NEW]
+
+
+@pytest.mark.parametrize(
+    ("operation", "blocks", "message"),
+    [
+        ("store", [0, 1, 2], "no whole number of chunks"),
+        ("store", [0, 1], "2 chunks were named, and the places are of 1"),
+        ("store", [-1, 1, 2, 3], "blocks must lie in"),
+        ("store", [0, 1, 2, 64], "blocks must lie in"),
+        ("store", [0, 1, 2, 0], "named twice"),
+        ("retrieve", [0, -1, 2, 3], "blocks must lie in"),
+        ("retrieve", [-2, 1, 2, 3], "blocks must lie in"),
+        ("retrieve", [-1, -1, 2, 2], "named twice"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_value_errors(
+    node: Host, tokens: list[int], operation: str, blocks: list[int], message: str
+) -> None:
+    node.engine.register_kv_caches(node.cache)
+    with pytest.raises(ValueError, match=message):
+        getattr(node.engine, operation)(node.engine.name_chunks(tokens)[:2], blocks)
+
+
+def test_an_engine_without_kv_tensors_can_look_up_and_no_more(pool: Pool, tokens: list[int]) -> None:
+    with host(pool) as node:
+        names = node.engine.name_chunks(tokens)
+        assert node.engine.lookup(names, at_hand=2) == 2
+        with pytest.raises(ValueError, match="register_kv_caches first"):
+            node.engine.store(names, list(range(6)))
 
 
 def test_a_full_pool_is_counted_and_stores_go_on_when_there_is_room(

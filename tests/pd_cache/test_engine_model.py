@@ -65,10 +65,10 @@ class SharedCache(RuleBasedStateMachine):
         assert stored == len(fresh) * CHUNK
         self.stored |= fresh
 
-    @rule(node=nodes, tokens=prompts, salt=salts, held=st.integers(0, 20))
-    def lookup(self, node: int, tokens: list[int], salt: Any, held: int) -> None:
-        start = min(held // CHUNK, len(tokens) // CHUNK)
-        found = self.hosts[node].engine.lookup(tokens, extra_keys=(self.run, *salt), held=held)
+    @rule(node=nodes, tokens=prompts, salt=salts, at_hand=st.integers(0, 20))
+    def lookup(self, node: int, tokens: list[int], salt: Any, at_hand: int) -> None:
+        start = min(at_hand // CHUNK, len(tokens) // CHUNK)
+        found = self.hosts[node].lookup(tokens, extra_keys=(self.run, *salt), at_hand=at_hand)
         assert found == self.prefix(salt, tokens, start)
 
     @rule(node=nodes, tokens=prompts, salt=salts, skip=st.integers(0, 2), whole=st.booleans())

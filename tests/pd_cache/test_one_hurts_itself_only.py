@@ -231,12 +231,12 @@ def test_a_damaged_object_under_a_popular_prefix_is_healed_by_the_next_round(poo
                 damage(client, victim)
             else:
                 assert client.upsert(victim, bytes(1 << 20)) == 0
-        assert node.engine.lookup(tokens) == 64, "which leases it, as each lookup does"
+        assert node.lookup(tokens) == 64, "which leases it, as each lookup does"
         assert sum(node.retrieve(tokens, slots)) == CHUNK
-        assert node.engine.lookup(tokens) == CHUNK
+        assert node.lookup(tokens) == CHUNK
         node.compute(tokens, slots)
         assert node.store(tokens, slots) == CHUNK
-        assert node.engine.lookup(tokens) == 64
+        assert node.lookup(tokens) == 64
         assert all(node.retrieve(tokens, slots))
         assert node.engine.metrics.totals()["tier_healed", "mooncake"] == 1
 
@@ -294,10 +294,10 @@ def test_a_key_that_another_writer_has_begun_and_not_ended_is_not_counted_as_sto
         assert client.batch_put_session_start(keys[1:2], [100]) == [0]
         assert node.store(tokens, slots) == 40 - CHUNK
         assert node.troubles("store") == {"busy": 1}
-        assert node.engine.lookup(tokens) == CHUNK
+        assert node.lookup(tokens) == CHUNK
         assert client.batch_put_session_revoke(keys[1:2]) == [0]
         assert node.store(tokens, slots) == CHUNK
-        assert node.engine.lookup(tokens) == 40
+        assert node.lookup(tokens) == 40
 
 
 def test_slots_of_calls_that_a_user_interrupted_come_back(pool: Pool) -> None:
@@ -360,7 +360,7 @@ with host(There(int(sys.argv[1])), timeouts={"exist_ms": 60000}, segment_size=16
     assert node.store(tokens, slots) == 40
     child = os.fork()
     if not child:
-        assert node.engine.lookup(tokens) == 0
+        assert node.lookup(tokens) == 0
         assert node.store(tokens, slots) == 0
         assert not any(node.retrieve(tokens, slots))
         assert not node.engine.available
@@ -369,7 +369,7 @@ with host(There(int(sys.argv[1])), timeouts={"exist_ms": 60000}, segment_size=16
         os._exit(7)  # as multiprocessing's children end: exit() would run the destructors of Mooncake's threads
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 7, status
-    assert node.engine.lookup(tokens) == 40
+    assert node.lookup(tokens) == 40
     print("the parent goes on", flush=True)
 """
 
@@ -402,4 +402,4 @@ def test_nothing_but_close_ends_the_thread_that_keeps_the_store(
     with host(pool, wait=False, segment_size=16 << 20, prefault=True, breaker={"probe_interval_ms": 50}) as node:
         node.engine.wait_available(60)
         assert not troubles
-        assert node.engine.lookup([1] * 8) == 0
+        assert node.lookup([1] * 8) == 0

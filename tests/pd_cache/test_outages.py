@@ -40,7 +40,7 @@ def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
     pool = make_pool(client=client)
     with host(pool, wait=False, **FAST) as node:
         for _ in range(20):
-            assert node.engine.lookup(TOKENS) == 0
+            assert node.lookup(TOKENS) == 0
             assert node.store(TOKENS, SLOTS) == 0
             assert not any(node.retrieve(TOKENS, SLOTS))
         assert not node.engine.available
@@ -50,7 +50,7 @@ def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
         pool.start()
         wait_for(lambda: node.engine.available, 30, "the engine finding the master")
         wait_for(storing(node), 30, "a store going through")
-        assert node.engine.lookup(TOKENS) == 40
+        assert node.lookup(TOKENS) == 40
 
 
 @pytest.mark.parametrize("client", ["embedded", "host"])
@@ -64,7 +64,7 @@ def test_a_master_that_dies_and_comes_back_costs_misses_only(make_pool: Callable
         pool.kill("master")
         for _ in range(10):
             assert client.lookup(TOKENS) == 0
-            assert node.engine.lookup(TOKENS) == 0
+            assert node.lookup(TOKENS) == 0
             assert not any(node.retrieve(TOKENS, SLOTS))
             assert node.store(TOKENS, SLOTS) == 0
         assert not node.engine.available
@@ -78,7 +78,7 @@ def test_a_store_node_killed_between_lookup_and_load_is_a_miss_with_a_reason(mak
     pool = make_pool().start()
     with host(pool, **FAST) as node:
         wait_for(storing(node), what="a store going through")
-        assert node.engine.lookup(TOKENS) == 40
+        assert node.lookup(TOKENS) == 40
         pool.kill("store-0")
         assert not any(node.retrieve(TOKENS, SLOTS))
         assert set(node.troubles("retrieve")) <= {"transfer_failed", "timeout", "pool_down"}
@@ -94,7 +94,7 @@ def test_a_mooncake_client_that_dies_and_comes_back_costs_misses_only(make_pool:
         wait_for(storing(node), what="a store going through")
         pool.kill("store-0")
         for _ in range(10):
-            assert node.engine.lookup(TOKENS) == 0
+            assert node.lookup(TOKENS) == 0
             assert not any(node.retrieve(TOKENS, SLOTS))
             assert node.store(TOKENS, SLOTS) == 0
         pool.start("store-0")

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from bench.soak.engine_abuse import TRICKS
-from pd_cache.server.channel import RefusedError
+from pd_cache.wire.channel import RefusedError
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import make_cache
 from tests.support.pool import ROOT, Pool

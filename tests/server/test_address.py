@@ -11,7 +11,7 @@ import pytest
 from pd_cache import runtime
 from pd_cache.runtime import runtime_folder
 from pd_cache.server.address import own_address
-from pd_cache.server.channel import CacheServerError
+from pd_cache.wire.channel import CacheServerError
 
 
 def test_an_orderly_stop_leaves_neither_socket_nor_lock(tmp_path: Path) -> None:

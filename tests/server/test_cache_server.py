@@ -14,19 +14,21 @@ from typing import Any
 import pytest
 import torch
 
+from pd_cache.client.cache import ServerCache
+from pd_cache.client.identity import EngineIdentity
+from pd_cache.client.scheduler_adapter import SchedulerAdapter
+from pd_cache.client.worker_adapter import LoadStoreOp, WorkerAdapter
 from pd_cache.config import CacheConfig
 from pd_cache.layout import PageKind, shard_tensors
+from pd_cache.prompts import PromptCache
 from pd_cache.server.app import CacheServer
-from pd_cache.server.channel import CacheServerError, RefusedError
-from pd_cache.server.remote import RemoteCache
-from pd_cache.server.scheduler_adapter import SchedulerAdapter
-from pd_cache.server.worker_adapter import LoadStoreOp, WorkerAdapter
 from pd_cache.tokens import CacheMetadata
+from pd_cache.wire.channel import CacheServerError, RefusedError
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.engines import host as in_process
 from tests.support.kv import make_cache
 from tests.support.pool import Pool
-from tests.support.server import PER_CHUNK, Engine, same_tensors, served, store_surely, troubles
+from tests.support.server import LATE_S, PER_CHUNK, Engine, same_tensors, served, store_surely, troubles
 from tests.support.waiting import wait_for
 
 _prompts = itertools.count()
@@ -375,7 +377,7 @@ def test_engines_of_different_tensor_parallel_size_share_chunks(server: CacheSer
     with (
         Engine(server.url, model, world_size=2, rank=0, cache=halves[0]) as first,
         Engine(server.url, model, world_size=2, rank=1, cache=halves[1]) as second,
-        Engine(server.url, model, held=2, cache=blank) as alone,
+        Engine(server.url, model, shards_per_rank=2, cache=blank) as alone,
     ):
         for rank in (first, second):
             assert alone.lookup(name, tokens) == 0
@@ -401,7 +403,7 @@ def test_engines_of_different_tensor_parallel_size_share_chunks(server: CacheSer
 
 def test_pages_that_cannot_be_cut_into_so_many_shards_are_refused_in_words(server: CacheServer) -> None:
     with pytest.raises(RefusedError, match="3 KV heads cannot be cut into 2 equal shards"):
-        Engine(server.url, held=2)
+        Engine(server.url, shards_per_rank=2)
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -417,11 +419,11 @@ def test_a_block_size_that_does_not_divide_the_chunk_is_refused_in_words(server:
         with pytest.raises(
             RefusedError, match="chunks have 8 tokens, which is no multiple of the engine's block size 3"
         ):
-            adapter(server.url, None, "m", 1, 0, 3)
+            adapter(server.url, None, EngineIdentity(model="m", block_size=3))
 
 
 def test_tensors_of_another_block_size_than_the_engine_said_are_refused(server: CacheServer) -> None:
-    worker = WorkerAdapter(server.url, None, "m", 1, 0, 2)
+    worker = WorkerAdapter(server.url, None, EngineIdentity(model="m", block_size=2))
     try:
         with pytest.raises(RefusedError, match="blocks of 4 tokens, the engine said 2"):
             worker.register_kv_caches({"0": torch.zeros(8, 2, 4, 4)})
@@ -440,7 +442,7 @@ def test_a_chunk_size_other_than_the_servers_leaves_an_engine_without_a_cache(
 def test_without_a_server_a_constructor_that_needs_it_says_so_and_one_that_does_not_goes_on(tmp_path: Path) -> None:
     url = f"ipc://{tmp_path}/nobody.sock"
     with pytest.raises(CacheServerError, match=r"no cache server answered at ipc://.* within 0.2 s"):
-        SchedulerAdapter(url, None, "m", 1, 0, 4, connect_timeout_s=0.2)
+        SchedulerAdapter(url, None, EngineIdentity(model="m", block_size=4), connect_timeout_s=0.2)
     with Engine(url, chunk_size=CHUNK) as engine:
         tokens = list(range(CHUNK))
         assert engine.lookup("a", tokens) == 0
@@ -478,21 +480,25 @@ def test_a_full_queue_is_busy_and_busy_is_a_miss(pool: Pool, tmp_path: Path) -> 
 # --- the engine-like face --------------------------------------------------------------------------------------------
 
 
-def test_the_remote_cache_agrees_with_an_engine_on_random_prompts(pool: Pool, server: CacheServer) -> None:
+def test_a_server_cache_agrees_with_an_engine_on_random_prompts(pool: Pool, server: CacheServer) -> None:
     rng = random.Random(11)
     with in_process(pool) as alone, Engine(server.url, alone.engine.metadata.model, register=False) as tensors:
         caches = {str(index): tensor for index, tensor in enumerate(tensors.cache)}
         metadata: CacheMetadata = alone.engine.metadata
-        remote = RemoteCache(server.url, metadata, caches, tensors.layout, CHUNK)
+        cache = ServerCache(
+            server.url, EngineIdentity.of(metadata, CacheConfig(chunk_size=CHUNK)), lookup_timeout_s=LATE_S
+        )
+        remote = PromptCache(cache)
         try:
-            wait_for(lambda: remote.available)
+            cache.register_kv_caches(caches)
+            wait_for(lambda: cache.available)
             for _ in range(25):
                 tokens = [rng.randrange(2) for _ in range(rng.randrange(40))]
                 slots = torch.tensor(
                     [b * BLOCK + o for b in rng.sample(range(BLOCKS), 10) for o in range(BLOCK)][: len(tokens)],
                     dtype=torch.int64,
                 )
-                found = alone.engine.lookup(tokens)
+                found = alone.lookup(tokens)
                 assert remote.lookup(tokens) == found
                 first = rng.randrange(found // CHUNK + 1) * CHUNK
                 mask = torch.arange(len(tokens)) >= first
@@ -508,5 +514,5 @@ def test_the_remote_cache_agrees_with_an_engine_on_random_prompts(pool: Pool, se
             with pytest.raises(ValueError, match="not the tensors that were registered"):
                 remote.store([1] * CHUNK, kv_caches={"0": caches["0"]}, slot_mapping=torch.arange(CHUNK))
         finally:
-            remote.close()
-            remote.close()
+            cache.close()
+            cache.close()

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from pd_cache.blocks import StoreOutcome
+from pd_cache.client.connection import ServerConnection
+from pd_cache.client.identity import EngineIdentity
+from pd_cache.client.lookup import ServerLookupClient
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
-from pd_cache.mover import Stored
 from pd_cache.server.app import CacheServer
-from pd_cache.server.channel import RefusedError
-from pd_cache.server.client import CacheClient
-from pd_cache.server.lookup import ServerLookupClient
-from pd_cache.server.messages import Answer, Loaded, Retrieve, Store
-from pd_cache.server.messages import Stored as StoredAnswer
 from pd_cache.tokens import CacheMetadata
+from pd_cache.wire.channel import RefusedError
+from pd_cache.wire.messages import Answer, Loaded, Retrieve, Store, Stored
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import holds_token, make_cache, write_prompt
 from tests.support.pool import Pool
@@ -39,7 +39,7 @@ class Worker:
     def __init__(self, url: str, model: str, **naming: Any) -> None:
         self.cache = make_cache(blocks=BLOCKS, block_size=BLOCK)
         self.layout = KVLayout.from_tensors(self.cache)
-        self.client = CacheClient(url, None, kind="worker", model=model, block_size=BLOCK, **naming)
+        self.client = ServerConnection(url, None, "worker", EngineIdentity(model=model, block_size=BLOCK, **naming))
         try:
             self.client.register(self.cache)
         except BaseException:
@@ -60,7 +60,7 @@ class Worker:
 
         def stored() -> bool:
             answer = self.move(Store, WHOLE)
-            assert isinstance(answer, StoredAnswer)
+            assert isinstance(answer, Stored)
             return not answer.failed
 
         wait_for(stored, 30)
@@ -85,8 +85,8 @@ def worker(server: CacheServer) -> Iterator[Worker]:
 def test_a_store_tells_what_became_of_each_chunk(worker: Worker) -> None:
     new = [*worker.names()[:1], bytes(16)]
     answer = worker.move(Store, WHOLE[: 2 * PER_CHUNK], new)
-    assert isinstance(answer, StoredAnswer)
-    assert [Stored(one) for one in answer.outcomes] == [Stored.BEFORE, Stored.NEW]
+    assert isinstance(answer, Stored)
+    assert [StoreOutcome(one) for one in answer.outcomes] == [StoreOutcome.BEFORE, StoreOutcome.NEW]
 
 
 @pytest.mark.parametrize("left_out", [1, PER_CHUNK - 1, PER_CHUNK, 2 * PER_CHUNK + 1])
@@ -138,7 +138,7 @@ def test_engines_choose_how_chunks_are_named_where_the_file_leaves_it_open(serve
         _, one, other = workers
         names = one.client.name_chunks(None, hashes)
         answer = one.move(Store, WHOLE, names)
-        assert isinstance(answer, StoredAnswer)
+        assert isinstance(answer, Stored)
         assert answer.stored == 3
         assert one.move(Retrieve, WHOLE, names) == Loaded(3)
         assert other.move(Retrieve, WHOLE, names) == Loaded(0), "the same names mean other chunks"
@@ -163,7 +163,7 @@ def test_a_lookup_of_a_scheduler_pins_what_it_found_until_its_request_ends(
         assert client.lookup(TOKENS, "r") in (0, 3 * CHUNK), "a server that is not there yet is a miss"
         wait_for(lambda: client.available)
         assert client.lookup([*TOKENS, 1, 2], "r") == 3 * CHUNK
-        assert client.lookup(TOKENS, "s", held=CHUNK + 1) == 3 * CHUNK
+        assert client.lookup(TOKENS, "s", at_hand=CHUNK + 1) == 3 * CHUNK
         assert server.sessions.pinned == 3 + 2
         client.end("r")
         client.end("s")

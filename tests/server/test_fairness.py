@@ -17,15 +17,16 @@ import pytest
 
 from bench.soak import engine_abuse
 from bench.soak.engine_abuse import Stranger, sealed
+from pd_cache.client.connection import ServerConnection
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
-from pd_cache.server import app, channel, moves, questions
+from pd_cache.server import app, moves, questions
 from pd_cache.server.app import CacheServer
-from pd_cache.server.channel import RefusedError
-from pd_cache.server.client import CacheClient
-from pd_cache.server.messages import MAX_FRAME, Done, Hello, Lookup, RefusalError, Refused, StatusQuery, Welcome, encode
 from pd_cache.server.models import Models
+from pd_cache.wire import channel
+from pd_cache.wire.channel import RefusedError
+from pd_cache.wire.messages import MAX_FRAME, Done, Hello, Lookup, RefusalError, Refused, StatusQuery, Welcome, encode
 from tests.support.engines import BLOCK, CHUNK
 from tests.support.kv import make_cache
 from tests.support.pool import ROOT, Pool, free_port
@@ -176,7 +177,7 @@ def test_what_one_lookup_asks_for_is_bounded(server: CacheServer, monkeypatch: A
 def test_more_ranks_than_there_are_heads_anywhere_are_refused(server: CacheServer) -> None:
     with Stranger(server.url) as one:
         with pytest.raises(ValueError, match="more than 1024 shards"):
-            Hello(one.name, "worker", "abuse", "abuse", 1024, 0, CHUNK, held=2)
+            Hello(one.name, "worker", "abuse", "abuse", 1024, 0, CHUNK, shards_per_rank=2)
         frame = encode(1, Hello(one.name, "worker", "abuse", "abuse", 1024, 0, CHUNK))
         most, more = msgspec.msgpack.encode(1024), msgspec.msgpack.encode(4096)
         assert frame.count(most) == 1
@@ -206,7 +207,7 @@ def test_a_store_and_a_retrieve_in_many_turns_move_what_one_turn_moves(server: C
 
 
 def test_a_request_that_no_server_reads_is_refused_before_it_is_sent(server: CacheServer) -> None:
-    client = CacheClient(server.url, None, kind="observer")
+    client = ServerConnection(server.url, None, "observer")
     try:
         with pytest.raises(RefusedError, match="are the most"):
             client.ask(Lookup("x" * MAX_FRAME, b""), 5)
@@ -346,8 +347,8 @@ def test_groups_whose_engines_have_left_are_not_remembered_without_end(models: M
 FEW_FILES = """
 import resource, sys, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
-from pd_cache.server.channel import ServerChannel
-from pd_cache.server.messages import Refused
+from pd_cache.wire.channel import ServerChannel
+from pd_cache.wire.messages import Refused
 server = ServerChannel(sys.argv[1])
 print("ready", flush=True)
 while True:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pd_cache.server.fence import SLOTS, AbandonedError, Fence, FenceView
-from pd_cache.server.sealed import sealed_memory
+from pd_cache.wire.fence import SLOTS, AbandonedError, Fence, FenceView
+from pd_cache.wire.sealed import sealed_memory
 from tests.support.pool import ROOT
 from tests.support.waiting import wait_for
 
@@ -88,7 +88,7 @@ def test_slots_are_bounded_and_come_back(fence: Fence) -> None:
 def test_the_lock_of_a_process_that_was_killed_in_the_middle_is_gone(fence: Fence) -> None:
     slot, ticket = fence.admit() or (0, 0)
     program = (
-        "import sys, time; from pd_cache.server.fence import FenceView; view = FenceView(int(sys.argv[1]))\n"
+        "import sys, time; from pd_cache.wire.fence import FenceView; view = FenceView(int(sys.argv[1]))\n"
         "with view.passing(int(sys.argv[2]), int(sys.argv[3])): print('inside', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen(

@@ -16,10 +16,10 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cache.server import messages
+from pd_cache.client.connection import ServerConnection
 from pd_cache.server.app import CacheServer
-from pd_cache.server.client import CacheClient
-from pd_cache.server.messages import (
+from pd_cache.wire import messages
+from pd_cache.wire.messages import (
     CpuStorage,
     CudaStorage,
     Done,
@@ -231,7 +231,7 @@ def test_a_client_of_another_version_is_told_so_when_it_connects(pool: Pool, tmp
     with served(pool, tmp_path) as server:
         monkeypatch.setattr(messages, "_HEADER", _Pretending())
         with pytest.raises(Exception, match="run the same release"):
-            CacheClient(server.url, None, kind="observer")
+            ServerConnection(server.url, None, "observer")
 
 
 class _Pretending:

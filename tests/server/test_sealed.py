@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pd_cache.server.fence import Fence, FenceView
-from pd_cache.server.sealed import SealError, check_sealed, is_sealed, sealed_memory
-from pd_cache.server.sharing import SharingError, close_all, share_tensors
+from pd_cache.wire.fence import Fence, FenceView
+from pd_cache.wire.sealed import SealError, check_sealed, is_sealed, sealed_memory
+from pd_cache.wire.sharing import SharingError, close_all, share_tensors
 from tests.support.kv import make_cache
 
 SIZE = 1 << 20

@@ -80,7 +80,7 @@ class SessionsModel(RuleBasedStateMachine):
         held = Counter(key for session in self.sessions._sessions.values() for key in session.keys)
         pinned = Counter({key: count for key, count in held.items() if key in self.tier.have})
         assert +self.tier.pins == pinned
-        leased = {key for _, keys in self.sessions.held() for key in keys}
+        leased = {key for _, keys in self.sessions.leases() for key in keys}
         assert leased == set(held) - self.tier.have
         assert len(self.sessions) <= 5
         assert sum(map(len, self.sessions._by_request.values())) == len(self.sessions)

@@ -15,10 +15,10 @@ import torch
 from pd_cache.errors import LayoutError
 from pd_cache.layout import PageKind
 from pd_cache.paged import ChunkSlots
-from pd_cache.server import sharing
-from pd_cache.server.fence import AbandonedError, Fence, FenceView
-from pd_cache.server.messages import CpuStorage, CudaStorage, Register, decode_request, encode
-from pd_cache.server.sharing import FencedCopier, MappedTensors, Shared, SharingError, close_all, share_tensors
+from pd_cache.wire import sharing
+from pd_cache.wire.fence import AbandonedError, Fence, FenceView
+from pd_cache.wire.messages import CpuStorage, CudaStorage, Register, decode_request, encode
+from pd_cache.wire.sharing import FencedCopier, MappedTensors, Shared, SharingError, close_all, share_tensors
 from tests.support.kv import make_cache
 
 MapThem = Callable[..., MappedTensors]

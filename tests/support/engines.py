@@ -13,6 +13,7 @@ import torch
 from pd_cache.config import CacheConfig
 from pd_cache.engine import CacheEngine, CacheEngineBuilder
 from pd_cache.layout import KVLayout, PageKind
+from pd_cache.prompts import PromptCache
 from pd_cache.tokens import CacheMetadata
 from tests.support.kv import make_cache, write_prompt
 from tests.support.pool import Pool
@@ -27,18 +28,22 @@ class Host:
         self.engine = engine
         self.cache = cache
         self.layout = engine.layout
+        self.prompts = PromptCache(engine)
 
     def compute(self, tokens: list[int], slots: list[int]) -> None:
         """Fill the slots as the model would."""
         write_prompt(self.cache, self.layout, tokens, slots)
 
+    def lookup(self, tokens: list[int], **options: Any) -> int:
+        return self.prompts.lookup(tokens, **options)
+
     def store(self, tokens: list[int], slots: list[int], **options: Any) -> int:
-        return self.engine.store(
+        return self.prompts.store(
             tokens, kv_caches=self.cache, slot_mapping=torch.tensor(slots, dtype=torch.int64), **options
         )
 
     def retrieve(self, tokens: list[int], slots: list[int], **options: Any) -> list[bool]:
-        mask = self.engine.retrieve(
+        mask = self.prompts.retrieve(
             tokens, kv_caches=self.cache, slot_mapping=torch.tensor(slots, dtype=torch.int64), **options
         )
         assert mask.dtype == torch.bool

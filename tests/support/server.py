@@ -6,20 +6,21 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
 import yaml
 
+from pd_cache.client.identity import EngineIdentity
+from pd_cache.client.observer import server_status
+from pd_cache.client.scheduler_adapter import SchedulerAdapter
+from pd_cache.client.worker_adapter import LoadStoreOp, WorkerAdapter
 from pd_cache.cluster import CacheServerNode
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.server.app import CacheServer
-from pd_cache.server.client import CacheClient
-from pd_cache.server.messages import StatusQuery, StatusReport
-from pd_cache.server.scheduler_adapter import SchedulerAdapter
-from pd_cache.server.worker_adapter import LoadStoreOp, WorkerAdapter
+from pd_cache.wire.messages import StatusReport
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import holds_token, make_cache, write_prompt
 from tests.support.pool import PATIENT, Node, Pool
@@ -83,26 +84,29 @@ class Engine:
         kind: PageKind = PageKind.HEADS_FIRST,
         world_size: int = 1,
         rank: int = 0,
-        held: int = 1,
+        shards_per_rank: int = 1,
         cache: list[torch.Tensor] | None = None,
         register: bool = True,
+        chunk_size: int | None = None,
+        hash_mode: Literal["", "tokens", "blocks"] = "",
         **options: Any,
     ) -> None:
         self.model = model or uuid.uuid4().hex
         self.cache = make_cache(kind, blocks=BLOCKS, block_size=BLOCK) if cache is None else cache
         self.layout = KVLayout.from_tensors(self.cache)
-        arguments = (url, None, self.model, world_size, rank, BLOCK)
-        self.scheduler = SchedulerAdapter(
-            *arguments,
-            held=held,
-            chunk_size=options.get("chunk_size"),
-            hash_mode=options.get("hash_mode", ""),
-            connect_timeout_s=LATE_S,
-            lookup_timeout_s=LATE_S,
+        identity = EngineIdentity(
+            model=self.model,
+            block_size=BLOCK,
+            world_size=world_size,
+            rank=rank,
+            shards_per_rank=shards_per_rank,
+            chunk_size=chunk_size,
+            hash_mode=hash_mode,
         )
+        self.scheduler = SchedulerAdapter(url, None, identity, connect_timeout_s=LATE_S, lookup_timeout_s=LATE_S)
         try:
             late = {"connect_timeout_s": LATE_S, "move_timeout_s": LATE_S}
-            self.worker = WorkerAdapter(*arguments, held=held, **{**late, **options})
+            self.worker = WorkerAdapter(url, None, identity, **{**late, **options})
         except BaseException:
             self.scheduler.shutdown()
             raise
@@ -193,13 +197,7 @@ def store_surely(engine: Engine, tokens: list[int]) -> None:
 
 def status_of(url: str) -> StatusReport:
     """What the server at `url` says about itself."""
-    client = CacheClient(url, None, kind="observer")
-    try:
-        report = client.ask(StatusQuery(), 60)
-    finally:
-        client.close()
-    assert isinstance(report, StatusReport)
-    return report
+    return server_status(url, 60)
 
 
 def troubles(metrics: Any, op: str) -> dict[str, float]:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from pd_cache.block_hashes import BlockHasher, describe_hashes
+from pd_cache.blocks import StoreOutcome
 from pd_cache.errors import ConfigError
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.metrics import CacheMetrics
-from pd_cache.mover import Stored
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
 
@@ -139,11 +139,12 @@ def test_sizes_that_cannot_share_are_refused(kind: PageKind, ranks: int, shards:
 
 def test_reports_of_ranks_add_up() -> None:
     from pd_cache.vllm.messages import WorkerReport
+    from pd_cache.vllm.steps import Report
 
-    one = WorkerReport({1: (1, [Stored.NEW, Stored.NEW]), 2: (1, [Stored.NEW])}, {"a"})
-    two = WorkerReport({1: (1, [Stored.BEFORE, Stored.NOT])}, {"b"})
-    both = one.aggregate(two)
-    assert both.jobs == {1: (2, [Stored.NEW, Stored.NOT]), 2: (1, [Stored.NEW])}
+    one = Report({1: (1, [StoreOutcome.NEW, StoreOutcome.NEW]), 2: (1, [StoreOutcome.NEW])}, {"a"})
+    two = Report({1: (1, [StoreOutcome.BEFORE, StoreOutcome.NOT])}, {"b"})
+    both = WorkerReport(one).aggregate(WorkerReport(two)).report
+    assert both.jobs == {1: (2, [StoreOutcome.NEW, StoreOutcome.NOT]), 2: (1, [StoreOutcome.NEW])}
     assert both.failed_loads == {"a", "b"}
 
 

@@ -10,7 +10,6 @@ reserves `blocks`, has the `cache` load the prefix on `workers`, computes the re
 """
 
 from launch.engines.reference.app import run_engine, serve
-from launch.engines.reference.cache import KVCache
 from launch.engines.reference.engine import CacheFactory, ReferenceEngine
 from launch.engines.reference.errors import (
     EngineClosedError,
@@ -31,7 +30,6 @@ __all__ = [
     "GenerationError",
     "GenerationRequest",
     "GenerationStats",
-    "KVCache",
     "PagedModel",
     "QueueFullError",
     "ReferenceEngine",

@@ -7,53 +7,24 @@ from __future__ import annotations
 
 import array
 import enum
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+import uuid
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from pd_cache.tokens import ExtraKey
+from pd_cache.blocks import BlockCache
+from pd_cache.tokens import salt_keys
 
 _logger = logging.getLogger(__name__)
 
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.020
 _LOG_EVERY_S = 10.0
-
-
-class KVCache(Protocol):
-    """The part of `pd_cache.engine.CacheEngine` that this engine uses; see there."""
-
-    @property
-    def available(self) -> bool: ...
-
-    @property
-    def chunk_size(self) -> int: ...
-
-    def lookup(self, tokens: array.array[int], *, extra_keys: tuple[ExtraKey, ...] = ()) -> int: ...
-
-    def retrieve(
-        self,
-        tokens: array.array[int],
-        mask: torch.Tensor | None = None,
-        *,
-        kv_caches: dict[str, torch.Tensor],
-        slot_mapping: torch.Tensor,
-        extra_keys: tuple[ExtraKey, ...] = (),
-    ) -> torch.Tensor: ...
-
-    def store(
-        self,
-        tokens: array.array[int],
-        mask: torch.Tensor | None = None,
-        *,
-        kv_caches: dict[str, torch.Tensor],
-        slot_mapping: torch.Tensor,
-        extra_keys: tuple[ExtraKey, ...] = (),
-    ) -> int: ...
 
 
 class LoadOutcome(enum.Enum):
@@ -73,25 +44,44 @@ class LoadResult(NamedTuple):
     """Length of the prompt's prefix whose KV lies in the pages now: whole chunks."""
 
 
-class Prefix(NamedTuple):
-    """The whole chunks of a prompt, and where they lie or shall lie in the pages."""
+class Prefix:
+    """The whole chunks of a prompt, and where they lie in the pages."""
 
-    tokens: array.array[int]
-    slots: torch.Tensor
-    """int64, one slot a token."""
-    extra_keys: tuple[ExtraKey, ...]
+    def __init__(self, cache: BlockCache, tokens: array.array[int], blocks: Sequence[int], salt: str | None) -> None:
+        """`blocks` are those of the tokens, in order. The prompt is named once, on the thread that first asks for the names."""
+        self.length = len(tokens)
+        self._cache = cache
+        self._tokens = tokens
+        self._blocks = blocks
+        self._salt = salt
+        self.session = uuid.uuid4().hex
+        """Under which a cache server keeps what a lookup found."""
+
+    @functools.cached_property
+    def names(self) -> list[bytes]:
+        return self._cache.name_chunks(self._tokens, None, salt_keys(self._salt))
+
+    def blocks(self, first: int, end: int) -> Sequence[int]:
+        """Those of the chunks from `first` to before `end`."""
+        per_chunk = self._cache.chunk_size // self._cache.block_size
+        return self._blocks[first * per_chunk : end * per_chunk]
 
 
 class PrefixCache:
-    """A `KVCache` bound to one engine's pages."""
+    """A `BlockCache` over one engine's pages, whatever it does."""
 
-    def __init__(self, cache: KVCache, kv_caches: dict[str, torch.Tensor]) -> None:
+    def __init__(self, cache: BlockCache, kv_caches: dict[str, torch.Tensor]) -> None:
         self.chunk_size = int(cache.chunk_size)
         if self.chunk_size < 1:
             raise ValueError(f"the cache's chunk_size must be positive, got {self.chunk_size}")
         self._cache = cache
         self._kv_caches = kv_caches
         self._log = _SparseLog()
+
+    def prefix(self, prompt: array.array[int], blocks: Sequence[int], salt: str | None) -> Prefix | None:
+        """Returns the part of a prompt that the cache can hold; None if there is none. `blocks` are those of the prompt."""
+        whole = self.whole_chunks(len(prompt))
+        return Prefix(self._cache, prompt[:whole], blocks, salt) if whole else None
 
     def whole_chunks(self, tokens: int) -> int:
         """The tokens of a prompt of `tokens` that can be stored."""
@@ -109,59 +99,46 @@ class PrefixCache:
             return LoadResult(LoadOutcome.FAILED, 0)
 
     def store(self, prefix: Prefix, loaded: int) -> bool:
-        """Store the chunks of `prefix` from token `loaded` on; False if the cache failed."""
+        """Store the chunks of `prefix` from token `loaded` on. Returns False if the cache failed."""
+        first = loaded // self.chunk_size
         try:
-            mask = torch.arange(len(prefix.tokens)) >= loaded
-            self._cache.store(
-                prefix.tokens,
-                mask,
-                kv_caches=self._kv_caches,
-                slot_mapping=prefix.slots,
-                extra_keys=prefix.extra_keys,
-            )
+            self._cache.store(prefix.names[first:], prefix.blocks(first, len(prefix.names)), kv_caches=self._kv_caches)
         except Exception as error:  # noqa: BLE001 - whatever the cache raises, serving goes on
             self._log.warning("storing in the cache failed", error)
             return False
         return True
 
     def _load(self, prefix: Prefix, announced: int, wait_s: float, cancelled: threading.Event) -> LoadResult:
-        if not self._cache.available:
+        cache = self._cache
+        if not cache.available:
             return LoadResult(LoadOutcome.UNAVAILABLE, 0)
         deadline = time.monotonic() + wait_s
         pause = _FIRST_POLL_S
         while True:
-            found = self._cache.lookup(prefix.tokens, extra_keys=prefix.extra_keys)
+            found = cache.lookup(prefix.names, session=prefix.session)
             remaining = deadline - time.monotonic()
-            if found >= announced or remaining <= 0 or not self._cache.available:
+            if found * self.chunk_size >= announced or remaining <= 0 or not cache.available:
                 break
             if cancelled.wait(min(pause, remaining)):
                 break
             pause = min(2 * pause, _LONGEST_POLL_S)
         if cancelled.is_set():
+            cache.end(prefix.session)
             return LoadResult(LoadOutcome.CANCELLED, 0)
-        wanted = self.whole_chunks(min(int(found), len(prefix.tokens)))
-        if wanted <= 0:
-            return LoadResult(LoadOutcome.NOTHING if self._cache.available else LoadOutcome.UNAVAILABLE, 0)
-        loaded = self._cache.retrieve(
-            prefix.tokens[:wanted],
-            None,
-            kv_caches=self._kv_caches,
-            slot_mapping=prefix.slots[:wanted],
-            extra_keys=prefix.extra_keys,
-        )
-        tokens = self._run_length(loaded, wanted)
-        if tokens:
-            return LoadResult(LoadOutcome.HIT, tokens)
-        return LoadResult(LoadOutcome.NOTHING if self._cache.available else LoadOutcome.UNAVAILABLE, 0)
-
-    def _run_length(self, loaded: torch.Tensor, wanted: int) -> int:
-        """The tokens that `loaded` says are there. ValueError if it is not what `retrieve` promises."""
-        if not isinstance(loaded, torch.Tensor) or loaded.dtype != torch.bool or tuple(loaded.shape) != (wanted,):
-            raise ValueError(f"retrieve answered {loaded!r:.80}, not a bool tensor of {wanted}")
-        tokens = int(loaded.sum())
-        if tokens != self.whole_chunks(tokens) or not bool(loaded[:tokens].all()):
-            raise ValueError(f"retrieve answered {tokens} tokens that are no run of whole chunks from the first on")
-        return tokens
+        wanted = min(int(found), len(prefix.names))
+        loaded = 0
+        if wanted > 0:
+            loaded = cache.retrieve(
+                prefix.names[:wanted],
+                prefix.blocks(0, wanted),
+                kv_caches=self._kv_caches,
+                session=prefix.session,
+            )
+            if not isinstance(loaded, int) or not 0 <= loaded <= wanted:
+                raise ValueError(f"retrieve answered {loaded!r:.80} of {wanted} chunks")
+        if loaded:
+            return LoadResult(LoadOutcome.HIT, loaded * self.chunk_size)
+        return LoadResult(LoadOutcome.NOTHING if cache.available else LoadOutcome.UNAVAILABLE, 0)
 
 
 class _SparseLog:

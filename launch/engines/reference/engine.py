@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from launch.engines.reference.cache import KVCache, PrefixCache
+from launch.engines.reference.cache import PrefixCache
 from launch.engines.reference.errors import EngineClosedError, GenerationError, QueueFullError
 from launch.engines.reference.generation import Generation
 from launch.engines.reference.metrics import EngineMetrics
@@ -19,13 +19,14 @@ from launch.engines.reference.model import PagedModel, load_model
 from launch.engines.reference.request import GenerationRequest
 from launch.engines.reference.scheduler import Scheduler
 from launch.engines.reference.tokenizer import open_tokenizer
+from pd_cache.blocks import BlockCache
 from pd_cache.cluster import HandoffConfig, ReferenceEngineConfig
 from pd_cache.layout import KVLayout
 from pd_cache.tokens import CacheMetadata
 
 _logger = logging.getLogger(__name__)
 
-CacheFactory = Callable[[CacheMetadata, KVLayout, dict[str, torch.Tensor]], "KVCache | None"]
+CacheFactory = Callable[[CacheMetadata, KVLayout, dict[str, torch.Tensor]], "BlockCache | None"]
 """Makes the cache of an engine whose weights, pages and tensors are these; None for none. It stays the maker's to close."""
 
 _LONGEST_SLEEP_S = 1.0
@@ -50,7 +51,7 @@ class ReferenceEngine:
         model: PagedModel,
         config: ReferenceEngineConfig,
         handoff: HandoffConfig | None = None,
-        cache: KVCache | None = None,
+        cache: BlockCache | None = None,
         *,
         request_timeout_s: float = 300.0,
         load_timeout_s: float = 10.0,

@@ -31,7 +31,6 @@ from launch.engines.reference.request import FinishReason, GenerationStats, Toke
 from launch.engines.reference.sampling import Sampler
 from launch.engines.reference.workers import Workers
 from pd_cache.cluster import HandoffConfig, ReferenceEngineConfig
-from pd_cache.tokens import salt_keys
 
 _logger = logging.getLogger(__name__)
 
@@ -195,12 +194,7 @@ class Scheduler:
         """The part of the prompt that the cache can hold."""
         if self._cache is None:
             return None
-        whole = self._cache.whole_chunks(len(active.prompt))
-        if not whole:
-            return None
-        salt = active.generation.request.cache_salt
-        slots = self._model.kv.slots(active.blocks, whole)
-        return Prefix(active.prompt[:whole], slots, salt_keys(salt))
+        return self._cache.prefix(active.prompt, active.blocks, active.generation.request.cache_salt)
 
     def _start_load(self, active: _Active) -> None:
         prefix = None if active.skip_cache else self._prefix(active)
@@ -362,7 +356,7 @@ class Scheduler:
     def _store(self, active: _Active) -> int:
         """Have the computed chunks of the prompt stored; how long a prefix of it is or will be in the pool."""
         prefix = self._prefix(active)
-        if prefix is None or len(prefix.tokens) <= active.loaded:
+        if prefix is None or prefix.length <= active.loaded:
             return active.loaded
         cache, storers, lease, loaded = self._cache, self._storers, active.lease, active.loaded
         assert cache is not None
@@ -386,7 +380,7 @@ class Scheduler:
             self._metrics.stores.labels("dropped").inc()
             return loaded
         self._lent_blocks += blocks
-        return len(prefix.tokens) if active.cache_answered else loaded
+        return prefix.length if active.cache_answered else loaded
 
     def _store_ended(self, blocks: int, stored: bool) -> None:
         self._lent_blocks -= blocks

@@ -19,14 +19,14 @@ from aiohttp import web
 
 from launch.process import spawn_child
 from launch.proxy import hops
-from pd_cache.server.descriptors import descriptor_limits, raise_limit
+from pd_cache.wire.descriptors import descriptor_limits, raise_limit
 from tests.support.pool import free_port
 from tests.support.proxy import EVENTS, Node, begin, cluster, error_of, scenario, until
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
     program = (
-        "from pd_cache.server.descriptors import *; print(*descriptor_limits(), raise_limit(), *descriptor_limits())"
+        "from pd_cache.wire.descriptors import *; print(*descriptor_limits(), raise_limit(), *descriptor_limits())"
     )
     command = f"ulimit -Sn 300 && ulimit -Hn 777 && exec {sys.executable} -c '{program}'"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=30)

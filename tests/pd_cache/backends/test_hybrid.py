@@ -174,7 +174,7 @@ def test_a_lookup_over_tiers_is_one_batch_is_exist_for_what_the_local_ones_lack(
         assert isinstance(hybrid, HybridBackend)
         store = hybrid.tiers[-1].backend.store  # type: ignore[attr-defined]
         asked = Asked(store, monkeypatch, "batch_exist")
-        assert node.engine.lookup(tokens) == len(tokens), "the union of the tiers"
+        assert node.lookup(tokens) == len(tokens), "the union of the tiers"
         assert asked.calls == [("batch_exist", node.keys(tokens)[2:])]
 
 
@@ -485,7 +485,7 @@ def test_prompts_come_back_right_whichever_tier_their_chunks_are_in(pool: Pool, 
         for _ in range(40):
             tokens = rng.choice(prompts)
             slots = random_slots(rng, len(tokens), rng.random() < 0.5)
-            assert node.engine.lookup(tokens) == len(tokens)
+            assert node.lookup(tokens) == len(tokens)
             assert node.retrieve(tokens, slots) == [True] * len(tokens)
             assert loaded(node, tokens, slots)
         hits = {
@@ -509,11 +509,11 @@ def test_without_its_pool_a_node_serves_what_its_own_tiers_hold_and_counts_the_o
         assert node.store(tokens, slots) == len(tokens)
         pool.kill("store-0")
         pool.kill("master")
-        node.engine.lookup(new)
-        wait_for(lambda: node.engine.lookup(new) == 0 and not pool_of(node).available, 20)
+        node.lookup(new)
+        wait_for(lambda: node.lookup(new) == 0 and not pool_of(node).available, 20)
         assert node.engine.available, "the memory is"
         other = list(range(128, 128 + len(tokens)))
-        assert node.engine.lookup(tokens) == len(tokens)
+        assert node.lookup(tokens) == len(tokens)
         assert node.retrieve(tokens, other) == [True] * len(tokens)
         assert loaded(node, tokens, other)
         assert node.store(new, slots[:CHUNK]) == 0, "the pool does not have it"
@@ -539,7 +539,7 @@ def test_what_the_pool_lost_is_stored_again_although_this_node_has_it(pool: Pool
         assert node.store(tokens, slots) == len(tokens)
         assert node.store(tokens, slots) == 0
         assert pool_of(node).store.remove(node.keys(tokens)[1:], timeout=60, force=True) == [Status.OK]
-        assert node.engine.lookup(tokens) == len(tokens), "the memory still has both"
+        assert node.lookup(tokens) == len(tokens), "the memory still has both"
         assert node.store(tokens, slots) == CHUNK
         assert pool_of(node).batched_contains(node.keys(tokens)) == [Status.OK] * 2
 

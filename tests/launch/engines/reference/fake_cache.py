@@ -1,4 +1,4 @@
-"""An in-memory cache with the methods of CacheEngine that the engine uses. It really copies KV bytes."""
+"""An in-memory `BlockCache`, as far as the engine uses one. It really copies KV bytes."""
 
 from __future__ import annotations
 
@@ -7,69 +7,73 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from pd_cache.blocks import StoreOutcome
+from pd_cache.tokens import hash_tokens
 from tests.support.waiting import PATIENCE_S
-
-Key = tuple[tuple[object, ...], tuple[int, ...]]
 
 
 class FakeCache:
-    """Chunks of tokens by the whole prefix up to their end. Several engines may share one."""
+    """Chunks by name. Several engines may share one."""
+
+    block_size = 8
 
     def __init__(self, chunk_size: int = 16) -> None:
         self.chunk_size = chunk_size
         self.available = True
-        self.chunks: dict[Key, list[torch.Tensor]] = {}
+        self.chunks: dict[bytes, list[torch.Tensor]] = {}
         self.stored = threading.Condition()
-        self.store_masks: list[list[bool] | None] = []
+        self.store_sizes: list[int] = []
+        """Chunks of each store."""
+        self.named = 0
+        """How many prompts were named."""
+        self.ended: list[str] = []
 
-    def lookup(self, tokens: Sequence[int], *, extra_keys: Iterable[object] = ()) -> int:
+    def name_chunks(self, tokens, hashes=None, extra_keys=()) -> list[bytes]:
+        self.named += 1
+        return hash_tokens(tokens, self.chunk_size, extra_keys)
+
+    def lookup(self, names: Sequence[bytes], *, session: str = "") -> int:
         found = 0
-        for key in self._keys(tokens, extra_keys):
-            if not self.available or key not in self.chunks:
+        for name in names:
+            if not self.available or name not in self.chunks:
                 break
-            found += self.chunk_size
+            found += 1
         return found
 
-    def retrieve(self, tokens, mask=None, *, kv_caches, slot_mapping, extra_keys=()):
-        assert len(slot_mapping) == len(tokens)
-        loaded = torch.zeros(len(tokens), dtype=torch.bool)
-        for index, key in enumerate(self._keys(tokens, extra_keys)):
-            if not self.available or key not in self.chunks:
-                break
-            span = slice(index * self.chunk_size, (index + 1) * self.chunk_size)
-            for pages, kept in zip(kv_caches.values(), self.chunks[key], strict=True):
-                block, offset = self._place(pages, slot_mapping[span])
-                pages[block, :, offset] = kept
-            loaded[span] = True
-        return loaded
+    def retrieve(self, names, blocks, *, kv_caches, session="") -> int:
+        per_chunk = self.chunk_size // self.block_size
+        assert len(blocks) == len(names) * per_chunk
+        for index, name in enumerate(names):
+            if not self.available or name not in self.chunks:
+                return index
+            place = list(blocks[index * per_chunk : (index + 1) * per_chunk])
+            for tensor, kept in zip(kv_caches.values(), self.chunks[name], strict=True):
+                tensor[place] = kept
+        return len(names)
 
-    def store(self, tokens, mask=None, *, kv_caches, slot_mapping, extra_keys=()):
-        assert len(slot_mapping) == len(tokens)
-        new = 0
+    def store(self, names, blocks, *, kv_caches) -> list[StoreOutcome]:
+        per_chunk = self.chunk_size // self.block_size
+        assert len(blocks) == len(names) * per_chunk
+        outcomes = []
         with self.stored:
-            for index, key in enumerate(self._keys(tokens, extra_keys)):
-                span = slice(index * self.chunk_size, (index + 1) * self.chunk_size)
-                wanted = mask is None or bool(mask[span].all())
-                if self.available and wanted and key not in self.chunks:
-                    places = [(pages, *self._place(pages, slot_mapping[span])) for pages in kv_caches.values()]
-                    self.chunks[key] = [pages[block, :, offset].clone() for pages, block, offset in places]
-                    new += self.chunk_size
-            self.store_masks.append(None if mask is None else mask.tolist())
+            for index, name in enumerate(names):
+                if self.available and name not in self.chunks:
+                    place = list(blocks[index * per_chunk : (index + 1) * per_chunk])
+                    self.chunks[name] = [tensor[place].clone() for tensor in kv_caches.values()]
+                    outcomes.append(StoreOutcome.NEW)
+                else:
+                    outcomes.append(StoreOutcome.BEFORE if self.available else StoreOutcome.NOT)
+            self.store_sizes.append(len(names))
             self.stored.notify_all()
-        return new
+        return outcomes
+
+    def end(self, session: str) -> None:
+        self.ended.append(session)
 
     def wait_for_stores(self, count: int) -> None:
         """Until `count` stores have ended."""
         with self.stored:
-            assert self.stored.wait_for(lambda: len(self.store_masks) >= count, PATIENCE_S), "nothing was stored"
-
-    def _keys(self, tokens: Sequence[int], extra_keys: Iterable[object]) -> list[Key]:
-        size = self.chunk_size
-        return [(tuple(extra_keys), tuple(tokens[:end])) for end in range(size, len(tokens) + 1, size)]
-
-    @staticmethod
-    def _place(pages: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return slots // pages.shape[2], slots % pages.shape[2]
+            assert self.stored.wait_for(lambda: len(self.store_sizes) >= count, PATIENCE_S), "nothing was stored"
 
 
 class RaisingCache(FakeCache):
@@ -104,16 +108,14 @@ class HangingCache(FakeCache):
         self.let_go = threading.Event()
         self.entered = threading.Event()
 
-    def lookup(self, tokens, *, extra_keys=()):
+    def lookup(self, names, *, session=""):
         self._hang("lookup")
-        return len(tokens) // self.chunk_size * self.chunk_size
+        return len(names)
 
-    def retrieve(self, tokens, mask=None, *, kv_caches, slot_mapping, extra_keys=()):
+    def retrieve(self, names, blocks, *, kv_caches, session=""):
         self._hang("retrieve")
-        for pages in kv_caches.values():
-            block, offset = self._place(pages, slot_mapping)
-            pages[block, :, offset] = float("nan")
-        return torch.ones(len(tokens), dtype=torch.bool)
+        scribble(blocks, kv_caches)
+        return len(names)
 
     def store(self, *args, **kwargs):
         self._hang("store")
@@ -126,17 +128,21 @@ class HangingCache(FakeCache):
 
 
 class ScribblingCache(FakeCache):
-    """Claims a prefix, overwrites its slots with garbage and says that nothing, or nonsense, was loaded."""
+    """Claims a prefix, overwrites its blocks with garbage and says that nothing, or nonsense, was loaded."""
 
     def __init__(self, answer) -> None:
         super().__init__()
         self.answer = answer
 
-    def lookup(self, tokens, *, extra_keys=()):
-        return len(tokens) // self.chunk_size * self.chunk_size
+    def lookup(self, names, *, session=""):
+        return len(names)
 
-    def retrieve(self, tokens, mask=None, *, kv_caches, slot_mapping, extra_keys=()):
-        for pages in kv_caches.values():
-            block, offset = self._place(pages, slot_mapping)
-            pages[block, :, offset] = float("nan")
-        return self.answer(len(tokens))
+    def retrieve(self, names, blocks, *, kv_caches, session=""):
+        scribble(blocks, kv_caches)
+        return self.answer(len(names))
+
+
+def scribble(blocks: Sequence[int], kv_caches: dict[str, torch.Tensor]) -> None:
+    """Fill blocks with what no model computes."""
+    for tensor in kv_caches.values():
+        tensor[list(blocks)] = float("nan")

@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Sequence
 
-from pd_cache.server.sealed import may_be_sealed
+from pd_cache.wire.sealed import may_be_sealed
 
 log = logging.getLogger(__name__)
 

@@ -70,14 +70,16 @@ class Hello(Message, frozen=True, tag="hello"):
     """What this engine names chunks by; empty if the server's file decides."""
     hash_seed: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     """What its names depend on besides tokens; empty if the server's file decides."""
-    held: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
+    shards_per_rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
     """Shards of each chunk that every rank holds; each is an object of its own."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
             raise ValueError(f"rank {self.rank} is outside of world_size {self.world_size}")
-        if self.world_size * self.held > MAX_SHARDS:
-            raise ValueError(f"{self.world_size} ranks with {self.held} shards each are more than {MAX_SHARDS} shards")
+        if self.world_size * self.shards_per_rank > MAX_SHARDS:
+            raise ValueError(
+                f"{self.world_size} ranks with {self.shards_per_rank} shards each are more than {MAX_SHARDS} shards"
+            )
         if self.kind != "observer" and not (self.model and self.block_size):
             raise ValueError(f"a {self.kind} must tell its model and block_size")
 
@@ -135,7 +137,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
     session: str
     names: Names
-    held: Count = 0
+    at_hand: Count = 0
     """Chunks from the first that need not be asked for."""
 
     def __post_init__(self) -> None:
@@ -212,7 +214,7 @@ class Stored(Message, frozen=True, tag="stored"):
     """What became of each chunk."""
 
     outcomes: Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNKS)]
-    """One byte a chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.mover.Stored`."""
+    """One byte a chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.blocks.StoreOutcome`."""
 
     @property
     def stored(self) -> int:

@@ -19,9 +19,10 @@ from typing import Any, Literal
 import torch
 
 import pd_cache
-from pd_cache.config import CacheConfig
+from pd_cache.client.identity import EngineIdentity
 from pd_cache.layout import PageKind
-from pd_cache.server.channel import (
+from pd_cache.tokens import ExtraKey, Tokens, hash_tokens, stride_hashes
+from pd_cache.wire.channel import (
     CacheServerError,
     ClientChannel,
     Context,
@@ -30,9 +31,9 @@ from pd_cache.server.channel import (
     RefusedError,
     ServerLostError,
 )
-from pd_cache.server.fence import Fence
-from pd_cache.server.lifeline import LifelineClient
-from pd_cache.server.messages import (
+from pd_cache.wire.fence import Fence
+from pd_cache.wire.lifeline import LifelineClient
+from pd_cache.wire.messages import (
     Answer,
     Done,
     EndSession,
@@ -45,8 +46,7 @@ from pd_cache.server.messages import (
     Welcome,
     join_names,
 )
-from pd_cache.server.sharing import Shared, SharingError, close_all, event_handle, share_tensors
-from pd_cache.tokens import CacheMetadata, ExtraKey, Tokens, hash_tokens, stride_hashes
+from pd_cache.wire.sharing import Shared, SharingError, close_all, event_handle, share_tensors
 from transfer.locks import Condition
 
 log = logging.getLogger(__name__)
@@ -60,15 +60,15 @@ _LOG_EVERY_S = 10.0
 _MOST_STORAGES = 200
 
 
-class Move:
+class PendingMove:
     """A store or retrieve under way. Its blocks may be touched by the server until `query` is True."""
 
-    __slots__ = ("_client", "_event", "_slot", "failure", "future")
+    __slots__ = ("_connection", "_event", "_slot", "failure", "future")
 
     def __init__(
-        self, client: CacheClient, slot: int | None, future: Future | None, failure: str, event: object
+        self, connection: ServerConnection, slot: int | None, future: Future | None, failure: str, event: object
     ) -> None:
-        self._client = client
+        self._connection = connection
         self._slot = slot
         self._event = event  # the server opens it by its handle
         self.future = future
@@ -82,7 +82,7 @@ class Move:
         assert self.future is not None
         if not self.future.query():
             return False
-        if not self._client.fence.revoke(self._slot):
+        if not self._connection.fence.revoke(self._slot):
             return False  # the connection was lost in the middle of a chunk, and the server still copies
         self._slot = None
         self._event = None
@@ -106,52 +106,34 @@ class Move:
         return self.future.result()
 
 
-class CacheClient:
+class ServerConnection:
     """One process's connection, for one engine rank. Thread-safe."""
 
     def __init__(
         self,
         url: str,
         context: Context[Any] | None,
-        *,
         kind: Literal["scheduler", "worker", "observer"],
-        model: str = "",
-        world_size: int = 1,
-        rank: int = 0,
-        block_size: int = 0,
-        chunk_size: int | None = None,
-        hash_mode: Literal["", "tokens", "blocks"] = "",
-        hash_seed: str = "",
-        held: int = 1,
+        identity: EngineIdentity | None = None,
+        *,
         connect_timeout_s: float = 10.0,
     ) -> None:
-        """Connect, and wait up to `connect_timeout_s` for the server to say what its chunks are.
+        """Connect to the server at `url`, e.g. `ipc:///run/pd-cache.sock`. `context` is a ZMQ context; None for one of our own.
 
-        With `chunk_size` it does not wait: a server that is not there yet is treated like one that comes back. `hash_mode` and
-        `hash_seed` say how this engine names chunks, if the server's file leaves that open; `held` is how many shards of
-        each chunk a rank holds. Raises RefusedError if the server does not take this engine, NoAnswerError if it does not answer,
-        ValueError for a bad address or a chunk size that is no multiple of the block size.
+        An observer has no identity. With a chunk size in `identity` it does not wait: a server that is not there yet is treated like one that comes back.
+        Without one it waits up to `connect_timeout_s` for the server to say what its chunks are, and raises RefusedError if the server
+        does not take this engine, NoAnswerError if it does not answer. Raises ValueError for a bad address.
         """
-        if chunk_size is not None and block_size and chunk_size % block_size:
-            raise ValueError(f"chunk_size {chunk_size} must be a multiple of the block size {block_size}")
         self.client = uuid.uuid4().hex
-        self.hello = Hello(
-            self.client,
-            kind,
-            pd_cache.__version__,
-            model,
-            world_size,
-            rank,
-            block_size,
-            hash_mode=hash_mode,
-            hash_seed=hash_seed,
-            held=held,
-        )
+        if identity is None or kind == "observer":
+            self.hello = Hello(self.client, "observer", pd_cache.__version__)
+        else:
+            self.hello = identity.hello(self.client, kind)
         self.fence = Fence()
         self.lost = 0
         """How often the server was lost."""
         self._welcome: Welcome | None = None
-        self._expected = chunk_size
+        self._expected = None if identity is None else identity.chunk_size
         self._kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | None = None
         self._layout_kind: PageKind | None = None
         self._lifeline: LifelineClient | None = None
@@ -170,36 +152,12 @@ class CacheClient:
             raise
         self._keeper = threading.Thread(target=self._keep, name="pd-cache-client", daemon=True)
         self._keeper.start()
-        if chunk_size is None:
+        if self._expected is None:
             try:
                 self.wait_ready(connect_timeout_s)
             except BaseException:
                 self.close()
                 raise
-
-    @classmethod
-    def of(
-        cls,
-        url: str,
-        context: Context[Any] | None,
-        kind: Literal["scheduler", "worker"],
-        metadata: CacheMetadata,
-        cache: CacheConfig,
-    ) -> CacheClient:
-        """Makes a client for a rank's part of the chunks that `metadata` describes, sized and named as `cache` says. Does not wait."""
-        return cls(
-            url,
-            context,
-            kind=kind,
-            model=metadata.model,
-            world_size=metadata.world_size,
-            rank=metadata.rank,
-            block_size=metadata.block_size,
-            chunk_size=cache.chunk_size,
-            hash_mode=cache.named_by,
-            hash_seed=cache.hash_seed,
-            held=metadata.held,
-        )
 
     # --- what is known -------------------------------------------------------------------------------------------
 
@@ -246,11 +204,11 @@ class CacheClient:
 
     # --- requests ------------------------------------------------------------------------------------------------
 
-    def lookup(self, session: str, names: list[bytes], *, held: int = 0, timeout: float = 1.0) -> Future:
+    def lookup(self, session: str, names: Sequence[bytes], at_hand: int, timeout: float) -> Future:
         """Ask how many of the chunks, from the first, are there; answered with `Found`. A session pins them."""
         if not self._ready:  # a server that does not know us yet would answer only after it had come to know us
             return self._channel.lost(f"no cache server at {self.url} is ready for this engine")
-        return self._channel.request(Lookup(session, join_names(names), held), timeout)
+        return self._channel.request(Lookup(session, join_names(names), at_hand), timeout)
 
     def end_session(self, session: str) -> None:
         """Let go of what a session has pinned. A server that is gone has let go already."""
@@ -268,13 +226,13 @@ class CacheClient:
         blocks: Sequence[int],
         event: Any,
         timeout: float,
-    ) -> Move:
+    ) -> PendingMove:
         """Begin a store or retrieve of blocks, which are the server's to touch until the move has ended."""
         if not self._ready:
-            return Move(self, None, None, "server_lost", None)
+            return PendingMove(self, None, None, "server_lost", None)
         place = self.fence.admit()
         if place is None:
-            return Move(self, None, None, "busy", None)
+            return PendingMove(self, None, None, "busy", None)
         slot, ticket = place
         try:
             patience = max(1, int(timeout * 1000))
@@ -283,7 +241,7 @@ class CacheClient:
         except BaseException:
             self.fence.revoke(slot)
             raise
-        return Move(self, slot, future, "", event)
+        return PendingMove(self, slot, future, "", event)
 
     # --- life ----------------------------------------------------------------------------------------------------
 
@@ -409,7 +367,7 @@ class CacheClient:
         self._welcome = welcome
         if self._lifeline is None or self._lifeline.lost:
             self._lifeline = None
-            with contextlib.suppress(OSError):  # a server on another host: good for lookups
+            with contextlib.suppress(OSError):  # a server on another host, or one without a lifeline: good for lookups
                 self._lifeline = LifelineClient(welcome.lifeline, self.client)
         with self._changed:
             tensors, kind = self._kv_caches, self._layout_kind

@@ -22,9 +22,9 @@ from zmq import Context
 from zmq.utils.monitor import recv_monitor_message
 
 from pd_cache.errors import PdCacheError
-from pd_cache.server.descriptors import next_descriptor, raise_limit
-from pd_cache.server.door import Door
-from pd_cache.server.messages import (
+from pd_cache.wire.descriptors import next_descriptor, raise_limit
+from pd_cache.wire.door import Door
+from pd_cache.wire.messages import (
     MAX_FRAME,
     Answer,
     FrameError,

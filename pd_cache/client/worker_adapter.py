@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from pd_cache.client.cache import PendingRetrieve, PendingStore, ServerCache
+from pd_cache.client.identity import EngineIdentity
 from pd_cache.layout import PageKind
 from pd_cache.metrics import CacheMetrics
-from pd_cache.server.channel import Context
-from pd_cache.server.client import CacheClient, Move
-from pd_cache.server.messages import Loaded, Retrieve, Store, Stored
 from pd_cache.tokens import ExtraKey
+from pd_cache.wire.channel import Context
 
 _REMEMBERED = 65_536
 """Finished requests that are not told again, and failed stores that were not asked for yet."""
@@ -50,15 +50,13 @@ class LoadStoreOp:
 
 class _Retrieving(NamedTuple):
     request_id: str
-    move: Move
+    pending: PendingRetrieve
     blocks: list[int]
-    chunks: int
 
 
 class _Storing(NamedTuple):
     request_id: str
-    move: Move
-    chunks: int
+    pending: PendingStore
 
 
 class WorkerAdapter:
@@ -68,22 +66,24 @@ class WorkerAdapter:
         self,
         server_url: str,
         context: Context[Any] | None,
-        model_name: str,
-        world_size: int,
-        kv_rank: int,
-        vllm_block_size: int,
+        identity: EngineIdentity,
         *,
-        chunk_size: int | None = None,
-        held: int = 1,
-        hash_mode: Literal["", "tokens", "blocks"] = "",
-        hash_seed: str = "",
         connect_timeout_s: float = 10.0,
         move_timeout_s: float = 15.0,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Arguments and errors are those of `SchedulerAdapter`. A store or retrieve is given up after `move_timeout_s`."""
-        self.metrics = metrics or CacheMetrics()
-        self._timeout_s = move_timeout_s
+        """Arguments and errors are those of `ServerCache`. A store or retrieve is given up after `move_timeout_s`."""
+        self._cache = ServerCache(
+            server_url,
+            identity,
+            context=context,
+            connect_timeout_s=connect_timeout_s,
+            move_timeout_s=move_timeout_s,
+            metrics=metrics,
+        )
+        self.metrics = self._cache.metrics
+        self.chunk_size = self._cache.chunk_size
+        self._blocks_per_chunk = self._cache.blocks_per_chunk
         self._stores: list[_Storing] = []
         self._retrieves: list[_Retrieving] = []
         self._storing: Counter[str] = Counter()
@@ -94,27 +94,11 @@ class WorkerAdapter:
         """Requests whose stores were told to be finished, the latest."""
         self._bad_blocks: set[int] = set()
         self._failed_stores: OrderedDict[str, str] = OrderedDict()
-        self._client = CacheClient(
-            server_url,
-            context,
-            kind="worker",
-            model=model_name,
-            world_size=world_size,
-            rank=kv_rank,
-            block_size=vllm_block_size,
-            chunk_size=chunk_size,
-            held=held,
-            hash_mode=hash_mode,
-            hash_seed=hash_seed,
-            connect_timeout_s=connect_timeout_s,
-        )
-        self.chunk_size = self._client.chunk_size
-        self._blocks_per_chunk = self._client.blocks_per_chunk
 
     @property
     def available(self) -> bool:
         """Whether the server is there and has this worker's tensors."""
-        return self._client.ready
+        return self._cache.available
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], layout_kind: PageKind | None = None) -> None:
         """Lend the paged KV cache to the server: layer names to tensors, in layer order.
@@ -122,7 +106,7 @@ class WorkerAdapter:
         CPU tensors move to shared memory, in place. RefusedError if the server does not take them, with the reason in
         words; SharingError if they cannot be shared. `layout_kind` is needed only where shapes fit two (`KVLayout`).
         """
-        self._client.register(kv_caches, layout_kind)
+        self._cache.register_kv_caches(kv_caches, layout_kind)
 
     def submit_store_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
         """Begin to store. The blocks must stay as they are until `get_finished` tells the request.
@@ -132,8 +116,8 @@ class WorkerAdapter:
         """
         names = self._names(op)
         blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
-        move = self._client.move(Store, request_id, names, blocks, event, self._timeout_s)
-        self._stores.append(_Storing(request_id, move, len(names)))
+        pending = self._cache.begin_store(names, blocks, session=request_id, after=event)
+        self._stores.append(_Storing(request_id, pending))
         self._storing[request_id] += 1
         self._told.pop(request_id, None)
 
@@ -144,8 +128,8 @@ class WorkerAdapter:
         """
         names = self._names(op)
         blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
-        move = self._client.move(Retrieve, request_id, names, blocks, event, self._timeout_s)
-        self._retrieves.append(_Retrieving(request_id, move, list(op.block_ids), len(names)))
+        pending = self._cache.begin_retrieve(names, blocks, session=request_id, after=event)
+        self._retrieves.append(_Retrieving(request_id, pending, list(op.block_ids)))
 
     def batched_submit_store_requests(self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None) -> None:
         """`submit_store_request` for each; each ends by itself. ValueError, with nothing begun, for an op that does not fit."""
@@ -208,7 +192,7 @@ class WorkerAdapter:
 
     def shutdown(self) -> None:
         """Take the KV cache back from the server and disconnect. Idempotent."""
-        self._client.close()
+        self._cache.close()
 
     # --- inside --------------------------------------------------------------------------------------------------
 
@@ -222,7 +206,7 @@ class WorkerAdapter:
         if op.block_hashes is not None and op.token_ids is None:
             if len(op.block_hashes) != len(op.block_ids):
                 raise ValueError(f"{len(op.block_hashes)} block hashes for {len(op.block_ids)} blocks: one each")
-            return self._client.name_chunks(None, op.block_hashes)
+            return self._cache.name_chunks(None, op.block_hashes)
         if op.token_ids is None or op.block_hashes is not None:
             raise ValueError("exactly one of token_ids and block_hashes must be given")
         start, end = op.start, op.end
@@ -231,7 +215,7 @@ class WorkerAdapter:
                 f"start {start} and end {end} must lie in order within the {len(op.token_ids)} tokens, and start be a "
                 f"multiple of {self.chunk_size}"
             )
-        names = self._client.name_chunks(op.token_ids[:end], None, op.extra_keys)[start // self.chunk_size :]
+        names = self._cache.name_chunks(op.token_ids[:end], None, op.extra_keys)[start // self.chunk_size :]
         if len(op.block_ids) < len(names) * self._blocks_per_chunk:
             raise ValueError(
                 f"the {len(names)} chunks from token {start} to {end} lie in {len(names) * self._blocks_per_chunk} blocks, "
@@ -240,28 +224,17 @@ class WorkerAdapter:
         return names
 
     def _store_ended(self, one: _Storing) -> bool:
-        if not one.move.query():
+        if not one.pending.query():
             return False
         self._storing[one.request_id] -= 1
-        answer = one.move.answer
-        if isinstance(answer, Stored):
-            # why, the server has counted, chunk by chunk
-            reason, failed = "refused_by_the_cache", answer.failed
-        else:
-            reason, failed = one.move.failure or "nonsense", one.chunks
-            self.metrics.trouble("store", reason, failed)
-        if failed:
-            self._failed_stores[one.request_id] = reason
+        if one.pending.failure:
+            self._failed_stores[one.request_id] = one.pending.failure
             while len(self._failed_stores) > _REMEMBERED:
                 self._failed_stores.popitem(last=False)
         return True
 
     def _retrieve_ended(self, one: _Retrieving) -> bool:
-        if not one.move.query():
+        if not one.pending.query():
             return False
-        answer = one.move.answer
-        loaded = answer.chunks if isinstance(answer, Loaded) else 0
-        if answer is None:
-            self.metrics.trouble("retrieve", one.move.failure, one.chunks)
-        self._bad_blocks.update(one.blocks[loaded * self._blocks_per_chunk :])
+        self._bad_blocks.update(one.blocks[one.pending.loaded * self._blocks_per_chunk :])
         return True

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pd_cache.server.channel import CacheServerError
-from pd_cache.server.closing import Closer
+from pd_cache.wire.channel import CacheServerError
+from pd_cache.wire.closing import Closer
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import struct
 import threading
 from collections.abc import Iterator
 
-from pd_cache.server.sealed import SealError, check_sealed, sealed_memory
+from pd_cache.wire.sealed import SealError, check_sealed, sealed_memory
 
 SLOTS = 1024
 """Most moves of one worker at a time."""

@@ -20,9 +20,9 @@ from pd_cache.errors import LayoutError, PdCacheError
 from pd_cache.layout import KVLayout, PageKind, layer_tensors, shard_tensors
 from pd_cache.paged import ChunkSlots, Completion, PagedCopier, open_copier
 from pd_cache.paged.base import DONE
-from pd_cache.server.fence import AbandonedError, FenceView
-from pd_cache.server.messages import CpuStorage, CudaStorage, Register, Storage, TensorView
-from pd_cache.server.sealed import check_sealed, is_sealed, reseat
+from pd_cache.wire.fence import AbandonedError, FenceView
+from pd_cache.wire.messages import CpuStorage, CudaStorage, Register, Storage, TensorView
+from pd_cache.wire.sealed import check_sealed, is_sealed, reseat
 from transfer.locks import Condition
 from transfer.staging import prefault
 
@@ -138,10 +138,12 @@ def _export_cuda(storage: torch.UntypedStorage) -> CudaStorage:
 class MappedTensors:
     """An engine's KV tensors, mapped. `unmap` gives the memory back as soon as nothing uses it."""
 
-    def __init__(self, request: Register, descriptors: Sequence[int], fence: FenceView, held: int = 1) -> None:
+    def __init__(
+        self, request: Register, descriptors: Sequence[int], fence: FenceView, shards_per_rank: int = 1
+    ) -> None:
         """Map what the descriptors (in the order of the CPU storages, still the caller's) and handles refer to.
 
-        `held` is how many shards of each chunk the tensors hold. Takes over the fence that copies have to pass. Raises SharingError or
+        `shards_per_rank` is how many shards of each chunk the tensors hold. Takes over the fence that copies have to pass. Raises SharingError or
         LayoutError, with nothing left open, for parts that do not fit together.
         """
         self.fence = fence
@@ -156,8 +158,8 @@ class MappedTensors:
             kind = PageKind(request.layout_kind) if request.layout_kind else None
             self.layout = KVLayout.from_tensors(tensors, kind)
             self.device = tensors[0].device
-            self.shard_layout = self.layout.shard(held)
-            for views in shard_tensors(tensors, held):
+            self.shard_layout = self.layout.shard(shards_per_rank)
+            for views in shard_tensors(tensors, shards_per_rank):
                 self._copiers.append(open_copier(views, self.shard_layout))
         except BaseException as error:
             tensors = views = []

@@ -1,0 +1,329 @@
+"""ServerCache: the cache of this host's cache server, by the names of chunks and the ids of blocks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from pd_cache.blocks import Places, Slots, StoreOutcome
+from pd_cache.client.connection import PendingMove, ServerConnection, failure_of
+from pd_cache.client.identity import EngineIdentity
+from pd_cache.layout import KVLayout, PageKind, layer_tensors
+from pd_cache.metrics import CacheMetrics
+from pd_cache.paged import plan
+from pd_cache.tokens import ExtraKey, Tokens
+from pd_cache.wire.channel import Context, Future
+from pd_cache.wire.messages import Found, Loaded, Retrieve, Store, Stored
+from pd_cache.wire.sharing import record_event
+
+
+class ServerCache:
+    """A `BlockCache`, see there, over the connection of one engine rank. Thread-safe.
+
+    Each of the operations has a twin that only begins it and returns what will be known of it, for callers that must not wait.
+    Whatever the server cannot do is counted when the end of the operation is seen.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        identity: EngineIdentity,
+        *,
+        kind: Literal["scheduler", "worker"] = "worker",
+        context: Context[Any] | None = None,
+        connect_timeout_s: float = 10.0,
+        lookup_timeout_s: float = 1.0,
+        move_timeout_s: float = 15.0,
+        metrics: CacheMetrics | None = None,
+    ) -> None:
+        """Connect to the server at `url`, e.g. `ipc:///run/pd-cache.sock`.
+
+        kind: a scheduler only looks up. context: a ZMQ context to use, None for one of our own. If `identity` leaves the chunk size
+        to the server, this waits up to `connect_timeout_s` for it. An operation without a timeout of its own is given up after
+        `lookup_timeout_s` or `move_timeout_s`. Raises as `ServerConnection` does.
+        """
+        self.metrics = metrics or CacheMetrics()
+        self.connection = ServerConnection(url, context, kind, identity, connect_timeout_s=connect_timeout_s)
+        self._lookup_timeout_s = lookup_timeout_s
+        self._move_timeout_s = move_timeout_s
+        self._tensors: list[torch.Tensor] = []
+        self._layout: KVLayout | None = None
+        self._chunk_bytes = 0
+
+    @property
+    def chunk_size(self) -> int:
+        return self.connection.chunk_size
+
+    @property
+    def block_size(self) -> int:
+        return self.connection.hello.block_size
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """The engine's blocks in a chunk."""
+        return self.connection.blocks_per_chunk
+
+    @property
+    def available(self) -> bool:
+        """Whether the server is there, and has the KV tensors if some were registered."""
+        return self.connection.ready
+
+    def register_kv_caches(
+        self, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], kind: PageKind | None = None
+    ) -> None:
+        """Lend the paged KV cache to the server: one tensor a layer, in layer order.
+
+        CPU tensors move to shared memory, in place. Raises RefusedError if the server does not take them, with the reason in
+        words; SharingError if they cannot be shared. `kind` is needed only where shapes fit two (`KVLayout`).
+        """
+        tensors = layer_tensors(kv_caches)
+        layout = KVLayout.from_tensors(tensors, kind)
+        chunk_bytes = layout.chunk_bytes(self.chunk_size)
+        self.connection.register(kv_caches, layout.kind)
+        self._tensors, self._layout, self._chunk_bytes = tensors, layout, chunk_bytes
+
+    def name_chunks(
+        self, tokens: Tokens | None, hashes: Sequence[bytes] | None = None, extra_keys: Iterable[ExtraKey] = ()
+    ) -> list[bytes]:
+        return self.connection.name_chunks(tokens, hashes, extra_keys)
+
+    # --- operations that wait for their end ----------------------------------------------------------------------
+
+    def lookup(
+        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
+    ) -> int:
+        return self.begin_lookup(names, at_hand=at_hand, session=session, timeout=timeout).wait()
+
+    def store(
+        self,
+        names: Sequence[bytes],
+        blocks: Places,
+        *,
+        kv_caches: Any = None,
+        after: Any = None,
+        timeout: float | None = None,
+    ) -> list[StoreOutcome]:
+        self._check(kv_caches)
+        return self.begin_store(names, blocks, after=after, timeout=timeout).wait()
+
+    def retrieve(
+        self,
+        names: Sequence[bytes],
+        blocks: Places,
+        *,
+        kv_caches: Any = None,
+        session: str = "",
+        timeout: float | None = None,
+    ) -> int:
+        self._check(kv_caches)
+        return self.begin_retrieve(names, blocks, session=session, timeout=timeout).wait()
+
+    # --- operations that only begin ------------------------------------------------------------------------------
+
+    def begin_lookup(
+        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
+    ) -> PendingLookup:
+        """Begin a lookup; arguments as for `lookup`."""
+        at_hand = min(at_hand, len(names))
+        if at_hand == len(names):
+            return PendingLookup(self, None, at_hand, len(names))
+        seconds = self._lookup_timeout_s if timeout is None else timeout
+        return PendingLookup(self, self.connection.lookup(session, names, at_hand, seconds), at_hand, len(names))
+
+    def begin_store(
+        self,
+        names: Sequence[bytes],
+        blocks: Places,
+        *,
+        session: str = "",
+        after: Any = None,
+        timeout: float | None = None,
+    ) -> PendingStore:
+        """Begin to store; arguments as for `store`. The blocks must stay as they are until it has ended."""
+        self.metrics.tokens("store", "requested", len(names) * self.chunk_size)
+        return PendingStore(self, len(names), self._move(Store, session, names, blocks, after, timeout))
+
+    def begin_retrieve(
+        self,
+        names: Sequence[bytes],
+        blocks: Places,
+        *,
+        session: str = "",
+        after: Any = None,
+        timeout: float | None = None,
+    ) -> PendingRetrieve:
+        """Begin to load; arguments as for `retrieve`. The blocks are the server's to write until it has ended."""
+        self.metrics.tokens("retrieve", "requested", len(names) * self.chunk_size)
+        return PendingRetrieve(self, len(names), self._move(Retrieve, session, names, blocks, after, timeout))
+
+    def end(self, session: str) -> None:
+        self.connection.end_session(session)
+
+    def mark(self) -> Any:
+        return record_event(self._tensors[0])
+
+    def close(self) -> None:
+        """Take the KV tensors back from the server and disconnect. Idempotent."""
+        self.connection.close()
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _check(self, kv_caches: Any) -> None:
+        """A server copies only what it was lent."""
+        if kv_caches is None:
+            return
+        tensors = layer_tensors(kv_caches)
+        if len(tensors) != len(self._tensors) or not all(map(operator.is_, tensors, self._tensors)):
+            raise ValueError("kv_caches are not the tensors that were registered")
+
+    def _move(
+        self,
+        kind: type[Store] | type[Retrieve],
+        session: str,
+        names: Sequence[bytes],
+        blocks: Places,
+        after: Any,
+        timeout: float | None,
+    ) -> PendingMove:
+        seconds = self._move_timeout_s if timeout is None else timeout
+        whole = self._whole_blocks(blocks) if isinstance(blocks, Slots) else blocks
+        return self.connection.move(kind, session, names, whole, after, seconds)
+
+    def _whole_blocks(self, slots: Slots) -> list[int]:
+        if self._layout is None:
+            raise ValueError("no KV tensors: call register_kv_caches first")
+        found: list[int] = []
+        for chunk in plan(slots, self._layout, self.chunk_size, may_leave_out=True):
+            if chunk.blocks is None:
+                raise ValueError("slot_mapping must be of whole blocks: a cache server moves nothing smaller")
+            found += [max(block, -1) for block in chunk.blocks.tolist()]
+        return found
+
+    def count_moved(self, op: Literal["retrieve", "store"], outcome: str, chunks: int) -> None:
+        """For the pending operations: count chunks that arrived."""
+        self.metrics.moved(op, chunks * self._chunk_bytes)
+        self.metrics.tokens(op, outcome, chunks * self.chunk_size)
+
+
+class PendingLookup:
+    """A lookup that was sent. For one thread."""
+
+    __slots__ = ("_at_hand", "_cache", "_chunks", "_found", "_future")
+
+    def __init__(self, cache: ServerCache, future: Future | None, at_hand: int, chunks: int) -> None:
+        self._cache = cache
+        self._future = future
+        self._at_hand = at_hand
+        self._chunks = chunks
+        self._found = at_hand if future is None else None
+
+    def query(self) -> int | None:
+        """Look, without waiting. Returns the chunks found, or None while there is no answer."""
+        if self._found is None:
+            assert self._future is not None
+            if not self._future.query():
+                return None
+            self._found = self._judge(self._future)
+        return self._found
+
+    def wait(self) -> int:
+        """Returns the chunks found, those at hand included. Waits until the deadline at the latest."""
+        if self._found is None:
+            assert self._future is not None
+            with self._cache.metrics.timed("lookup"):
+                self._found = self._judge(self._future)
+        return self._found
+
+    def _judge(self, future: Future) -> int:
+        """Returns what the answer says. Without an answer, only what is at hand is found."""
+        reason = failure_of(future)
+        answer = None if reason else future.result()
+        metrics, size = self._cache.metrics, self._cache.chunk_size
+        if not isinstance(answer, Found) or not self._at_hand <= answer.chunks <= self._chunks:
+            metrics.trouble("lookup", reason or "nonsense")
+            return self._at_hand
+        metrics.tokens("lookup", "requested", (self._chunks - self._at_hand) * size)
+        metrics.tokens("lookup", "hit", (answer.chunks - self._at_hand) * size)
+        return answer.chunks
+
+
+class PendingRetrieve:
+    """A retrieve under way. Its blocks may be written to until `query` is True. For one thread."""
+
+    def __init__(self, cache: ServerCache, chunks: int, move: PendingMove) -> None:
+        self._cache = cache
+        self._chunks = chunks
+        self._move = move
+        self.loaded = 0
+        """How many chunks, from the first, lie in their blocks; known when it has ended."""
+        self._counted = False
+
+    def query(self) -> bool:
+        """Look, without waiting. Returns True once it has ended and its blocks are the engine's again."""
+        if not self._move.query():
+            return False
+        if not self._counted:
+            self._counted = True
+            self._count()
+        return True
+
+    def wait(self) -> int:
+        """Returns `loaded` when it has ended."""
+        with self._cache.metrics.timed("retrieve"):
+            self._move.wait()
+        self.query()
+        return self.loaded
+
+    def _count(self) -> None:
+        answer, metrics = self._move.answer, self._cache.metrics
+        if not isinstance(answer, Loaded) or answer.chunks > self._chunks:
+            metrics.trouble("retrieve", self._move.failure or "nonsense", self._chunks)
+            return
+        self.loaded = answer.chunks
+        self._cache.count_moved("retrieve", "loaded", self.loaded)
+        if self.loaded < self._chunks:  # the server counts which chunk failed for which reason
+            metrics.trouble("retrieve", "not_loaded")
+
+
+class PendingStore:
+    """A store under way. Its blocks must stay as they are until `query` is True. For one thread."""
+
+    def __init__(self, cache: ServerCache, chunks: int, move: PendingMove) -> None:
+        self._cache = cache
+        self._move = move
+        self.outcomes = [StoreOutcome.NOT] * chunks
+        """What became of each chunk; known when it has ended."""
+        self.failure = ""
+        """Why chunks were not stored, in a word; empty if all are there."""
+        self._counted = False
+
+    def query(self) -> bool:
+        """Look, without waiting. Returns True once it has ended and its blocks are the engine's again."""
+        if not self._move.query():
+            return False
+        if not self._counted:
+            self._counted = True
+            self._count()
+        return True
+
+    def wait(self) -> list[StoreOutcome]:
+        """Returns `outcomes` when it has ended."""
+        with self._cache.metrics.timed("store"):
+            self._move.wait()
+        self.query()
+        return self.outcomes
+
+    def _count(self) -> None:
+        answer, metrics = self._move.answer, self._cache.metrics
+        if not isinstance(answer, Stored) or len(answer.outcomes) != len(self.outcomes):
+            self.failure = self._move.failure or "nonsense"
+            metrics.trouble("store", self.failure, len(self.outcomes))
+            return
+        self.outcomes = [StoreOutcome(outcome) for outcome in answer.outcomes]
+        self._cache.count_moved("store", "stored", answer.stored)
+        if answer.failed:  # the server counts which chunk failed for which reason
+            self.failure = "not_stored"
+            metrics.trouble("store", "not_stored", answer.failed)

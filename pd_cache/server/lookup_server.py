@@ -1,0 +1,91 @@
+"""RpcLookupServer: answers lookups about the engine of this process, for a scheduler in another process.
+
+The client names the chunks, so that a lookup is a small message however long the prompt; the server asks the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+
+import pd_cache
+from pd_cache.engine import CacheEngine
+from pd_cache.metrics import CacheMetrics
+from pd_cache.server.receiving import Receiver, failed
+from pd_cache.wire.channel import Incoming, ServerChannel
+from pd_cache.wire.messages import Answer, Found, Hello, Lookup, RefusalError, Welcome, split_names
+
+_THREADS = 4
+_IN_FLIGHT = 64
+_CLIENTS = 256
+
+
+class RpcLookupServer:
+    """Answers lookups about one engine, which stays its owner's. From construction until `close`."""
+
+    def __init__(self, engine: CacheEngine, url: str, *, metrics: CacheMetrics | None = None) -> None:
+        """Listen at `url`; a tcp:// port of 0 takes a free one. Raises CacheServerError if that cannot be."""
+        self._engine = engine
+        self._name = uuid.uuid4().hex
+        self._channel = ServerChannel(url)
+        self._receiver = Receiver(self._channel, self._handle, metrics or CacheMetrics(), "lookup")
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._places = threading.BoundedSemaphore(_IN_FLIGHT)
+        self._threads = ThreadPoolExecutor(_THREADS, "pd-cache-rpc-lookup")
+        self._closed = False
+        self._receiver.start()
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        return self._channel.url
+
+    def close(self) -> None:
+        """Answer what was received, then stop listening. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._receiver.stop()
+        self._threads.shutdown()
+        self._channel.close()
+
+    def _handle(self, incoming: Incoming) -> Answer | None:
+        request = incoming.request
+        if isinstance(request, Hello):
+            return self._hello(incoming.client, request)
+        if not isinstance(request, Lookup):
+            raise RefusalError("invalid", f"this server answers lookups, not {type(request).__name__}")
+        if incoming.client not in self._known:
+            raise RefusalError("unknown_client", "say hello first")
+        if not self._places.acquire(blocking=False):
+            raise RefusalError("busy", f"{_IN_FLIGHT} lookups are the most at a time")
+        self._threads.submit(self._lookup, incoming, request)
+        return None
+
+    def _hello(self, client: bytes, hello: Hello) -> Answer:
+        namespace = self._engine.database.namespace
+        if hello.namespace != namespace.fingerprint():
+            raise RefusalError("mismatch", f"the engine serves {namespace}, the client was made for another namespace")
+        self._known[client] = None
+        while len(self._known) > _CLIENTS:
+            self._known.popitem(last=False)
+        return Welcome(
+            server=self._name,
+            software=pd_cache.__version__,
+            chunk_size=namespace.chunk_size,
+            hash_mode=namespace.hash_mode,
+            hash_seed=namespace.hash_seed,
+            may_choose=False,
+            lifeline="",
+        )
+
+    def _lookup(self, incoming: Incoming, request: Lookup) -> None:
+        try:
+            answer: Answer = Found(self._engine.lookup(split_names(request.names), at_hand=request.at_hand))
+        except Exception as error:  # noqa: BLE001 - the client is told, and counts it
+            answer = failed(error)
+        finally:
+            self._places.release()
+        self._receiver.answer(incoming, answer)

@@ -1,0 +1,116 @@
+"""The cache of one worker: an engine in its process, or the cache server of its host."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from pd_cache.blocks import BlockCache
+from pd_cache.client.cache import ServerCache
+from pd_cache.client.identity import EngineIdentity
+from pd_cache.config import MooncakeTier, NodeSettings
+from pd_cache.engine import CacheEngineBuilder
+from pd_cache.errors import ConfigError
+from pd_cache.layout import KVLayout
+from pd_cache.metrics import CacheMetrics
+from pd_cache.runtime import temporary_folder
+from pd_cache.server.lookup_server import RpcLookupServer
+from pd_cache.tokens import CacheMetadata
+from pd_cache.vllm.settings import Settings
+from pd_cache.wire.channel import NoAnswerError
+from pd_cache.wire.sharing import SharingError
+from transfer.settings import MIN_SEGMENT
+
+log = logging.getLogger("vllm.pd_cache")
+
+_CONNECT_S = 10.0
+"""How long a worker waits at its start for a cache server; a server that comes later is still found."""
+
+
+class WorkerCache:
+    """A worker's cache, and what has to be closed with it."""
+
+    def __init__(self, cache: BlockCache, resources: contextlib.ExitStack, lookup_url: str | None = None) -> None:
+        self.cache = cache
+        self.lookup_url = lookup_url
+        """Where lookups about this worker's chunks are answered, if no other process knows as much."""
+        self._resources = resources
+
+    def close(self) -> None:
+        """Let go of the cache. Idempotent."""
+        self._resources.close()
+
+
+def open_cache(
+    settings: Settings,
+    metadata: CacheMetadata,
+    layout: KVLayout,
+    kv_caches: Sequence[torch.Tensor],
+    instance: str,
+    rank: int,
+    ranks: int,
+    metrics: CacheMetrics,
+) -> WorkerCache:
+    """Returns the cache of tensor-parallel rank `rank` of `ranks`, as the settings have it. Does not wait for the pool.
+
+    Raises ConfigError for what cannot work, RefusedError in the words of a cache server that does not take this worker.
+    """
+    with contextlib.ExitStack() as stack:
+        if settings.server_url is not None:
+            cache = _open_server(settings.server_url, settings, metadata, layout, metrics, stack)
+            _lend(cache, kv_caches, layout, settings.server_url)
+            return WorkerCache(cache, stack.pop_all())
+        node = settings.node
+        try:
+            engine = CacheEngineBuilder.get_or_create(
+                instance, _of_rank(node, rank, ranks), metadata, layout, metrics=metrics
+            )
+        except ValueError as error:  # what the file cannot know: how large a chunk of this model is
+            raise ConfigError(f"transfer.staging_size: {node.transfer.staging_size}: {error}") from None
+        stack.callback(CacheEngineBuilder.destroy, instance)
+        engine.register_kv_caches(kv_caches)
+        # with several ranks, each has tiers of its own, and none knows what the others hold, so the pool is asked
+        tiered = any(not isinstance(tier, MooncakeTier) for tier in node.cache.tiers)
+        lookup_url = None
+        if tiered and ranks == 1:
+            lookup_url = f"ipc://{stack.enter_context(temporary_folder())}/lookup"
+            stack.callback(RpcLookupServer(engine, lookup_url, metrics=metrics).close)
+        return WorkerCache(engine, stack.pop_all(), lookup_url)
+
+
+def _open_server(
+    url: str,
+    settings: Settings,
+    metadata: CacheMetadata,
+    layout: KVLayout,
+    metrics: CacheMetrics,
+    stack: contextlib.ExitStack,
+) -> ServerCache:
+    cache = ServerCache(url, EngineIdentity.of(metadata, settings.node.cache), metrics=metrics)
+    stack.callback(cache.close)
+    try:
+        cache.connection.wait_ready(_CONNECT_S)
+    except NoAnswerError:
+        log.warning("pd-cache: no cache server at %s yet; prompts are computed until one comes", url)
+    else:
+        log.info("pd-cache: the cache server at %s holds this worker's cache", url)
+    return cache
+
+
+def _lend(cache: ServerCache, kv_caches: Sequence[torch.Tensor], layout: KVLayout, url: str) -> None:
+    try:
+        cache.register_kv_caches(kv_caches, layout.kind)
+    except SharingError as error:
+        raise ConfigError(f"the KV cache cannot be lent to the cache server at {url}: {error}") from None
+
+
+def _of_rank(node: NodeSettings, rank: int, ranks: int) -> NodeSettings:
+    """Each rank's process gives its part of the node's memory; all of it comes from the first where parts are too small."""
+    part = node.segment_size // ranks
+    if part < MIN_SEGMENT:
+        part = node.segment_size if rank == 0 else 0
+    return msgspec.structs.replace(node, segment_size=part)

@@ -1,0 +1,60 @@
+"""What scheduler and workers have to say to each other with every step of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pd_cache.blocks import StoreOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOp:
+    """Load chunks into a request's blocks."""
+
+    request_id: str
+    names: list[bytes]
+    """Names of the chunks, in order; none for a load that has to fail."""
+    blocks: list[int]
+    """The blocks of those chunks; those at the start that the engine holds already are -1."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOp:
+    """Store chunks whose KV is complete when this step's forward pass is. Each rank reports the job's end."""
+
+    job: int
+    names: list[bytes]
+    blocks: list[int]
+
+
+@dataclass
+class Step:
+    """From the scheduler, with each step."""
+
+    loads: list[LoadOp] = field(default_factory=list)
+    stores: list[StoreOp] = field(default_factory=list)
+    nothing_to_compute: bool = False
+    """No request computes in this step: the worker may wait a moment for a transfer instead of spinning."""
+    expecting: bool = False
+    """The scheduler waits for something besides transfers: chunks that another node announced."""
+
+
+@dataclass
+class Report:
+    """From a worker, with each step in which something ended."""
+
+    jobs: dict[int, tuple[int, list[StoreOutcome]]] = field(default_factory=dict)
+    """Store jobs: how many ranks are done, and what became of each chunk."""
+    failed_loads: set[str] = field(default_factory=set)
+
+    def together(self, other: Report) -> Report:
+        """Returns the report of both."""
+        jobs = dict(self.jobs)
+        for job, (ranks, outcomes) in other.jobs.items():
+            if job in jobs:
+                before, known = jobs[job]
+                both = [StoreOutcome.together(pair) for pair in zip(known, outcomes, strict=True)]
+                jobs[job] = (before + ranks, both)
+            else:
+                jobs[job] = (ranks, outcomes)
+        return Report(jobs, self.failed_loads | other.failed_loads)

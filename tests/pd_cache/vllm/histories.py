@@ -1,0 +1,162 @@
+"""What vLLM's scheduler hands the connector, small enough to write a history down: requests, their blocks, and the pool of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from pd_cache.config import CacheConfig, ConnectorConfig, NodeSettings
+from pd_cache.lookup import LookupClient
+from pd_cache.metrics import CacheMetrics
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
+from pd_cache.vllm.scheduler import SchedulerSide
+from pd_cache.vllm.settings import Settings
+
+BLOCK, CHUNK = 4, 8
+PER_CHUNK = CHUNK // BLOCK
+METADATA = CacheMetadata(model="m", kv_dtype="bf16", page_format="p", layers=1, block_size=BLOCK, page_bytes=64)
+
+
+class Clock:
+    """Stands still until it is told to move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Request:
+    """The part of vLLM's `Request` that the connector reads."""
+
+    request_id: str
+    all_token_ids: list[int]
+    kv_transfer_params: Any = None
+    cache_salt: str | None = None
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    num_prompt_tokens: int = 0
+    skip_reading_prefix_cache: bool = False
+    prompt_embeds: Any = None
+    lora_request: Any = None
+    prefill_stats: Any = None
+    mm_features: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_prompt_tokens or len(self.all_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+class Pool:
+    """vLLM's pool of blocks, with a count of references for each."""
+
+    def __init__(self) -> None:
+        self.blocks = [SimpleNamespace(block_id=number, ref_cnt=0) for number in range(64)]
+
+    def touch(self, blocks: Any) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Any) -> None:
+        for block in blocks:
+            assert block.ref_cnt > 0, f"block {block.block_id} was given back twice"
+            block.ref_cnt -= 1
+
+    @property
+    def used(self) -> set[int]:
+        return {block.block_id for block in self.blocks if block.ref_cnt}
+
+
+class Manager:
+    """vLLM's manager of requests' blocks."""
+
+    def __init__(self) -> None:
+        self.block_pool = Pool()
+        self._of: dict[str, list[int]] = {}
+
+    def allocate(self, request: Request, first: int) -> Any:
+        """Give a request blocks for all of its tokens, from `first` on; returns them as vLLM does."""
+        count = -(-request.num_tokens // BLOCK)
+        self._of[request.request_id] = blocks = list(range(first, first + count))
+        self.block_pool.touch(self.block_pool.blocks[block] for block in blocks)
+        return SimpleNamespace(get_block_ids=lambda: (blocks,))
+
+    def free(self, request: Request) -> None:
+        """The request has finished or was preempted."""
+        self.block_pool.free_blocks(self.block_pool.blocks[block] for block in self._of.pop(request.request_id))
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int]]:
+        return (self._of[request_id],)
+
+
+class Lookups(LookupClient):
+    """A lookup client over a set of names."""
+
+    def __init__(self, metrics: CacheMetrics) -> None:
+        super().__init__(ChunkedTokenDatabase(METADATA.namespace(CacheConfig(chunk_size=CHUNK))), metrics)
+        self.there: set[bytes] = set()
+        self.asked: list[int] = []
+        """Of each lookup, how many chunks were at hand."""
+        self.ended: list[str] = []
+        self.here = True
+
+    @property
+    def available(self) -> bool:
+        return self.here
+
+    def _find(self, names: Any, at_hand: int, lookup_id: str) -> int:
+        self.asked.append(at_hand)
+        if not self.here:
+            raise ConnectionError("the server is lost")
+        found = at_hand
+        while found < len(names) and names[found] in self.there:
+            found += 1
+        return found
+
+    def end(self, lookup_id: str) -> None:
+        self.ended.append(lookup_id)
+
+    def close(self) -> None:
+        self.here = False
+
+
+class Scene:
+    """A scheduler's side over these, and what vLLM does with it."""
+
+    def __init__(self, *, ranks: int = 1, stores: bool = True, wait_s: float = 2.0, **connector: Any) -> None:
+        self.clock = Clock()
+        self.metrics = CacheMetrics()
+        self.manager = Manager()
+        self.lookups = Lookups(self.metrics)
+        node = NodeSettings(master="127.0.0.1:1", cache=CacheConfig(chunk_size=CHUNK, hash_mode="tokens"))
+        settings = Settings(node=node, connector=ConnectorConfig(**connector), handoff_wait_s=wait_s, shards=0)
+        self.side = SchedulerSide(
+            settings,
+            stores=stores,
+            block_size=BLOCK,
+            ranks=ranks,
+            describe=lambda request, first, last: [(request.request_id, chunk) for chunk in range(first, last)],  # type: ignore[misc]
+            metrics=self.metrics,
+            clock=self.clock,
+        )
+        self.side.open(METADATA, self.lookups)
+        self.side.bind(self.manager)  # type: ignore[arg-type]
+
+    def names(self, request: Request) -> list[bytes]:
+        """Of all of its whole chunks."""
+        return self.lookups._database.hash_tokens(request.all_token_ids)
+
+    def step(self, **scheduled: int) -> Any:
+        """One step, in which each of these requests has so many tokens computed."""
+        output: Any = SimpleNamespace(
+            total_num_scheduled_tokens=sum(scheduled.values()), num_scheduled_tokens=dict(scheduled)
+        )
+        step = self.side.begin_step(output)
+        self.side.plan_stores(step, output)
+        return step
