@@ -13,6 +13,7 @@ import contextlib
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 
@@ -37,7 +38,8 @@ class _Pump:
         self._changed = Condition()
         self._ended = False
         self._error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
+        # Python keeps a thread for ever whose start was interrupted; that one must not keep the fetches
+        self.thread = threading.Thread(target=_run, args=(weakref.ref(self),), name="read-ahead", daemon=True)
 
     def __iter__(self) -> Iterator[Fetched]:
         while True:
@@ -56,15 +58,17 @@ class _Pump:
         """Give up the fetches that were not taken. The thread ends as soon as its present fetch does."""
         with self._changed:
             self._wanted.clear()
-            self._changed.notify_all()
         self._give_up_ready()
+        with self._changed:
+            self._changed.notify_all()
 
     def _give_up_ready(self) -> None:
         while self._ready:
             with contextlib.suppress(IndexError):  # its thread and its reader may both be here
                 self._ready.popleft().release()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """On its thread."""
         try:
             for fetched in self._fetches:
                 with self._changed:
@@ -74,18 +78,23 @@ class _Pump:
                         self._changed.notify_all()
                         continue
                 fetched.release()
-                self._give_up_ready()
                 return
             with self._changed:
                 wait_for(self._changed, lambda: not self._wanted or not self._ready, math.inf)
-            self._give_up_ready()
         except BaseException as error:  # noqa: BLE001 - raised again where the fetches are waited for
             self._error = error
         finally:
+            if not self._wanted:
+                self._give_up_ready()
             self._fetches.close()
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
+
+
+def _run(pump: weakref.ref[_Pump]) -> None:
+    if (one := pump()) is not None:
+        one.run()
 
 
 class PipelinedBackend(StorageBackend):
