@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from bench.fleet import wire
-from bench.fleet.site import decode as decode_job
-from bench.trace import read_request
+from bench.lib.fleet import wire
+from bench.lib.fleet.site import decode as decode_job
+from bench.lib.trace import read_request
 from launch.discovery import NodeRecord, View, differences, read_about
 from launch.discovery.directory import _master
 from launch.discovery.etcd import _read

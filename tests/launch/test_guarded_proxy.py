@@ -17,9 +17,9 @@ import msgspec
 import pytest
 import yaml
 
-from bench.arrivals import Arrival, Part
-from bench.load import Target, generate
-from bench.targets import clusters_proxy, past_prefill
+from bench.lib.arrivals import Arrival, Part
+from bench.lib.load import Target, generate
+from bench.lib.targets import clusters_proxy, past_prefill
 from launch.access import NOBODY, client_key, proxy_access, proxy_certificate, trusting
 from launch.doctor.clock import offset_of
 from launch.doctor.descriptors import descriptor_finding
