@@ -17,13 +17,11 @@ import aiohttp
 import msgspec
 
 from bench.lib.arrivals import Arrival, prompt_ids
+from bench.lib.stats import Histogram, quantile
 from launch.access import trusting
 
 _HEADERS = {"Content-Type": "application/json"}
 _LARGEST_EVENT = 4 << 20
-_FINE = math.log(1.02)
-"""Gaps between tokens are counted in steps of 2 %."""
-_ROUNDING = 1e-9
 _PARTS = (50, 90, 99)
 
 
@@ -48,8 +46,8 @@ class Load(msgspec.Struct):
     """All that one generator saw; those of several are joined by `join`."""
 
     outcomes: list[Outcome] = []
-    gaps: dict[int, int] = {}
-    """Pauses between tokens, by their logarithm; see `gap_quantile`."""
+    gaps: Histogram = msgspec.field(default_factory=Histogram)
+    """Pauses between tokens, in seconds."""
 
 
 # --- sending ---------------------------------------------------------------------------------------------------------
@@ -184,7 +182,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 async def _ask(
-    session: aiohttp.ClientSession, target: Target, body: bytes, start: float, outcome: Outcome, gaps: dict[int, int]
+    session: aiohttp.ClientSession, target: Target, body: bytes, start: float, outcome: Outcome, gaps: Histogram
 ) -> None:
     """One request; fills its outcome in, and never raises for what the server does."""
 
@@ -217,7 +215,7 @@ async def read_stream(
     since_due: Callable[[], float],
     hands_over: bool,
     outcome: Outcome,
-    gaps: dict[int, int],
+    gaps: Histogram,
 ) -> str:
     """Read server-sent events to the end into `outcome` and `gaps`; the kind of error, empty for none."""
     pending = bytearray()
@@ -242,14 +240,13 @@ async def read_stream(
     return "stream cut off"
 
 
-def _count(event: _Event, now: float, hands_over: bool, outcome: Outcome, gaps: dict[int, int]) -> None:
+def _count(event: _Event, now: float, hands_over: bool, outcome: Outcome, gaps: Histogram) -> None:
     new = sum(len(one.token_ids) if one.token_ids is not None else bool(one.text) for one in event.choices)
     if new:
         if outcome.first is None:
             outcome.first = now
         else:
-            step = round(math.log(max(now - outcome.last, 1e-6)) / _FINE)
-            gaps[step] = gaps.get(step, 0) + 1
+            gaps.add(now - outcome.last)
         outcome.last = now
         outcome.tokens += new
     if event.usage is not None and event.usage.completion_tokens:
@@ -264,28 +261,9 @@ def _count(event: _Event, now: float, hands_over: bool, outcome: Outcome, gaps: 
 
 def join(loads: Iterable[Load]) -> Load:
     """What several generators saw, in the order in which requests were due."""
-    outcomes: list[Outcome] = []
-    gaps: Counter[int] = Counter()
-    for load in loads:
-        outcomes += load.outcomes
-        gaps.update(load.gaps)
-    return Load(sorted(outcomes, key=lambda outcome: outcome.due), dict(gaps))
-
-
-def quantile(values: Sequence[float], part: float) -> float:
-    """The least value that at least `part` of the values do not exceed; nan without values."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(part * len(ordered) - _ROUNDING) - 1)] if ordered else math.nan
-
-
-def gap_quantile(gaps: dict[int, int], part: float) -> float:
-    """Likewise of pauses between tokens, in seconds, exact to 1 %; nan without any."""
-    due = part * sum(gaps.values()) - _ROUNDING
-    for step in sorted(gaps):
-        due -= gaps[step]
-        if due <= 0:
-            return math.exp(step * _FINE)
-    return math.nan
+    parts = list(loads)
+    outcomes = [outcome for load in parts for outcome in load.outcomes]
+    return Load(sorted(outcomes, key=lambda outcome: outcome.due), Histogram.of(load.gaps for load in parts))
 
 
 def _ms(seconds: float) -> float | None:
@@ -311,7 +289,7 @@ def summarize(load: Load, ttft_limit_s: float | None = None) -> dict[str, Any]:
         "prompt_tokens": sum(one.prompt_tokens for one in answered),
         "output_tokens_per_s": sum(one.tokens for one in answered) / seconds if seconds else 0.0,
         **{f"ttft_p{part}_ms": _ms(quantile(firsts, part / 100)) for part in _PARTS},
-        **{f"inter_token_p{part}_ms": _ms(gap_quantile(load.gaps, part / 100)) for part in _PARTS},
+        **{f"inter_token_p{part}_ms": _ms(load.gaps.quantile(part / 100)) for part in _PARTS},
         "sent_late_p99_ms": _ms(quantile(sent, 0.99)),
         "hit_rate": sum(one.cached or 0 for one in told) / max(1, sum(one.prompt_tokens for one in told))
         if told

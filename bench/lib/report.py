@@ -5,7 +5,6 @@ As tables for people, as one JSON object for scripts, and, where a bench has a `
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,17 +65,15 @@ class Report:
     """How it was measured: the command, versions, machines, settings (`bench/lib/about.py`)."""
 
 
+def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a click command `--json` and `--check`: the arguments `as_json` and `strict` of `finish`."""
+    command = click.option("--check", "strict", is_flag=True, help="Exit with 1 if a target is missed.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")(command)
+
+
 def report_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a click command `--json`, `--html` and `--check`: the arguments `as_json`, `html` and `strict` of `finish`."""
-
-    @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-    @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), callback=_in_a_folder, help="Also write a page with plots to this file; it needs nothing else.")  # fmt: skip
-    @click.option("--check", "strict", is_flag=True, help="Exit with 1 if a target is missed.")
-    @functools.wraps(command)
-    def with_options(**arguments: Any) -> Any:
-        return command(**arguments)
-
-    return with_options
+    """As `output_options`, and `--html`: the argument `html` of `finish`."""
+    return output_options(click.option("--html", type=click.Path(path_type=Path, dir_okay=False), callback=_in_a_folder, help="Also write a page with plots to this file; it needs nothing else.")(command))  # fmt: skip
 
 
 def _in_a_folder(context: click.Context, option: click.Parameter, file: Path | None) -> Path | None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from contextlib import ExitStack, closing
 
+import msgspec
 import psutil
 import zmq
 
-from bench.suites.engine import timed
+from bench.lib.fleet import Crew, Nothing, Place, Site, step
+from bench.lib.kv import timed
 from pd_cache.server.client import CacheClient
 from pd_cache.server.scheduler_adapter import SchedulerAdapter
 
@@ -19,12 +20,8 @@ CLIENTS = 4
 RATE = 1000
 """Lookups a second, of all clients together."""
 LOOKUP_TOKENS = 4096
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of them do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+_PROMPT = list(range(LOOKUP_TOKENS))
+_PATIENCE_S = 60.0
 
 
 def round_trips(url: str, count: int) -> list[float]:
@@ -38,87 +35,113 @@ def round_trips(url: str, count: int) -> list[float]:
         client.close()
 
 
-def _echo(url: str) -> None:
-    """The other side of `raw_round_trips`: sends back what comes, until that is empty."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.bind(url)
-        while (frames := socket.recv_multipart())[1]:
-            socket.send_multipart(frames)
+class Url(msgspec.Struct, frozen=True):
+    """Where a server is, or is to be."""
+
+    url: str
+
+
+class Echo(Site):
+    """The other side of `raw_round_trips`: sends back what comes."""
+
+    @step
+    def open(self, job: Url) -> Nothing:
+        """Echo on a thread until the process ends."""
+        socket = zmq.Context().socket(zmq.ROUTER)
+        socket.bind(job.url)
+
+        def echo() -> None:
+            while True:
+                socket.send_multipart(socket.recv_multipart())
+
+        threading.Thread(target=echo, daemon=True).start()
+        return Nothing()
 
 
 def raw_round_trips(count: int) -> list[float]:
     """What ZMQ itself takes for frames of that size between two Python processes: the floor of `round_trips`."""
-    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder, closing(Crew(Echo, Place.here())) as crew:
         url = f"ipc://{folder}/echo.sock"
-        other = multiprocessing.get_context("spawn").Process(target=_echo, args=(url,))
-        other.start()
-        try:
-            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-                socket.connect(url)
+        crew.grow(1)
+        crew.run(Echo.open, Url(url), timeout_s=_PATIENCE_S)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.rcvtimeo = int(1000 * _PATIENCE_S)
+            socket.connect(url)
 
-                def trip() -> None:
-                    socket.send(b"x" * 32)
-                    socket.recv()
+            def trip() -> None:
+                socket.send(b"x" * 32)
+                socket.recv()
 
-                for _ in range(200):
-                    trip()
-                seconds = [timed(trip) for _ in range(count)]
-                socket.send(b"")
-            return seconds
-        finally:
-            other.join(10)
-            other.kill()
+            for _ in range(200):
+                trip()
+            return [timed(trip) for _ in range(count)]
 
 
-def _ask_at_a_rate(url: str, model: str, rate: float, seconds: float, parent: Connection) -> None:
-    """One of the clients of `lookups_at_a_rate`, in a process of its own: a scheduler that asks when its turn comes.
+class Asking(msgspec.Struct, frozen=True):
+    """Ask this server for a prompt of `model` that it holds, `RATE` times a second with the others."""
 
-    Tells the parent that it is ready, is told when to start, and sends the latencies.
-    """
-    adapter = SchedulerAdapter(url, None, model, 1, 0, 16)
-    prompt = list(range(LOOKUP_TOKENS))
-    latencies = []
-    try:
-        parent.send("ready")
-        start: float = parent.recv()
-        for index in range(int(rate * seconds)):
-            due = start + index / rate
+    url: str
+    model: str
+    seconds: float
+
+
+class Latencies(msgspec.Struct, frozen=True):
+    """Of each lookup, in seconds from when it was due."""
+
+    seconds: list[float]
+
+
+class Scheduler(Site):
+    """One of the clients of `lookups_at_a_rate`: a scheduler that asks when its turn comes."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._open = ExitStack()
+
+    @step
+    def connect(self, job: Asking) -> Nothing:
+        """Be ready to ask."""
+        self._adapter = SchedulerAdapter(job.url, None, job.model, 1, 0, 16)
+        self._open.callback(self._adapter.shutdown)
+        return Nothing()
+
+    @step
+    def ask(self, job: Asking) -> Latencies:
+        """Half a second from now, and then at the rate; each client at a time of its own."""
+        start = time.monotonic() + 0.5 + int(self.place.node.rpartition("-")[2]) / RATE
+        latencies = []
+        for index in range(int(RATE / CLIENTS * job.seconds)):
+            due = start + index * CLIENTS / RATE
             time.sleep(max(0.0, due - time.monotonic()))
-            request = str(index)
-            adapter.maybe_submit_lookup_request(request, token_ids=prompt)
-            while adapter.check_lookup_result(request) is None:
-                time.sleep(0.0001)
+            assert _look_up(self._adapter, str(index), _PROMPT, 0.0001) == LOOKUP_TOKENS, (
+                "a lookup missed what is there"
+            )
             latencies.append(time.monotonic() - due)  # of one that had to wait for the one before, too
-            assert adapter.check_lookup_result(request) == LOOKUP_TOKENS, "a lookup missed what is there"
-            adapter.end_session(request)
-            adapter.cleanup_lookup_result(request)
-        parent.send(latencies)
-    finally:
-        parent.close()
-        adapter.shutdown()
+        return Latencies(latencies)
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def _look_up(adapter: SchedulerAdapter, request: str, prompt: list[int], pause_s: float) -> int | None:
+    """A lookup with a session, which is ended; the tokens found."""
+    adapter.maybe_submit_lookup_request(request, token_ids=prompt)
+    while (found := adapter.check_lookup_result(request)) is None:
+        if pause_s:
+            time.sleep(pause_s)
+    adapter.end_session(request)
+    adapter.cleanup_lookup_result(request)
+    return found
 
 
 def lookups_at_a_rate(url: str, model: str, seconds: float) -> list[float]:
     """Latencies, from when each was due, of `RATE` lookups a second that find 4096 tokens, from four processes."""
-    spawn = multiprocessing.get_context("spawn")
-    workers, ends = [], []
-    for _ in range(CLIENTS):
-        ours, theirs = spawn.Pipe()
-        workers.append(spawn.Process(target=_ask_at_a_rate, args=(url, model, RATE / CLIENTS, seconds, theirs)))
-        workers[-1].start()
-        theirs.close()
-        ends.append(ours)
-    try:
-        for end in ends:
-            assert end.recv() == "ready"
-        start = time.monotonic() + 0.5
-        for index, end in enumerate(ends):
-            end.send(start + index / RATE)
-        return [latency for end in ends for latency in end.recv()]
-    finally:
-        for worker in workers:
-            worker.join(30)
-            worker.kill()
+    job = Asking(url, model, seconds)
+    with closing(Crew(Scheduler, Place.here())) as crew:
+        crew.grow(CLIENTS)
+        crew.run(Scheduler.connect, job, timeout_s=_PATIENCE_S)
+        found = crew.run(Scheduler.ask, job, timeout_s=seconds + _PATIENCE_S)
+        return [latency for one in found for latency in one.seconds]
 
 
 def resident(pid: int) -> int:
@@ -134,12 +157,7 @@ def memory_growth(url: str, model: str, pid: int, requests: int) -> dict[str, fl
 
     def ask(count: int) -> None:
         for index in range(count):
-            request = str(index)
-            adapter.maybe_submit_lookup_request(request, token_ids=prompt)
-            while adapter.check_lookup_result(request) is None:
-                pass
-            adapter.end_session(request)
-            adapter.cleanup_lookup_result(request)
+            _look_up(adapter, str(index), prompt, 0.0)
 
     try:
         ask(max(1000, requests // 10))

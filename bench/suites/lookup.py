@@ -23,10 +23,10 @@ import torch
 
 from bench.lib.about import about
 from bench.lib.fleet import Crew, Fleet, FleetOptions, Nothing, Place, Site, conduct, fleet_options, step
-from bench.lib.fleet.crew import MOST
-from bench.lib.latency import Latencies
+from bench.lib.fleet.children import MOST
 from bench.lib.pool import bench_transfer, own_master, raw_client
 from bench.lib.report import Check, Figure, Report, Table, finish, progress, report_options
+from bench.lib.stats import Histogram
 from bench.lib.svg import line_plot
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.lookup import MooncakeLookupClient
@@ -140,7 +140,7 @@ class Asked(msgspec.Struct, frozen=True):
     """How often in how long; the latencies of each."""
 
     seconds: float
-    latencies: Latencies
+    latencies: Histogram
 
 
 class LookupClient(Site):
@@ -168,7 +168,7 @@ class LookupClient(Site):
     def ask(self, job: Asking) -> Asked:
         """Ask without a pause. TransferError if an answer is not that the whole prompt is there."""
         tokens, keys = self._prompts[job.tokens]
-        raw, client, latencies = self._raw, self._client, Latencies()
+        raw, client, latencies = self._raw, self._client, Histogram()
         whole = [1] * len(keys)
 
         def right() -> bool:
@@ -209,7 +209,7 @@ class Rate(msgspec.Struct, frozen=True):
     """Of a node's clients together."""
 
     per_s: float
-    latencies: Latencies
+    latencies: Histogram
 
 
 class LookupSite(Site):
@@ -234,7 +234,7 @@ class LookupSite(Site):
         timeout = job.asking.seconds + _MARGIN_S
         asked = self._crew.run(LookupClient.ask, job.asking, timeout_s=timeout, of=range(job.clients))
         rate = sum(one.latencies.count / one.seconds for one in asked)
-        return Rate(rate, Latencies.of(one.latencies for one in asked))
+        return Rate(rate, Histogram.of(one.latencies for one in asked))
 
     def close(self) -> None:
         self._crew.close()
@@ -276,7 +276,7 @@ def measure_clients(
                 for kind in _KINDS:
                     level = Level(clients, Asking(kind, tokens, seconds))
                     done = fleet.everywhere(LookupSite.ask, level, timeout_s=seconds + 2 * _MARGIN_S).values()
-                    together = Latencies.of(one.latencies for one in done)
+                    together = Histogram.of(one.latencies for one in done)
                     row |= {
                         f"{kind}_per_s": sum(one.per_s for one in done),
                         f"{kind}_p50_ms": 1e3 * together.quantile(0.5),

@@ -27,8 +27,9 @@ import aiohttp
 import click
 import yaml
 
-from bench.lib.report import Check, finish, progress
-from launch.process import spawn_child
+from bench.lib.report import Check, finish, output_options, progress
+from bench.lib.stats import quantile
+from launch.process import end, spawn_child
 from launch.proxy.completion import Completion
 from launch.proxy.routing import NodePool, Target
 
@@ -59,12 +60,7 @@ def _process(*command: str) -> Iterator[str]:
         yield line.split()[-1]
     finally:
         process.stdin.close()
-        process.terminate()
-        try:
-            process.wait(_READY_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end([process], _READY_S)
         process.stdout.close()
 
 
@@ -170,7 +166,7 @@ def decision(tokens: int, nodes: int, rounds: int) -> dict[str, float]:
     return {
         "body_ms": statistics.median(reading) * 1e3,
         "decision_ms": statistics.median(choosing) * 1e3,
-        "decision_p99_ms": statistics.quantiles(choosing, n=100)[98] * 1e3,
+        "decision_p99_ms": quantile(choosing, 0.99) * 1e3,
     }
 
 
@@ -184,11 +180,8 @@ def decision(tokens: int, nodes: int, rounds: int) -> dict[str, float]:
 )
 @click.option("--prompt", default=32_768, show_default=True, type=click.IntRange(2), help="Tokens to decide about.")
 @click.option("--nodes", default=16, show_default=True, type=click.IntRange(1), help="Nodes to decide between.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-@click.option("--check", "strict", is_flag=True, help="Exit with 1 if a target is missed.")
-def main(
-    streams: int, tokens: int, pause: int, rounds: int, most: int, prompt: int, nodes: int, as_json: bool, strict: bool
-) -> None:
+@output_options
+def main(streams: int, tokens: int, pause: int, rounds: int, most: int, prompt: int, nodes: int, **output: Any) -> None:
     """Streams through the proxy against streams from a node."""
     body = json.dumps(
         {"model": "bench", "prompt": [1] * 512, "max_tokens": tokens, "stream": True, "pause_ms": pause}
@@ -232,7 +225,7 @@ def main(
         Check("open_streams", float(results["open_streams"]), float(most), at_least=True),
         Check("decision_ms", results["decision_ms"], 1.0, at_least=False),
     ]
-    finish(results, checks, as_json=as_json, strict=strict)
+    finish(results, checks, **output)
 
 
 if __name__ == "__main__":

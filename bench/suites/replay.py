@@ -267,9 +267,7 @@ def main(
     pin: str | None,
     sizes: tuple[int, ...],
     speed: float | None,
-    as_json: bool,
-    html: Path | None,
-    strict: bool,
+    **output: Any,
 ) -> None:  # fmt: skip
     """A trace's hit rate on a real pool, against its ideal and LRU."""
     sizes = sizes or (4096,)
@@ -308,7 +306,7 @@ def main(
         "results": rows,
     }
     report = report_of(leader, rows, about(None if fleet.file is None else read_config(fleet.file)[0]))
-    finish(results, checks_of(rows), as_json=as_json, strict=strict, report=report, html=html)
+    finish(results, checks_of(rows), report=report, **output)
 
 
 def report_of(leader: Leader, rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> Report:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from bench.lib.report import Check, finish, progress
+from bench.lib.report import Check, finish, output_options, progress
+from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, read_trace
 from launch.proxy.prefixes import PrefixIndex, Prompt
 from launch.proxy.routing import NodePool, Policy, Target
@@ -105,15 +106,14 @@ def compare(requests: list[Request], nodes: int, cache_tokens: int, rate: float)
     rows = []
     for policy in _POLICIES:
         outcome = simulate(requests, policy, nodes, cache_tokens, rate)
-        parts = statistics.quantiles(outcome.queueing, n=100)
         rows.append(
             {
                 "cache_tokens": cache_tokens,
                 "policy": policy,
                 "hit_rate": outcome.hit_rate,
                 "queueing_mean_s": statistics.fmean(outcome.queueing),
-                "queueing_p50_s": parts[49],
-                "queueing_p99_s": parts[98],
+                "queueing_p50_s": quantile(outcome.queueing, 0.5),
+                "queueing_p99_s": quantile(outcome.queueing, 0.99),
             }
         )
     return rows
@@ -132,9 +132,8 @@ def compare(requests: list[Request], nodes: int, cache_tokens: int, rate: float)
     help="Tokens that a node's own cache holds; may be given several times.",
 )
 @click.option("--rate", default=12_000.0, show_default=True, type=click.FloatRange(1.0), help="Tokens/s of a node.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-@click.option("--check", "strict", is_flag=True, help="Exit with 1 if a target is missed.")
-def main(trace: Path, nodes: int, caches: tuple[int, ...], rate: float, as_json: bool, strict: bool) -> None:
+@output_options
+def main(trace: Path, nodes: int, caches: tuple[int, ...], rate: float, **output: Any) -> None:
     """Policies on a trace, in simulation."""
     requests = read_trace(trace)
     rows: list[dict[str, Any]] = []
@@ -151,7 +150,7 @@ def main(trace: Path, nodes: int, caches: tuple[int, ...], rate: float, as_json:
             Check(f"queueing_p99_s {at}", aware["queueing_p99_s"], robin["queueing_p99_s"], at_least=False),
         ]
     results = {"requests": len(requests), "ideal_hit_rate": ideal_hit_rate(requests), "results": rows}
-    finish(results, checks, as_json=as_json, strict=strict)
+    finish(results, checks, **output)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,9 @@ import msgspec
 from bench.lib.about import about
 from bench.lib.arrivals import Arrival, from_trace, ideal_hit_rate, poisson, synthetic
 from bench.lib.fleet import Fleet, FleetOptions, Place, Site, conduct, fleet_options, step
-from bench.lib.load import Load, Outcome, Target, generate, join, quantile, summarize
+from bench.lib.load import Load, Outcome, Target, generate, join, summarize
 from bench.lib.report import Check, Figure, Report, Table, finish, progress, report_options
+from bench.lib.stats import quantile
 from bench.lib.svg import line_plot
 from bench.lib.targets import Server, any_server, clusters_proxy, looked_up, own_cluster, past_prefill
 from bench.lib.trace import read_trace

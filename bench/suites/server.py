@@ -22,17 +22,17 @@ import click
 import numpy as np
 import torch
 
-from bench.lib.report import Check, finish, progress
+from bench.lib.kv import Prompt, Shape, gbps, shape_options, size, timed
+from bench.lib.report import Check, finish, output_options, progress
 from bench.lib.server_lookups import (
     LOOKUP_TOKENS,
     RATE,
     lookups_at_a_rate,
     memory_growth,
-    percentile,
     raw_round_trips,
     round_trips,
 )
-from bench.suites.engine import Prompt, size, timed
+from bench.lib.stats import quantile
 from launch.up import quiet, running
 from pd_cache.config import (
     CacheConfig,
@@ -143,10 +143,7 @@ class Transfers:
 def from_the_pool(moves: Transfers, rounds: int) -> dict[str, float]:
     """GB/s of the server and of the engine in this process, medians over the rounds; each goes first in every second one."""
     seconds: dict[str, list[float]] = {
-        "server_store": [],
-        "engine_store": [],
-        "server_retrieve": [],
-        "engine_retrieve": [],
+        f"{side}_{what}": [] for side in ("server", "engine") for what in ("store", "retrieve")
     }
     sides = [("server", moves.remote), ("engine", moves.engine)]
     for index in range(rounds + 1):
@@ -159,11 +156,11 @@ def from_the_pool(moves: Transfers, rounds: int) -> dict[str, float]:
             if index:  # the first round writes to memory that nobody has written to
                 seconds[f"{name}_store"].append(store)
                 seconds[f"{name}_retrieve"].append(retrieve)
-    gbps = {f"{name}_gbps": moves.nbytes / statistics.median(values) / 1e9 for name, values in seconds.items()}
+    rates = gbps(moves.nbytes, seconds)
     return {
-        **gbps,
-        "store_ratio": gbps["server_store_gbps"] / gbps["engine_store_gbps"],
-        "retrieve_ratio": gbps["server_retrieve_gbps"] / gbps["engine_retrieve_gbps"],
+        **rates,
+        "store_ratio": rates["server_store_gbps"] / rates["engine_store_gbps"],
+        "retrieve_ratio": rates["server_retrieve_gbps"] / rates["engine_retrieve_gbps"],
     }
 
 
@@ -198,8 +195,8 @@ def from_memory(moves: Transfers, rounds: int) -> dict[str, float]:
         seconds["memcpy"].append(timed(moves.memcpy))
         moves.prompt.scramble()
         seconds["memory_retrieve"].append(timed(lambda: moves.retrieve(moves.remote)))
-    gbps = {f"{name}_gbps": moves.nbytes / statistics.median(values) / 1e9 for name, values in seconds.items()}
-    return {**gbps, "memory_ratio": gbps["memory_retrieve_gbps"] / gbps["memcpy_gbps"]}
+    rates = gbps(moves.nbytes, seconds)
+    return {**rates, "memory_ratio": rates["memory_retrieve_gbps"] / rates["memcpy_gbps"]}
 
 
 @contextlib.contextmanager
@@ -234,12 +231,7 @@ def moving(prompt: Prompt, settings: NodeSettings, url: str, chunk: int) -> Iter
 
 
 @click.command()
-@click.option("--tokens", default=4096, show_default=True, type=click.IntRange(1))
-@click.option("--chunk", default=256, show_default=True, type=click.IntRange(1))
-@click.option("--block", default=16, show_default=True, type=click.IntRange(1))
-@click.option("--layers", default=32, show_default=True, type=click.IntRange(1))
-@click.option("--kv-heads", default=8, show_default=True, type=click.IntRange(1))
-@click.option("--head-dim", default=128, show_default=True, type=click.IntRange(1))
+@shape_options
 @click.option("--rounds", default=7, show_default=True, type=click.IntRange(3))
 @click.option("--staging", default="512MiB", show_default=True, callback=size, help="Size of the staging memory.")
 @click.option("--questions", default=20_000, show_default=True, type=click.IntRange(100), help="Empty lookups.")
@@ -247,33 +239,16 @@ def moving(prompt: Prompt, settings: NodeSettings, url: str, chunk: int) -> Iter
 @click.option(
     "--requests", default=100_000, show_default=True, type=click.IntRange(1000), help="While memory is watched."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-@click.option("--check", "strict", is_flag=True, help="Exit with 1 if a target is missed.")
+@output_options
 def main(
-    tokens: int,
-    chunk: int,
-    block: int,
-    layers: int,
-    kv_heads: int,
-    head_dim: int,
-    rounds: int,
-    staging: ByteSize,
-    questions: int,
-    seconds: float,
-    requests: int,
-    as_json: bool,
-    strict: bool,
+    shape: Shape, rounds: int, staging: ByteSize, questions: int, seconds: float, requests: int, **output: Any
 ) -> None:
     """The cache server's questions, transfers and memory."""
-    if tokens < chunk or chunk % block:
-        raise click.UsageError(
-            f"--tokens {tokens} must hold a chunk, and --chunk {chunk} be a multiple of --block {block}"
-        )
-    prompt = Prompt(tokens, chunk, block, layers, kv_heads, head_dim)
-    room = int(2.5 * tokens * prompt.layout.token_bytes) + (256 << 20)
+    prompt, chunk, block = Prompt(shape), shape.chunk, shape.block
+    room = shape.pool_bytes
     plain = CacheConfig(chunk_size=chunk)
     # the whole prompt, as read from the pool or stored, fits into the server's own memory
-    capacity = ByteSize(int(1.25 * tokens * prompt.layout.token_bytes) + (64 << 20))
+    capacity = ByteSize(int(1.25 * shape.tokens * prompt.layout.token_bytes) + (64 << 20))
     tiered = CacheConfig(chunk_size=chunk, tiers=(LocalTier(capacity=capacity), MooncakeTier()))
     results: dict[str, Any] = {}
     with progress() as bar:
@@ -281,10 +256,10 @@ def main(
         with cache_server(room, staging, plain) as (settings, url, pid):
             next(steps)
             trips = round_trips(url, questions)
-            results["empty_lookup_p50_us"] = percentile(trips, 0.5) * 1e6
-            results["empty_lookup_p99_us"] = percentile(trips, 0.99) * 1e6
-            results["zmq_echo_p50_us"] = percentile(echoes := raw_round_trips(questions), 0.5) * 1e6
-            results["zmq_echo_p99_us"] = percentile(echoes, 0.99) * 1e6
+            results["empty_lookup_p50_us"] = quantile(trips, 0.5) * 1e6
+            results["empty_lookup_p99_us"] = quantile(trips, 0.99) * 1e6
+            results["zmq_echo_p50_us"] = quantile(echoes := raw_round_trips(questions), 0.5) * 1e6
+            results["zmq_echo_p99_us"] = quantile(echoes, 0.99) * 1e6
             next(steps)
             with moving(prompt, settings, url, chunk) as moves:
                 results |= from_the_pool(moves, rounds)
@@ -292,8 +267,8 @@ def main(
             next(steps)
             with small_prompt(url, chunk, block) as model:
                 latencies = lookups_at_a_rate(url, model, seconds)
-            results["lookup_p50_ms"] = percentile(latencies, 0.5) * 1e3
-            results["lookup_p99_ms"] = percentile(latencies, 0.99) * 1e3
+            results["lookup_p50_ms"] = quantile(latencies, 0.5) * 1e3
+            results["lookup_p99_ms"] = quantile(latencies, 0.99) * 1e3
         with cache_server(room, staging, tiered) as (settings, url, pid):
             next(steps)
             with moving(prompt, settings, url, chunk) as moves:
@@ -310,7 +285,7 @@ def main(
         Check("memory_ratio", results["memory_ratio"], 0.7, at_least=True),
         Check("mib_after - mib_before", results["mib_after"] - results["mib_before"], 2, at_least=False),
     ]
-    finish(results, checks, as_json=as_json, strict=strict)
+    finish(results, checks, **output)
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> None:

@@ -25,12 +25,10 @@ from typing import Any
 import click
 import numpy as np
 
+from bench.lib.kv import Prompt, Shape, gbps, size, timed
 from bench.lib.pool import local_pool
-from bench.lib.report import Check, finish, progress
+from bench.lib.report import Check, finish, output_options, progress
 from bench.lib.svg import Bars, bar_plot, line_plot
-from bench.suites.engine import Prompt, size, timed
-from bench.suites.host_mode import LLAMA_8B
-from bench.suites.host_mode import measure as measure_host
 from pd_cache.backends.base import StorageBackend
 from pd_cache.backends.compose import open_backend
 from pd_cache.backends.eviction import PolicyName, make_policy
@@ -169,9 +167,7 @@ def measure_local(payload: int, objects: int, rounds: int) -> dict[str, Any]:
             hybrid_get=lambda: get(backend, keys),
         )
     nbytes = objects * payload
-    figures: dict[str, Any] = {
-        f"{name}_gbps": nbytes / statistics.median(values) / 1e9 for name, values in seconds.items()
-    }
+    figures: dict[str, Any] = {**gbps(nbytes, seconds)}
     for name, limit in (("local_get", "memcpy"), ("local_get_copied", "memcpy"), ("hybrid_get", "local_get")):
         per_round = ratios(seconds, name, limit)
         figures[f"{name}_ratio"] = statistics.median(per_round)
@@ -309,9 +305,7 @@ def measure_disk(payload: int, objects: int, rounds: int, folder: Path, threads:
             assert set(disk.batched_remove(keys)) == {Status.OK}
     seconds = {name: values[1:] for name, values in seconds.items()}
     nbytes = objects * file_bytes
-    figures: dict[str, Any] = {
-        f"{name}_gbps": nbytes / statistics.median(values) / 1e9 for name, values in seconds.items()
-    }
+    figures: dict[str, Any] = {**gbps(nbytes, seconds)}
     for name, what in (("disk_get", "read"), ("disk_put", "write")):
         limit = max((f"{tool}_{what}" for tool in tools), key=lambda one: figures[f"{one}_gbps"])
         figures[f"raw_{what}_gbps"] = figures[f"{limit}_gbps"]
@@ -328,7 +322,7 @@ def measure_pool(tokens: int, rounds: int) -> dict[str, Any]:
 
     Both through one client, in turns: clients differ from each other by more than that (docs/performance.md).
     """
-    prompt = Prompt(tokens, chunk=256, block=16, layers=32, kv_heads=8, head_dim=128)
+    prompt = Prompt(Shape(tokens))
     nbytes = tokens // 256 * prompt.layout.chunk_bytes(256)
     metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
     seconds: Seconds = {}
@@ -344,13 +338,8 @@ def measure_pool(tokens: int, rounds: int) -> dict[str, Any]:
             pool = engine.backend
             assert isinstance(pool, MooncakeBackend)
             ahead = {"plain": 1, "pipelined": pool.read_ahead}
-            stored = engine.store(prompt.tokens, kv_caches=prompt.cache, slot_mapping=prompt.source)
-            assert stored == tokens, f"only {stored} tokens were stored"
+            prompt.store(engine)
             keys = engine.database.keys(engine.database.hash_tokens(prompt.tokens))
-
-            def retrieve() -> None:
-                mask = engine.retrieve(prompt.tokens, kv_caches=prompt.cache, slot_mapping=prompt.target)
-                assert int(mask.sum()) == tokens
 
             def first_chunk() -> None:
                 with contextlib.closing(pool.batched_get(keys)) as fetches:
@@ -360,7 +349,7 @@ def measure_pool(tokens: int, rounds: int) -> dict[str, Any]:
                 for name in list(ahead)[:: 1 if turn % 2 else -1]:
                     pool.read_ahead = ahead[name]
                     prompt.scramble()
-                    note(f"{name}_retrieve", timed(retrieve))
+                    note(f"{name}_retrieve", timed(partial(prompt.retrieve, engine)))
                     assert prompt.arrived()
                     note(f"{name}_first_chunk", timed(first_chunk))
                     time.sleep(0.3)  # what was read ahead and given up is still on its way
@@ -376,12 +365,6 @@ def measure_pool(tokens: int, rounds: int) -> dict[str, Any]:
     figures["pipelined_best_ratio"] = figures["pipelined_best_gbps"] / figures["plain_best_gbps"]
     figures["pipelined_spread"] = spread(ratios(seconds, "pipelined_retrieve", "plain_retrieve"))
     return figures
-
-
-def measure_host_mode(tokens: int) -> tuple[dict[str, Any], list[Check]]:
-    """Two engines that share one host's memory: figures and targets of `bench/suites/host_mode.py`."""
-    figures, checks = measure_host(LLAMA_8B._replace(tokens=tokens))
-    return {f"host_{name}": value for name, value in figures.items()}, list(checks)
 
 
 # --- eviction --------------------------------------------------------------------------------------------------------
@@ -466,8 +449,7 @@ def write_plots(folder: Path, figures: dict[str, Any], sizes: Sequence[int]) -> 
 )
 @click.option("--entries", default=1_000_000, show_default=True, type=click.IntRange(1000), help="Largest index.")
 @click.option("--plots", type=click.Path(path_type=Path, file_okay=False, exists=True), help="Write plots here.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-@click.option("--check", "strict", is_flag=True, help="Exit with 1 if a target is missed.")
+@output_options
 def main(
     chunk: ByteSize,
     objects: int,
@@ -477,8 +459,7 @@ def main(
     path: Path,
     entries: int,
     plots: Path | None,
-    as_json: bool,
-    strict: bool,
+    **output: Any,
 ) -> None:
     """Every storage tier against its limit."""
     if objects % threads:
@@ -496,15 +477,13 @@ def main(
         figures |= measure_disk(chunk, objects, rounds, Path(folder), threads)
         bar.advance(parts)
         figures |= measure_pool(tokens, 2 * rounds)
-        host_figures, host_checks = measure_host_mode(tokens)
-        figures |= host_figures
         bar.advance(parts)
         for policy in POLICIES:
             figures |= {f"evict_us_{policy}_{n}": measure_eviction(n, policy, min(100_000, entries)) for n in sizes}
         bar.advance(parts)
     if plots is not None:
         write_plots(plots, figures, sizes)
-    finish(figures, checks_of(figures, sizes[-1]) + host_checks, as_json=as_json, strict=strict)
+    finish(figures, checks_of(figures, sizes[-1]), **output)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 
 import click
 
+from bench.lib.kv import RawPool, timed
 from bench.lib.model import VOCABULARY, write_model
 from bench.lib.pool import raw_client
-from bench.lib.report import Check, finish, progress
+from bench.lib.report import Check, finish, output_options, progress
+from bench.lib.stats import quantile
 from bench.lib.vllm_server import vllm_server
-from bench.suites.engine import RawPool, timed
 from launch.up import quiet, running
 from pd_cache.config import (
     CacheConfig,
@@ -228,7 +229,7 @@ def lookup_p99_ms(master: str, tokens: int, rounds: int = 500) -> float:
         for number in range(rounds):
             hashes = [random.Random(number * tokens + index).randbytes(32) for index in range(tokens // BLOCK)]
             seconds.append(timed(lambda hashes=hashes: client.lookup(block_hashes=hashes)))  # type: ignore[misc]
-        return 1000 * statistics.quantiles(seconds, n=100)[98]
+        return 1000 * quantile(seconds, 0.99)
     finally:
         client.close()
 
@@ -236,9 +237,8 @@ def lookup_p99_ms(master: str, tokens: int, rounds: int = 500) -> float:
 @click.command()
 @click.option("--tokens", "lengths", multiple=True, default=(4096, 8192), show_default=True, type=click.IntRange(CHUNK))
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(3))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-@click.option("--check", "strict", is_flag=True, help="Exit with 1 if a target is missed.")
-def main(lengths: tuple[int, ...], rounds: int, as_json: bool, strict: bool) -> None:
+@output_options
+def main(lengths: tuple[int, ...], rounds: int, **output: Any) -> None:
     """Time to first token with vLLM: from the pool, from vLLM's own connector, and computed."""
     if any(tokens % CHUNK for tokens in lengths):
         raise click.UsageError(f"--tokens must be whole chunks of {CHUNK}")
@@ -266,7 +266,7 @@ def main(lengths: tuple[int, ...], rounds: int, as_json: bool, strict: bool) -> 
                     ),
                 ]
             checks.append(Check("lookup p99 ms, 8192 tokens", lookup_p99_ms(up.master, 8192), 2.0, at_least=False))
-    finish({"results": results}, checks, as_json=as_json, strict=strict)
+    finish({"results": results}, checks, **output)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from launch.doctor.clock import offset_of
 from launch.doctor.descriptors import descriptor_finding
 from launch.doctor.finding import Verdict
 from launch.doctor.network import peer_report
-from launch.process import spawn_child
+from launch.process import end, spawn_child
 from launch.reachability import fetch
 from launch.status import cluster_status
 from launch.topology import machine_problems
@@ -73,8 +73,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         assert ready, (folder / "log").read_text()
         yield Guarded(read_config(file)[0], ready[-1].decode(), folder)
     finally:
-        process.terminate()
-        process.wait(20)
+        assert not end([process], 20)
         process.stdout.close()
 
 
@@ -149,9 +148,9 @@ def test_our_commands_trust_the_proxys_certificate_and_none_that_its_authority_s
     server_end = server.wrap_bio(there, back, server_side=True)
 
     def shake() -> None:
-        for end in (client_end, server_end, client_end):
+        for side in (client_end, server_end, client_end):
             with contextlib.suppress(ssl.SSLWantReadError):
-                end.do_handshake()
+                side.do_handshake()
 
     if accepted:
         shake()

@@ -29,10 +29,10 @@ A bench, whole:
             print(answers)
 """
 
+from bench.lib.fleet.children import Crew
 from bench.lib.fleet.conduct import conduct
-from bench.lib.fleet.coordinator import Fleet, Running
-from bench.lib.fleet.crew import Crew
-from bench.lib.fleet.errors import FleetError
+from bench.lib.fleet.coordinator import Fleet
+from bench.lib.fleet.messages import FleetError
 from bench.lib.fleet.options import FleetOptions, fleet_options
 from bench.lib.fleet.site import Nothing, Place, Site, step
 
@@ -43,7 +43,6 @@ __all__ = [
     "FleetOptions",
     "Nothing",
     "Place",
-    "Running",
     "Site",
     "conduct",
     "fleet_options",

@@ -1,30 +1,32 @@
-"""One process of a crew: `python -m bench.lib.fleet.child SITE DESCRIPTOR FILE NAME HOST`, started by `bench.lib.fleet.crew`."""
+"""A participant on its coordinator's machine: `python -m bench.lib.fleet.child BENCH SITE ADDRESS FILE NAME HOST` (`children.py`)."""
 
 from __future__ import annotations
 
 import signal
-import socket
 import sys
+from pathlib import Path
 
-from bench.lib.fleet.crew import imported
-from bench.lib.fleet.errors import FleetError
-from bench.lib.fleet.participant import serve
+from bench.lib.fleet.children import imported
+from bench.lib.fleet.messages import FleetError, end_if_stuck
+from bench.lib.fleet.participant import Link, serve
 from bench.lib.fleet.site import Place
-from bench.lib.fleet.stuck import end_if_stuck
-from bench.lib.fleet.wire import Connection
 from pd_cache.config import load_config
 
+_WAIT_S = 60.0
 
-def main(site: str, descriptor: str, file: str, name: str, host: str) -> None:
-    """Do what the other end of the connection asks for, until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for whoever started us
-    connection = Connection(socket.socket(fileno=int(descriptor)))
+
+def main(bench: str, site: str, address: str, file: str, name: str, host: str) -> None:
+    """Does what the coordinator asks for, until it is over."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the process that started us
+    place = Place(name, host, load_config(Path(file)))
+    link = Link(bench, place)
     try:
-        serve(imported(site)(Place(name, host, load_config(file))), connection)
+        link.join(name, lambda: address, _WAIT_S, lambda _: None)
+        serve(imported(site), place, link)
     except FleetError:
-        raise SystemExit(1) from None  # the other end knows, or is gone
+        raise SystemExit(1) from None  # the coordinator knows, or is gone
     finally:
-        connection.close("")
+        link.close()
         end_if_stuck(1)
 
 

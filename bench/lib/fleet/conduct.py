@@ -11,32 +11,34 @@ from typing import TypeVar
 
 import click
 
+from bench.lib.fleet.children import local_participants
 from bench.lib.fleet.coordinator import Fleet
-from bench.lib.fleet.local import local_participants
-from bench.lib.fleet.members import Door
+from bench.lib.fleet.messages import FleetError
 from bench.lib.fleet.options import FleetOptions, Plan, plan
-from bench.lib.fleet.participant import join, serve
-from bench.lib.fleet.rendezvous import meeting
-from bench.lib.fleet.site import Place, Site
+from bench.lib.fleet.participant import Link, serve
+from bench.lib.fleet.rendezvous import Meeting, meeting
+from bench.lib.fleet.site import Site
 from pd_cache.errors import ConfigError
 
 T = TypeVar("T")
+_END_S = 60.0
+"""How long the coordinator's own site may take to close."""
 
 
 def conduct(
     bench: str,
     options: FleetOptions,
-    site: type[Site] | Callable[[Place], Site],
+    site: type[Site],
     lead: Callable[[Fleet], T],
     *,
     local: int = 2,
 ) -> T | None:
-    """Take part in the bench of this name; blocks until it is over.
+    """Takes part in the bench of this name; blocks until it is over.
 
-    At the coordinator: wait for everybody, return what `lead(fleet)` returned. Elsewhere: do steps, return None. Without a file:
-    `options.local` or `local` participants on this machine, of which this process is the coordinator; for that, `site` must be a
-    class that can be imported. FleetError, ConfigError, or what `lead` raised; Ctrl-C and SIGTERM are KeyboardInterrupt.
-    Call it on the main thread.
+    At the coordinator: waits for everybody, returns what `lead(fleet)` returned. Elsewhere: does steps, returns None. Without a
+    file: `options.local` or `local` participants on this machine, of which this process is the coordinator; for that, `site` must
+    be a class that can be imported. Raises FleetError, ConfigError, or what `lead` raised; Ctrl-C and SIGTERM are
+    KeyboardInterrupt. Call it on the main thread.
     """
     tell = _Teller()
     with _interruptible():
@@ -51,53 +53,44 @@ def conduct(
 
 
 def _take_part(
-    bench: str, here: Plan, site: Callable[[Place], Site], lead: Callable[[Fleet], T], tell: Callable[[str], None]
+    bench: str, here: Plan, site: type[Site], lead: Callable[[Fleet], T], tell: Callable[[str], None]
 ) -> T | None:
-    place = here.place
-    if here.expected in (1, frozenset((place.node,))):
-        return _alone(site(place), lead)
     with meeting(here, bench, tell) as met:
         if met.listener is None:
-            connection = join(met, bench, place, here.wait_s, tell)
-            why = ""
-            try:
-                serve(site(place), connection)
-            except Exception as error:  # whatever it was: the coordinator is told why, and it goes on to the caller
-                why = str(error)
-                raise
-            finally:
-                connection.close(why)
+            _join(bench, here, site, met, tell)
             return None
-        door = Door(met.listener, bench, here.expected, place.node)
+        fleet = Fleet(met.listener, bench, here.place, here.expected)
+        own = threading.Thread(
+            target=_join_quietly, args=(bench, here, site, met, tell), name="bench-own-site", daemon=True
+        )
+        why = f"interrupted at the coordinator {fleet.own}"
         try:
-            members = door.wait(here.wait_s, tell)
-        except BaseException:
-            door.close()
-            raise
-        own = None
-        why = f"interrupted at the coordinator {place.node}"
-        try:
-            own = site(place)
-            result = lead(Fleet(own, members, door.changed))
+            own.start()
+            fleet.gather(here.wait_s, tell)
+            result = lead(fleet)
             why = ""
             return result
         except Exception as error:  # whatever it was: everybody is told why, and it goes on to the caller
             why = str(error)
             raise
         finally:
-            for member in members:
-                assert member.connection is not None
-                member.connection.close(None if member.lost else why)
-            door.close()
-            if own is not None:
-                own.shut()
+            fleet.end(why)
+            own.join(_END_S)
 
 
-def _alone(own: Site, lead: Callable[[Fleet], T]) -> T:
+def _join(bench: str, here: Plan, site: type[Site], met: Meeting, tell: Callable[[str], None]) -> None:
+    link = Link(bench, here.place)
     try:
-        return lead(Fleet(own))
+        link.join(met.leader, met.find, here.wait_s, tell)
+        serve(site, here.place, link)
     finally:
-        own.shut()
+        link.close()
+
+
+def _join_quietly(bench: str, here: Plan, site: type[Site], met: Meeting, tell: Callable[[str], None]) -> None:
+    """The coordinator's own part, which the coordinator hears of as of any other."""
+    with suppress(FleetError):
+        _join(bench, here, site, met, lambda _: None)
 
 
 class _Teller:

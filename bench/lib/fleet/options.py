@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
+from bench.lib.fleet.messages import end_if_stuck
 from bench.lib.fleet.site import Place
-from bench.lib.fleet.stuck import end_if_stuck
 from launch.topology import is_local
 from pd_cache.config import ClusterConfig, EtcdDiscovery, Node, StoreNode, read_config
 from pd_cache.errors import ConfigError, PdCacheError

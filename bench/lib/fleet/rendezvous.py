@@ -6,35 +6,35 @@ would listen, below `/pd-cache/CLUSTER/bench/BENCH/`: not among the nodes, so th
 
 from __future__ import annotations
 
-import socket
+import socket as sockets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import NamedTuple
 
-from bench.lib.fleet.errors import FleetError
+import zmq
+
+from bench.lib.fleet.messages import FleetError, close_socket, open_socket
 from bench.lib.fleet.options import Plan
 from launch.discovery import NodeRecord, View
 from pd_cache.config import EtcdDiscovery
 from pd_cache.errors import ConfigError
-
-_BACKLOG = 128
 
 
 class Meeting(NamedTuple):
     """What a participant knows when it knows who leads."""
 
     leader: str
-    listener: socket.socket | None
-    """At the coordinator: where the others will come."""
+    listener: zmq.Socket[bytes] | None
+    """At the coordinator: where participants come."""
     find: Callable[[], str]
-    """Elsewhere: the coordinator's `host:port` as it is known now; empty while it is not."""
+    """The coordinator's address as it is known now; empty while it is not."""
 
 
 @contextmanager
 def meeting(plan: Plan, bench: str, tell: Callable[[str], None]) -> Iterator[Meeting]:
-    """`tell` hears what is waited for. FleetError if it is not clear who leads within the plan's time."""
+    """`tell` hears what is waited for. Raises FleetError if it is not clear who leads within the plan's time."""
     discovery = plan.place.config.discovery
     with ExitStack() as stack:
         if isinstance(discovery, EtcdDiscovery):
@@ -48,9 +48,11 @@ def _by_file(plan: Plan, stack: ExitStack) -> Meeting:
     assert leader is not None
     node, port = config.node(leader), config.bench.port
     assert node is not None  # the plan saw to both
-    if leader != plan.place.node:
-        return Meeting(leader, None, lambda: f"{node.host}:{port}")
-    return Meeting(leader, stack.enter_context(closing(listen(node.host, port))), str)
+    listener = None
+    if leader == plan.place.node:
+        listener = listen(node.host, port)
+        stack.callback(close_socket, listener)
+    return Meeting(leader, listener, lambda: f"tcp://{node.host}:{port}")
 
 
 def _by_etcd(
@@ -59,7 +61,9 @@ def _by_etcd(
     from launch.discovery.etcd import EtcdRegistration, EtcdWatch
 
     place, folder = plan.place, f"bench/{bench}"
-    listener = stack.enter_context(closing(listen(place.host, 0)))
+    listener = listen(place.host, 0)
+    stack.callback(close_socket, listener)
+    port = str(listener.getsockopt_string(zmq.LAST_ENDPOINT)).rpartition(":")[2]
     changed = threading.Event()
 
     def wake(_: View) -> None:
@@ -67,9 +71,7 @@ def _by_etcd(
 
     watch = stack.enter_context(EtcdWatch(discovery, place.config.name, folder=folder, on_change=wake))
     registration = stack.enter_context(closing(EtcdRegistration(discovery, place.config.name, folder=folder)))
-    registration.announce(
-        NodeRecord(name=place.node, role=f"bench-{bench}", address=f"{place.host}:{listener.getsockname()[1]}")
-    )
+    registration.announce(NodeRecord(name=place.node, role=f"bench-{bench}", address=f"{place.host}:{port}"))
     leader = plan.coordinator
     deadline = time.monotonic() + plan.wait_s
     while leader is None:  # the first by name, of as many as there will be
@@ -87,18 +89,19 @@ def _by_etcd(
         changed.wait(min(remaining, 1.0))
 
     def find() -> str:
-        return next((record.address for record in watch.view().nodes if record.name == leader), "")
+        return next((f"tcp://{record.address}" for record in watch.view().nodes if record.name == leader), "")
 
-    if leader == place.node:
-        return Meeting(leader, listener, find)
-    listener.close()
-    return Meeting(leader, None, find)
+    return Meeting(leader, listener if leader == place.node else None, find)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on the address. ConfigError if that cannot be."""
+def listen(host: str, port: int) -> zmq.Socket[bytes]:
+    """Returns a socket that listens on the address. Raises ConfigError if that cannot be."""
+    listener = open_socket(zmq.ROUTER)
+    listener.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
-        return socket.create_server((host, port), family=socket.AF_INET, backlog=_BACKLOG)
-    except OSError as error:
+        listener.bind(f"tcp://{sockets.gethostbyname(host)}:{port or '*'}")
+    except (OSError, zmq.ZMQError) as error:
+        close_socket(listener)
         hint = "; choose another `bench.port` in the file" if port else ""
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}{hint}") from None
+    return listener

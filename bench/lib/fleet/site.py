@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pd_cache.config import ClusterConfig, decode_custom
+from pd_cache.config import ClusterConfig, MasterNode, decode_custom
 from pd_cache.decoding import UndecodableError, msgpack_decoder
 from transfer.settings import ByteSize
 
@@ -58,6 +58,11 @@ class Place:
     """Its address, as the other machines reach it."""
     config: ClusterConfig
     """The file of this machine."""
+
+    @classmethod
+    def here(cls) -> Place:
+        """This machine, for a bench that has no cluster's file."""
+        return cls("bench", "127.0.0.1", ClusterConfig(nodes=(MasterNode(name="master"),)))
 
 
 class Site:

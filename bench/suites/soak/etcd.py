@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 
-from launch.process import spawn_child
+from launch.process import end, spawn_child
 from launch.signals import StoppedError, signals_as_exceptions
 
 _POLL_S = 0.1
@@ -37,11 +37,7 @@ def main(folder: str, host: str, port: str, peers: str) -> int:
     except StoppedError:
         return 0
     finally:
-        process.terminate()
-        try:
-            process.wait(_GRACE_S)
-        finally:
-            process.kill()
+        end([process], _GRACE_S)
 
 
 def _answers(host: str, port: int) -> bool:

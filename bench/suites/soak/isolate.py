@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.process import spawn_child
+from launch.process import end, spawn_child
 
 SHARED_MEMORY = Path("/dev/shm")
 _COVERED = (Path("/run"), SHARED_MEMORY)
@@ -58,11 +58,7 @@ def start_isolated(arguments: Sequence[str]) -> int:
     except BaseException:
         assert child.stdin is not None
         child.stdin.close()  # see `enter`
-        try:
-            child.wait(_GRACE_S)
-        finally:
-            child.kill()
-            child.wait()
+        end([child], _GRACE_S, ask=False)
         raise
 
 

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+import zmq
 
-from bench.lib.fleet.wire import PROTOCOL, Connection, Disconnected, Hello
+import pd_cache
+from bench.lib.fleet.messages import (
+    MAX_MESSAGE,
+    PROTOCOL,
+    End,
+    Hello,
+    Message,
+    close_socket,
+    decode_message,
+    encode_message,
+    open_socket,
+)
 from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd
 from tests.support.pool import ROOT, free_port
-from tests.support.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import wait_for
 
 
 class Machine:
@@ -255,41 +267,43 @@ def test_a_port_that_is_taken_is_an_error_that_says_so(start: Start, tmp_path: P
     assert "choose another `bench.port`" in err
 
 
-def _connect(file: Path) -> socket.socket:
-    port = yaml.safe_load(file.read_text())["bench"]["port"]
-    end = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port), 5)
-        except ConnectionRefusedError:
-            assert time.monotonic() < end, "nobody listens"
-            time.sleep(0.05)
+@contextmanager
+def connected(file: Path, hello: Message | bytes) -> Iterator[zmq.Socket[bytes]]:
+    """A peer of the coordinator that has said this."""
+    peer = open_socket(zmq.DEALER)
+    try:
+        peer.connect(f"tcp://127.0.0.1:{yaml.safe_load(file.read_text())['bench']['port']}")
+        peer.send(hello if isinstance(hello, bytes) else encode_message(hello))
+        yield peer
+    finally:
+        close_socket(peer)
 
 
 def test_strangers_are_refused_and_the_bench_goes_on(start: Start, tmp_path: Path) -> None:
     file = cluster(tmp_path, "a", "b")
     coordinator = start("-c", file, "--node", "a", "--nodes", "a,b")
-    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", 3) + b"\xc1\xc1\xc1", struct.pack("!I", 1 << 31)):
-        with _connect(file) as sock:
-            sock.sendall(nonsense)
-            sock.settimeout(60)
-            try:
-                assert sock.recv(1) == b"", "it is hung up on"
-            except ConnectionResetError:
-                pass
-    for hello, reason in (
+    version = pd_cache.__version__
+    for said, reason in (
+        (b"\xc1\xc1\xc1", "no message of a bench"),
+        (End("nonsense"), "did not say who it is"),
         (Hello(PROTOCOL + 1, "echo", "b", "127.0.0.1", "9.9"), "same version"),
-        (Hello(PROTOCOL, "lookup", "b", "127.0.0.1", "0.1.0"), "runs the bench lookup"),
-        (Hello(PROTOCOL, "echo", "a", "127.0.0.1", "0.1.0"), "here already"),
-        (Hello(PROTOCOL, "echo", "q", "127.0.0.1", "0.1.0"), "none of the participants"),
+        (Hello(PROTOCOL, "lookup", "b", "127.0.0.1", version), "runs the bench lookup"),
+        (Hello(PROTOCOL, "echo", "q", "127.0.0.1", version), "none of the participants"),
+        (Hello(PROTOCOL, "echo", "a", "127.0.0.1", version), "here already"),
     ):
-        connection = Connection(_connect(file))
-        try:
-            connection.send(hello)
-            assert reason in connection.receive(60).why  # type: ignore[union-attr]
-            with pytest.raises(Disconnected):
-                connection.receive(60)
-        finally:
-            connection.close()
+        with connected(file, said) as peer:
+            assert peer.poll(60_000)
+            answer = decode_message(peer.recv())
+            assert isinstance(answer, End)
+            assert reason in answer.why
+    with socket.create_connection(("127.0.0.1", yaml.safe_load(file.read_text())["bench"]["port"])) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
+        sock.settimeout(60)
+        with contextlib.suppress(ConnectionResetError):
+            while sock.recv(1000):  # ZMQ's greeting, and then it hangs up
+                pass
+    with connected(file, bytes(MAX_MESSAGE + 1)) as peer:
+        events = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        assert events.poll(60_000), "what is too large is hung up on"
     assert start("-c", file, "--node", "b", "--nodes", "a,b").end()[0] == 0
     assert coordinator.end()[0] == 0

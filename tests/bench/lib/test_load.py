@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.lib.arrivals import Arrival, Part, from_trace, ideal_hit_rate, poisson, prompt_ids, synthetic
-from bench.lib.load import Load, Outcome, Target, gap_quantile, generate, join, quantile, read_stream, summarize
+from bench.lib.load import Load, Outcome, Target, generate, join, read_stream, summarize
 from bench.lib.reuse import Infinite, hit_rate
+from bench.lib.stats import Histogram
 from bench.lib.trace import BLOCK_TOKENS
 from tests.support.traces import conversations
 
@@ -259,7 +260,10 @@ def test_figures_are_those_of_what_was_answered() -> None:
         for due in range(4)
     ]
     lost = Outcome(due=4.0, prompt_tokens=10, first=9.0, last=9.0, tokens=3, error="stream cut off")
-    summary = summarize(join([Load(outcomes[::2], {0: 1}), Load([*outcomes[1::2], lost], {0: 2})]), ttft_limit_s=0.25)
+    summary = summarize(
+        join([Load(outcomes[::2], Histogram({0: 1})), Load([*outcomes[1::2], lost], Histogram({0: 2}))]),
+        ttft_limit_s=0.25,
+    )
     assert (summary["requests"], summary["answered"]) == (5, 4)
     assert summary["seconds"] == 4.0
     assert summary["output_tokens_per_s"] == 5.0
@@ -276,12 +280,3 @@ def test_a_load_that_nobody_answered_has_figures_too() -> None:
     assert summary["hit_rate"] is None
     assert summary["ttft_p50_ms"] is None
     json.dumps(summary, allow_nan=False)
-
-
-@given(st.lists(st.floats(1e-5, 100), min_size=1), st.floats(0.01, 1))
-def test_pauses_are_counted_to_a_percent(pauses: list[float], part: float) -> None:
-    gaps: dict[int, int] = {}
-    for pause in pauses:
-        step = round(math.log(pause) / math.log(1.02))
-        gaps[step] = gaps.get(step, 0) + 1
-    assert gap_quantile(gaps, part) == pytest.approx(quantile(pauses, part), rel=0.0101)
