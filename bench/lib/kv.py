@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import click
 import torch
 
+from bench.lib.report import option
 from pd_cache.backends.objects import TRAILER_BYTES
 from pd_cache.engine import CacheEngine
 from pd_cache.layout import KVLayout
@@ -64,7 +65,7 @@ def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options: Callable[..., Any] = with_shape
     for name, default in reversed(Shape()._asdict().items()):
         flag = f"--{name.replace('_', '-')}"
-        options = click.option(flag, name, default=default, show_default=True, type=click.IntRange(1), help=helps.get(name))(options)  # fmt: skip
+        options = option(flag, name, default=default, type=click.IntRange(1), help=helps.get(name))(options)
     return options
 
 

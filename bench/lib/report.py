@@ -5,6 +5,7 @@ As tables for people, as one JSON object for scripts, and, where a bench has a `
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from rich.table import Table as RichTable
 from bench.lib.svg import Plot
 
 _UNCUT = 20
+option = functools.partial(click.option, show_default=True)
 
 
 class Check(NamedTuple):

@@ -26,7 +26,7 @@ from bench.lib.about import about, machine
 from bench.lib.fleet import Fleet, FleetOptions, Place, Site, conduct, fleet_options, step
 from bench.lib.link import link_of
 from bench.lib.pool import bench_transfer, own_master
-from bench.lib.report import Check, Figure, Report, Table, finish, progress, report_options
+from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
 from bench.lib.svg import matrix_plot
 from launch.topology import machine_memory
 from transfer.engine import DirectEngine
@@ -381,13 +381,11 @@ def _size(context: click.Context, option: click.Parameter, text: str) -> ByteSiz
 
 @click.command()
 @fleet_options
-@click.option("--size", default="4MiB", show_default=True, callback=_size, help="Bytes of an object.")
-@click.option("--objects", default=16, show_default=True, type=click.IntRange(1, 512), help="Objects a batch.")
-@click.option(
-    "--rounds", default=5, show_default=True, type=click.IntRange(1, 1000), help="Batches of each kind for each pair."
-)
-@click.option("--at-once", is_flag=True, help="Then also all nodes at the same time.")
-@click.option("--link-gbit", type=click.FloatRange(0.001), help="The link's rate, where the kernel does not know it.")
+@option("--size", default="4MiB", callback=_size, help="Bytes of an object.")
+@option("--objects", default=16, type=click.IntRange(1, 512), help="Objects a batch.")
+@option("--rounds", default=5, type=click.IntRange(1, 1000), help="Batches of each kind for each pair.")
+@option("--at-once", is_flag=True, help="Then also all nodes at the same time.")
+@option("--link-gbit", type=click.FloatRange(0.001), help="The link's rate, where the kernel does not know it.")
 @report_options
 def main(
     fleet: FleetOptions,

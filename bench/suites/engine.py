@@ -23,7 +23,7 @@ import click
 
 from bench.lib.kv import Prompt, RawPool, Shape, gbps, shape_options, size, timed
 from bench.lib.pool import local_pool, raw_client
-from bench.lib.report import Check, finish, output_options, progress
+from bench.lib.report import Check, finish, option, output_options, progress
 from launch.process import end, spawn_child
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.engine import CacheEngine, CacheEngineBuilder
@@ -118,9 +118,9 @@ def measure(engine: CacheEngine, prompt: Prompt, raw: RawPool, rounds: Iterable[
 
 @click.command()
 @shape_options
-@click.option("--rounds", default=9, show_default=True, type=click.IntRange(5))
-@click.option("--staging", default="512MiB", show_default=True, callback=size, help="Size of the staging memory.")
-@click.option("--busy", default=0, show_default=True, type=click.IntRange(0), help="Programs that compute beside it.")
+@option("--rounds", default=9, type=click.IntRange(5))
+@option("--staging", default="512MiB", callback=size, help="Size of the staging memory.")
+@option("--busy", default=0, type=click.IntRange(0), help="Programs that compute beside it.")
 @output_options
 def main(shape: Shape, rounds: int, staging: ByteSize, busy: int, **output: Any) -> None:
     """Store and retrieve against raw Mooncake."""

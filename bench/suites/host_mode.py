@@ -30,7 +30,7 @@ import torch
 from bench.lib.fleet import Crew, Nothing, Place, Site, step
 from bench.lib.kv import Prompt, RawPool, Shape, gbps, shape_options, size, timed
 from bench.lib.pool import host_pool, raw_host_client
-from bench.lib.report import Check, finish, output_options, progress
+from bench.lib.report import Check, finish, option, output_options, progress
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.engine import CacheEngineBuilder
 from pd_cache.tokens import CacheMetadata
@@ -213,9 +213,9 @@ def rounds_of(crew: Crew, nbytes: int, rounds: Iterable[int]) -> dict[str, Any]:
 
 @click.command()
 @shape_options
-@click.option("--rounds", default=9, show_default=True, type=click.IntRange(3))
-@click.option("--threads", default=1, show_default=True, type=click.IntRange(1, 64), help="transfer.threads")
-@click.option("--staging", default="512MiB", show_default=True, callback=size, help="Staging memory of each engine.")
+@option("--rounds", default=9, type=click.IntRange(3))
+@option("--threads", default=1, type=click.IntRange(1, 64), help="transfer.threads")
+@option("--staging", default="512MiB", callback=size, help="Staging memory of each engine.")
 @output_options
 def main(shape: Shape, rounds: int, threads: int, staging: ByteSize, **output: Any) -> None:
     """Store and retrieve through a host's mooncake_client against raw dummy-client calls."""

@@ -25,7 +25,7 @@ from bench.lib.about import about
 from bench.lib.fleet import Crew, Fleet, FleetOptions, Nothing, Place, Site, conduct, fleet_options, step
 from bench.lib.fleet.children import MOST
 from bench.lib.pool import bench_transfer, own_master, raw_client
-from bench.lib.report import Check, Figure, Report, Table, finish, progress, report_options
+from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
 from bench.lib.stats import Histogram
 from bench.lib.svg import line_plot
 from pd_cache.config import CacheConfig, NodeSettings
@@ -367,11 +367,11 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
 
 @click.command()
 @fleet_options
-@click.option("--chunk", default=256, show_default=True, type=click.IntRange(1), help="Tokens a chunk.")
-@click.option("--rounds", default=200, show_default=True, type=click.IntRange(5), help="Of the one client's lookups.")
-@click.option("--clients", default="1,2,4,8", show_default=True, callback=_numbers, help="Clients a node, one number after the other; empty leaves this part out.")  # fmt: skip
-@click.option("--tokens", "lengths", default="4096,32768", show_default=True, callback=_numbers, help="Lengths of the clients' prompts.")  # fmt: skip
-@click.option("--seconds", default=2.0, show_default=True, type=click.FloatRange(0.1, 600), help="For each number of clients and length.")  # fmt: skip
+@option("--chunk", default=256, type=click.IntRange(1), help="Tokens a chunk.")
+@option("--rounds", default=200, type=click.IntRange(5), help="Of the one client's lookups.")
+@option("--clients", default="1,2,4,8", callback=_numbers, help="Clients a node, one number after the other; empty leaves this part out.")  # fmt: skip
+@option("--tokens", "lengths", default="4096,32768", callback=_numbers, help="Lengths of the clients' prompts.")  # fmt: skip
+@option("--seconds", default=2.0, type=click.FloatRange(0.1, 600), help="For each number of clients and length.")  # fmt: skip
 @report_options
 def main(
     fleet: FleetOptions,

@@ -27,7 +27,7 @@ import aiohttp
 import click
 import yaml
 
-from bench.lib.report import Check, finish, output_options, progress
+from bench.lib.report import Check, finish, option, output_options, progress
 from bench.lib.stats import quantile
 from launch.process import end, spawn_child
 from launch.proxy.completion import Completion
@@ -171,15 +171,13 @@ def decision(tokens: int, nodes: int, rounds: int) -> dict[str, float]:
 
 
 @click.command()
-@click.option("--streams", default=64, show_default=True, type=click.IntRange(1), help="At the same time.")
-@click.option("--tokens", default=32, show_default=True, type=click.IntRange(1), help="Events a stream.")
-@click.option("--pause", default=40, show_default=True, type=click.IntRange(0), help="Milliseconds between them.")
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(3))
-@click.option(
-    "--open", "most", default=500, show_default=True, type=click.IntRange(1), help="Streams to hold open at once."
-)
-@click.option("--prompt", default=32_768, show_default=True, type=click.IntRange(2), help="Tokens to decide about.")
-@click.option("--nodes", default=16, show_default=True, type=click.IntRange(1), help="Nodes to decide between.")
+@option("--streams", default=64, type=click.IntRange(1), help="At the same time.")
+@option("--tokens", default=32, type=click.IntRange(1), help="Events a stream.")
+@option("--pause", default=40, type=click.IntRange(0), help="Milliseconds between them.")
+@option("--rounds", default=5, type=click.IntRange(3))
+@option("--open", "most", default=500, type=click.IntRange(1), help="Streams to hold open at once.")
+@option("--prompt", default=32_768, type=click.IntRange(2), help="Tokens to decide about.")
+@option("--nodes", default=16, type=click.IntRange(1), help="Nodes to decide between.")
 @output_options
 def main(streams: int, tokens: int, pause: int, rounds: int, most: int, prompt: int, nodes: int, **output: Any) -> None:
     """Streams through the proxy against streams from a node."""

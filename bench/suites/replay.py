@@ -28,7 +28,7 @@ from bench.lib.about import about
 from bench.lib.fleet import Fleet, FleetOptions, Nothing, conduct, fleet_options
 from bench.lib.pool import local_pool
 from bench.lib.replaying import Open, Remove, Replay, ReplaySite, Tally
-from bench.lib.report import Check, Figure, Report, Table, finish, report_options
+from bench.lib.report import Check, Figure, Report, Table, finish, option, report_options
 from bench.lib.reuse import Infinite, Lru, hit_rate
 from bench.lib.shrunken import STEP_BYTES, allotted_bytes, object_bytes
 from bench.lib.svg import SERIES, line_plot
@@ -222,40 +222,38 @@ def _evictions(context: click.Context, option: click.Parameter, values: tuple[st
 
 @click.command()
 @fleet_options
-@click.option("--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py.")
-@click.option("--requests", "limit", type=click.IntRange(1), help="Only the first so many.")
-@click.option(
+@option("--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py.")
+@option("--requests", "limit", type=click.IntRange(1), help="Only the first so many.")
+@option(
     "--capacity",
     "capacities",
     multiple=True,
     callback=_capacities,
     help="Chunks that the pool has room for, or `unbounded`; may be given several times. By default 1/32, 1/16, 1/8 and 1/4 of the trace's distinct blocks, and unbounded.",
 )
-@click.option(
+@option(
     "--evict",
     "evictions",
     multiple=True,
     callback=_evictions,
     help=f"The master's eviction_high_watermark and eviction_ratio, by default {_DEFAULT_EVICTION.watermark},{_DEFAULT_EVICTION.ratio}; may be given several times.",
 )
-@click.option(
+@option(
     "--lease-ms",
     "leases",
     multiple=True,
     type=click.IntRange(100),
     help="How long a chunk that was looked up is safe from eviction, in the time of the replay, by default 200; may be given several times.",
 )
-@click.option("--pin", type=click.Choice(["none", "soft", "hard"]), help="As the Mooncake tier's, by default none.")
-@click.option(
+@option("--pin", type=click.Choice(["none", "soft", "hard"]), help="As the Mooncake tier's, by default none.")
+@option(
     "--chunk-bytes",
     "sizes",
     multiple=True,
     type=click.IntRange(STEP_BYTES, 16 << 20),
     help="Of a chunk, by default 4096; with a file it may be given several times, since there it is what decides how many the pool holds.",
 )
-@click.option(
-    "--speed", type=click.FloatRange(0, min_open=True), help="Times the trace's own; else as fast as possible."
-)
+@option("--speed", type=click.FloatRange(0, min_open=True), help="Times the trace's own; else as fast as possible.")
 @report_options
 def main(
     fleet: FleetOptions,

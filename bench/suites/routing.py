@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from bench.lib.report import Check, finish, output_options, progress
+from bench.lib.report import Check, finish, option, output_options, progress
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, read_trace
 from launch.proxy.prefixes import PrefixIndex, Prompt
@@ -120,18 +120,17 @@ def compare(requests: list[Request], nodes: int, cache_tokens: int, rate: float)
 
 
 @click.command()
-@click.option("--trace", required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--nodes", default=4, show_default=True, type=click.IntRange(1))
-@click.option(
+@option("--trace", required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@option("--nodes", default=4, type=click.IntRange(1))
+@option(
     "--cache",
     "caches",
     multiple=True,
     default=(500_000, 1_000_000, 2_000_000, 8_000_000),
-    show_default=True,
     type=click.IntRange(512),
     help="Tokens that a node's own cache holds; may be given several times.",
 )
-@click.option("--rate", default=12_000.0, show_default=True, type=click.FloatRange(1.0), help="Tokens/s of a node.")
+@option("--rate", default=12_000.0, type=click.FloatRange(1.0), help="Tokens/s of a node.")
 @output_options
 def main(trace: Path, nodes: int, caches: tuple[int, ...], rate: float, **output: Any) -> None:
     """Policies on a trace, in simulation."""

@@ -29,7 +29,7 @@ from bench.lib.about import about
 from bench.lib.arrivals import Arrival, from_trace, ideal_hit_rate, poisson, synthetic
 from bench.lib.fleet import Fleet, FleetOptions, Place, Site, conduct, fleet_options, step
 from bench.lib.load import Load, Outcome, Target, generate, join, summarize
-from bench.lib.report import Check, Figure, Report, Table, finish, progress, report_options
+from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
 from bench.lib.stats import quantile
 from bench.lib.svg import line_plot
 from bench.lib.targets import Server, any_server, clusters_proxy, looked_up, own_cluster, past_prefill
@@ -170,85 +170,65 @@ def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
 
 @click.command()
 @fleet_options
-@click.option(
+@option(
     "--url",
     help="A server to send requests to, instead of the cluster's proxy or a small cluster of this machine's own.",
 )
-@click.option("--model", help="With --url: what requests say in `model`; by default the first that the server lists.")
-@click.option(
+@option("--model", help="With --url: what requests say in `model`; by default the first that the server lists.")
+@option(
     "--vocabulary",
     type=click.IntRange(16),
     help="Prompts are made of token ids below this; by default the model's, where the file tells it.",
 )
-@click.option("--key-file", type=click.Path(path_type=Path), help="Holds an API key; read at the coordinator.")
-@click.option(
+@option("--key-file", type=click.Path(path_type=Path), help="Holds an API key; read at the coordinator.")
+@option(
     "--rate",
     type=click.FloatRange(0, min_open=True),
     help="Requests a second, of all machines together, at random times (Poisson).",
 )
-@click.option(
+@option(
     "--trace",
     type=click.Path(path_type=Path),
     help="Prompts, and times where no --rate is given, of a trace; read at the coordinator.",
 )
-@click.option(
-    "--speed", default=1.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Times a trace's own."
-)
-@click.option(
+@option("--speed", default=1.0, type=click.FloatRange(0, min_open=True), help="Times a trace's own.")
+@option(
     "--scale",
     default=16.0,
-    show_default=True,
     type=click.FloatRange(1),
     help="A trace's prompts and outputs are made so many times shorter.",
 )
-@click.option("--requests", type=click.IntRange(1), help="How many; by default 100, or all of a trace.")
-@click.option("--seed", default=0, show_default=True)
-@click.option(
-    "--prompt-tokens", default=1024, show_default=True, type=click.IntRange(1), help="Without a trace: of a prompt."
-)
-@click.option(
+@option("--requests", type=click.IntRange(1), help="How many; by default 100, or all of a trace.")
+@option("--seed", default=0)
+@option("--prompt-tokens", default=1024, type=click.IntRange(1), help="Without a trace: of a prompt.")
+@option(
     "--shared",
     default=0.75,
-    show_default=True,
     type=click.FloatRange(0, 1),
     help="Without a trace: the part of a prompt that others have, too.",
 )
-@click.option(
-    "--prefixes",
-    default=8,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Without a trace: how many such parts there are.",
-)
-@click.option(
-    "--output-tokens", default=16, show_default=True, type=click.IntRange(1), help="Without a trace: of an answer."
-)
-@click.option(
+@option("--prefixes", default=8, type=click.IntRange(1), help="Without a trace: how many such parts there are.")
+@option("--output-tokens", default=16, type=click.IntRange(1), help="Without a trace: of an answer.")
+@option(
     "--longest",
     type=click.IntRange(2),
     help="Tokens of a prompt and its answer; what is longer is cut. By default what the model takes.",
 )
-@click.option(
-    "--deadline",
-    "deadline_s",
-    default=60.0,
-    show_default=True,
-    type=click.FloatRange(0, min_open=True),
-    help="Seconds of each request.",
+@option(
+    "--deadline", "deadline_s", default=60.0, type=click.FloatRange(0, min_open=True), help="Seconds of each request."
 )
-@click.option(
+@option(
     "--in-flight",
     default=512,
-    show_default=True,
     type=click.IntRange(1),
     help="Requests at the same time from one machine; what is more is dropped, and counted.",
 )
-@click.option(
+@option(
     "--ttft-limit",
     type=click.FloatRange(0, min_open=True),
     help="Milliseconds: also count what was answered as soon as this.",
 )
-@click.option("--only-reuse", is_flag=True, help="Leave out the pass that computes everything anew.")
+@option("--only-reuse", is_flag=True, help="Leave out the pass that computes everything anew.")
 @report_options
 def main(
     fleet: FleetOptions,
@@ -260,12 +240,10 @@ def main(
     in_flight: int,
     ttft_limit: float | None,
     only_reuse: bool,
-    as_json: bool,
-    html: Path | None,
-    strict: bool,
     **load: Any,
 ) -> None:  # fmt: skip
     """A cluster under an open-loop load."""
+    output = {name: load.pop(name) for name in ("as_json", "html", "strict")}
     if load["rate"] is None and load["trace"] is None:
         raise click.UsageError("say how fast requests come: --rate, --trace, or both")
 
@@ -303,7 +281,7 @@ def main(
         shown = {name: str(value) if isinstance(value, Path) else value for name, value in load.items()}
         report = report_of(loads, rows, about(None if fleet.file is None else read_config(fleet.file)[0]))
         results = {"load": shown, "results": rows}
-        finish(results, checks_of(rows), as_json=as_json, strict=strict, report=report, html=html)
+        finish(results, checks_of(rows), report=report, **output)
 
 
 def _read_key(file: Path) -> str:

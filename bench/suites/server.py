@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from bench.lib.kv import Prompt, Shape, gbps, shape_options, size, timed
-from bench.lib.report import Check, finish, output_options, progress
+from bench.lib.report import Check, finish, option, output_options, progress
 from bench.lib.server_lookups import (
     LOOKUP_TOKENS,
     RATE,
@@ -232,13 +232,11 @@ def moving(prompt: Prompt, settings: NodeSettings, url: str, chunk: int) -> Iter
 
 @click.command()
 @shape_options
-@click.option("--rounds", default=7, show_default=True, type=click.IntRange(3))
-@click.option("--staging", default="512MiB", show_default=True, callback=size, help="Size of the staging memory.")
-@click.option("--questions", default=20_000, show_default=True, type=click.IntRange(100), help="Empty lookups.")
-@click.option("--seconds", default=10.0, show_default=True, type=click.FloatRange(1), help="Of 1000 lookups each.")
-@click.option(
-    "--requests", default=100_000, show_default=True, type=click.IntRange(1000), help="While memory is watched."
-)
+@option("--rounds", default=7, type=click.IntRange(3))
+@option("--staging", default="512MiB", callback=size, help="Size of the staging memory.")
+@option("--questions", default=20_000, type=click.IntRange(100), help="Empty lookups.")
+@option("--seconds", default=10.0, type=click.FloatRange(1), help="Of 1000 lookups each.")
+@option("--requests", default=100_000, type=click.IntRange(1000), help="While memory is watched.")
 @output_options
 def main(
     shape: Shape, rounds: int, staging: ByteSize, questions: int, seconds: float, requests: int, **output: Any

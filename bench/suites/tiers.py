@@ -27,7 +27,7 @@ import numpy as np
 
 from bench.lib.kv import Prompt, Shape, gbps, size, timed
 from bench.lib.pool import local_pool
-from bench.lib.report import Check, finish, output_options, progress
+from bench.lib.report import Check, finish, option, output_options, progress
 from bench.lib.svg import Bars, bar_plot, line_plot
 from pd_cache.backends.base import StorageBackend
 from pd_cache.backends.compose import open_backend
@@ -435,20 +435,20 @@ def write_plots(folder: Path, figures: dict[str, Any], sizes: Sequence[int]) -> 
 
 
 @click.command()
-@click.option("--chunk", default="32MiB", show_default=True, callback=size, help="Bytes of a payload.")
-@click.option("--objects", default=16, show_default=True, type=click.IntRange(4), help="Chunks a round.")
-@click.option("--rounds", default=9, show_default=True, type=click.IntRange(3))
-@click.option("--threads", default=4, show_default=True, type=click.IntRange(1, 64), help="Of the disk, each way.")
-@click.option("--tokens", default=2048, show_default=True, type=click.IntRange(512), help="Of the prompt in the pool.")
-@click.option(
+@option("--chunk", default="32MiB", callback=size, help="Bytes of a payload.")
+@option("--objects", default=16, type=click.IntRange(4), help="Chunks a round.")
+@option("--rounds", default=9, type=click.IntRange(3))
+@option("--threads", default=4, type=click.IntRange(1, 64), help="Of the disk, each way.")
+@option("--tokens", default=2048, type=click.IntRange(512), help="Of the prompt in the pool.")
+@option(
     "--path",
     default=tempfile.gettempdir,
     show_default="the folder for temporary files",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Where the disk tier is measured.",
 )
-@click.option("--entries", default=1_000_000, show_default=True, type=click.IntRange(1000), help="Largest index.")
-@click.option("--plots", type=click.Path(path_type=Path, file_okay=False, exists=True), help="Write plots here.")
+@option("--entries", default=1_000_000, type=click.IntRange(1000), help="Largest index.")
+@option("--plots", type=click.Path(path_type=Path, file_okay=False, exists=True), help="Write plots here.")
 @output_options
 def main(
     chunk: ByteSize,

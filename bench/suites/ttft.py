@@ -27,7 +27,7 @@ import click
 from bench.lib.kv import RawPool, timed
 from bench.lib.model import VOCABULARY, write_model
 from bench.lib.pool import raw_client
-from bench.lib.report import Check, finish, output_options, progress
+from bench.lib.report import Check, finish, option, output_options, progress
 from bench.lib.stats import quantile
 from bench.lib.vllm_server import vllm_server
 from launch.up import quiet, running
@@ -235,8 +235,8 @@ def lookup_p99_ms(master: str, tokens: int, rounds: int = 500) -> float:
 
 
 @click.command()
-@click.option("--tokens", "lengths", multiple=True, default=(4096, 8192), show_default=True, type=click.IntRange(CHUNK))
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(3))
+@option("--tokens", "lengths", multiple=True, default=(4096, 8192), type=click.IntRange(CHUNK))
+@option("--rounds", default=5, type=click.IntRange(3))
 @output_options
 def main(lengths: tuple[int, ...], rounds: int, **output: Any) -> None:
     """Time to first token with vLLM: from the pool, from vLLM's own connector, and computed."""

@@ -6,10 +6,10 @@
    it begins when everybody is there.
 3. A bench is a `Site`, which every machine has one of and whose methods marked `@step` do the work, and a function that leads:
    it runs at the coordinator only, and has the sites do steps, all at the same time (`Fleet.run`).
-4. Every wait has a deadline. Who is gone, late or failing is named in the coordinator's error, and everybody else ends with that
-   error, too; a Ctrl-C anywhere ends all. Each site is closed whatever happened.
+4. Every wait has a deadline. The coordinator's error names participants that are gone, late or failing, and everybody else ends
+   with that error, too; a Ctrl-C anywhere ends all. Each site is closed whatever happened. Nothing is authenticated.
 5. A site that needs more processes than its own, e.g. many clients, has a `Crew`, whose processes have sites, too.
-6. Without a file, a bench has participants of its own on this machine, one process each (`local`).
+6. Without a file, a bench has participants of its own on this machine, one process each (`children`).
 
 A bench, whole:
 

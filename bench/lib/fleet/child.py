@@ -18,11 +18,12 @@ _WAIT_S = 60.0
 def main(bench: str, site: str, address: str, file: str, name: str, host: str) -> None:
     """Does what the coordinator asks for, until it is over."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the process that started us
+    kind = imported(site)  # which may take long, and nobody waits for it yet
     place = Place(name, host, load_config(Path(file)))
     link = Link(bench, place)
     try:
         link.join(name, lambda: address, _WAIT_S, lambda _: None)
-        serve(imported(site), place, link)
+        serve(kind, place, link)
     except FleetError:
         raise SystemExit(1) from None  # the coordinator knows, or is gone
     finally:

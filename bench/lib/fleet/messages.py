@@ -27,7 +27,6 @@ _LINGER_MS = 2000
 _OPTIONS = (
     (zmq.LINGER, _LINGER_MS),
     (zmq.MAXMSGSIZE, MAX_MESSAGE),
-    (zmq.RCVHWM, 8),  # messages that are read ahead of each peer
     (zmq.HANDSHAKE_IVL, 5000),
     (zmq.HEARTBEAT_IVL, 2000),
     (zmq.HEARTBEAT_TIMEOUT, 30_000),
@@ -105,6 +104,11 @@ def open_socket(kind: int) -> zmq.Socket[bytes]:
     socket = zmq.Context().socket(kind)
     for option, value in _OPTIONS:
         socket.setsockopt(option, value)
+    if kind == zmq.ROUTER:
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # messages that are read ahead of each peer, who may be a stranger. A participant reads more ahead: where it is full of beats,
+        # ZMQ stops to read, hears no heartbeat any more, and disconnects
+        socket.setsockopt(zmq.RCVHWM, 8)
     return socket
 
 

@@ -97,7 +97,6 @@ def _by_etcd(
 def listen(host: str, port: int) -> zmq.Socket[bytes]:
     """Returns a socket that listens on the address. Raises ConfigError if that cannot be."""
     listener = open_socket(zmq.ROUTER)
-    listener.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
         listener.bind(f"tcp://{sockets.gethostbyname(host)}:{port or '*'}")
     except (OSError, zmq.ZMQError) as error:

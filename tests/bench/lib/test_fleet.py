@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,10 @@ import yaml
 import zmq
 
 import pd_cache
+from bench.lib.fleet import Fleet, FleetError, Nothing, Place
+from bench.lib.fleet.children import start as start_child
 from bench.lib.fleet.messages import (
+    BEAT,
     MAX_MESSAGE,
     PROTOCOL,
     End,
@@ -30,10 +35,14 @@ from bench.lib.fleet.messages import (
     encode_message,
     open_socket,
 )
+from bench.lib.fleet.participant import Link
+from bench.lib.fleet.rendezvous import listen
+from launch.process import end
+from tests.support.echo_bench import Echo
 from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd
 from tests.support.pool import ROOT, free_port
-from tests.support.waiting import wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 
 class Machine:
@@ -268,13 +277,14 @@ def test_a_port_that_is_taken_is_an_error_that_says_so(start: Start, tmp_path: P
 
 
 @contextmanager
-def connected(file: Path, hello: Message | bytes) -> Iterator[zmq.Socket[bytes]]:
-    """A peer of the coordinator that has said this."""
+def connected(file: Path, hello: Message | bytes) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    """A peer of the coordinator that has said this, and what hears of its disconnection."""
     peer = open_socket(zmq.DEALER)
+    events = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     try:
         peer.connect(f"tcp://127.0.0.1:{yaml.safe_load(file.read_text())['bench']['port']}")
         peer.send(hello if isinstance(hello, bytes) else encode_message(hello))
-        yield peer
+        yield peer, events
     finally:
         close_socket(peer)
 
@@ -291,7 +301,7 @@ def test_strangers_are_refused_and_the_bench_goes_on(start: Start, tmp_path: Pat
         (Hello(PROTOCOL, "echo", "q", "127.0.0.1", version), "none of the participants"),
         (Hello(PROTOCOL, "echo", "a", "127.0.0.1", version), "here already"),
     ):
-        with connected(file, said) as peer:
+        with connected(file, said) as (peer, _):
             assert peer.poll(60_000)
             answer = decode_message(peer.recv())
             assert isinstance(answer, End)
@@ -302,8 +312,49 @@ def test_strangers_are_refused_and_the_bench_goes_on(start: Start, tmp_path: Pat
         with contextlib.suppress(ConnectionResetError):
             while sock.recv(1000):  # ZMQ's greeting, and then it hangs up
                 pass
-    with connected(file, bytes(MAX_MESSAGE + 1)) as peer:
-        events = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    with connected(file, bytes(MAX_MESSAGE + 1)) as (_, events):
         assert events.poll(60_000), "what is too large is hung up on"
     assert start("-c", file, "--node", "b", "--nodes", "a,b").end()[0] == 0
     assert coordinator.end()[0] == 0
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    """A coordinator in this process, which takes silence of half a second for the end of a participant."""
+    listener = listen("127.0.0.1", 0)
+    listener.setsockopt(zmq.HEARTBEAT_IVL, 100)
+    listener.setsockopt(zmq.HEARTBEAT_TIMEOUT, 500)
+    address = listener.getsockopt_string(zmq.LAST_ENDPOINT)
+    listener.unbind(address)
+    listener.bind(address)  # what was set counts from now on
+    try:
+        yield Fleet(listener, "echo", replace(Place.here(), host=address), frozenset({"a"}))
+    finally:
+        close_socket(listener)
+
+
+def test_a_participant_that_is_stopped_is_found_out_though_its_connection_stands(fleet: Fleet, tmp_path: Path) -> None:
+    file = cluster(tmp_path, "a")
+    process = start_child("echo", Echo, fleet.place.host, file, "a", "127.0.0.1")
+    try:
+        fleet.gather(PATIENCE_S)
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(FleetError, match=r"a \(127.0.0.1\): its connection ended, in the middle of leave"):
+            fleet.everywhere(Echo.leave, Nothing(), timeout_s=PATIENCE_S)
+    finally:
+        end([process], 0, ask=False)
+
+
+def test_a_participant_that_is_slow_to_read_is_not_taken_for_one_that_is_gone(fleet: Fleet) -> None:
+    """What it has not read may not keep ZMQ from hearing its heartbeats."""
+    place = Place("a", "127.0.0.1", fleet.place.config)
+    with closing(Link("echo", place)) as link:
+        link.join("a", lambda: fleet.place.host, PATIENCE_S, lambda _: None)
+        fleet.gather(PATIENCE_S)
+        (member,) = fleet._members.values()
+        for _ in range(300):
+            fleet._send(member, BEAT)
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            fleet._turn(until)
+        assert not member.lost
