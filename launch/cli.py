@@ -206,9 +206,9 @@ def bench(name: str, arguments: Sequence[str]) -> None:
     """Measure against the raw thing in the same run; each bench has a --help of its own."""
     sys.argv = [f"pd-cache bench {name}", *arguments]
     try:
-        runpy.run_module(f"bench.{name}", run_name="__main__", alter_sys=True)
+        runpy.run_module(f"bench.suites.{name}", run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
-        if error.name not in ("bench", f"bench.{name}"):
+        if error.name not in ("bench", "bench.suites", f"bench.suites.{name}"):
             raise
         raise click.ClickException("the benches are part of the source tree; run this from a clone") from None
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from launch.errors import RoleError
+from launch.process import Endable, end
 from launch.signals import StopFlag
 
 _START_POLL_S = 0.05
@@ -18,25 +18,15 @@ _POLL_S = 0.2
 _AGAIN_S = 1.0
 
 
-class Child(Protocol):
-    """The methods that are needed of a process, ours or `subprocess.Popen`."""
-
-    def poll(self) -> int | None: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-
 class ForeignProgram:
     """One such program, from entering the context, which starts it, to leaving it, which ends it."""
 
-    def __init__(self, name: str, spawn: Callable[[], Child], grace_s: float) -> None:
+    def __init__(self, name: str, spawn: Callable[[], Endable], grace_s: float) -> None:
         """`spawn` starts it. It is given `grace_s` seconds to end by itself before it is killed."""
         self._name = name
         self._spawn = spawn
         self._grace_s = grace_s
-        self._child: Child | None = None
+        self._child: Endable | None = None
 
     def __enter__(self) -> ForeignProgram:
         self._child = self._spawn()
@@ -97,17 +87,8 @@ class ForeignProgram:
         self._end()
 
     def _end(self) -> None:
-        child = self._child
-        if child is None:
-            return
-        deadline = time.monotonic() + self._grace_s
-        child.terminate()
-        while child.poll() is None and time.monotonic() < deadline:
-            time.sleep(_START_POLL_S)
-        if child.poll() is None:
-            child.kill()
-            while child.poll() is None:
-                time.sleep(_START_POLL_S)
+        if self._child is not None:
+            end([self._child], self._grace_s)
 
     def _poll(self) -> int | None:
         assert self._child is not None

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol, TypeVar
 
 from launch import _guardian, _tethered
 
@@ -35,6 +35,9 @@ Stream = Literal["stdout", "stderr"]
 OnLine = Callable[[Stream, str], None]
 """Called on a thread of the child's own with each line, without its end."""
 
+_END_POLL_S = 0.02
+_KILLED_S = 5.0
+"""How long a killed process may take to be gone; longer only if the kernel itself hangs on it."""
 _LONGEST_LINE = 64 << 10
 """Bytes; what is longer is passed on in pieces."""
 
@@ -65,6 +68,56 @@ class Process(Protocol):
 
     def kill(self) -> None:
         """End it and its process group. No error if it has ended already."""
+
+
+class Endable(Protocol):
+    """The methods that `end` needs, of `Process` or `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+E = TypeVar("E", bound=Endable)
+
+
+def end(
+    processes: Iterable[E],
+    grace_s: float,
+    *,
+    ask: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[E]:
+    """Ends processes: asks all of them to stop, and kills those that have not after `grace_s` seconds. Returns those.
+
+    With `ask=False` they have been asked in another way, or, with a grace of 0, are killed at once. On return all have ended,
+    except those that the kernel does not end within five seconds of being killed: these are logged.
+    """
+    running = [process for process in processes if process.poll() is None]
+
+    def wait(seconds: float) -> None:
+        deadline = clock() + seconds
+        while running and clock() < deadline:
+            sleep(_END_POLL_S)
+            running[:] = [process for process in running if process.poll() is None]
+
+    if ask:
+        for process in running:
+            process.terminate()
+    wait(grace_s)
+    killed = list(running)
+    for process in killed:
+        process.kill()
+    wait(_KILLED_S)
+    for process in running:
+        log.error("process %d does not end even when killed", process.pid)
+    return killed
 
 
 def die_with_parent(signum: signal.Signals = signal.SIGTERM, *, parent: int | None = None, poll_s: float = 0.5) -> None:
@@ -172,11 +225,7 @@ class _Guardian:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(timeout=self._grace_s + 5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end([self._process], self._grace_s + 5, ask=False)
 
 
 class _Child:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
-from launch.process import LocalProcesses, OnLine, Process, Program, Stream
+from launch.process import LocalProcesses, OnLine, Process, Program, Stream, end
 from launch.signals import StopFlag, stop_on_signals
 from pd_cache.cluster import SupervisorConfig
 from pd_cache.errors import PdCacheError
@@ -28,8 +28,6 @@ from pd_cache.errors import PdCacheError
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_KILLED_S = 5.0
-"""How long a killed process may take to be gone; longer only if the kernel itself hangs on it."""
 _TAIL = 20
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 1.0, 30.0
 _STEADY_S = 60.0
@@ -232,7 +230,7 @@ class Supervisor:
             self._retry_later(watched, f"ended: {_told(status)}")
         elif watched.url is None and now - watched.started >= self._settings.ready_timeout_s:
             # no grace: it never came up, and the others must be watched meanwhile
-            self._kill([watched])
+            end([watched.process], 0, ask=False, clock=self._clock, sleep=self._sleep)
             self._retry_later(watched, f"was not ready within {self._settings.ready_timeout_s:g} s")
 
     def _retry_later(self, watched: _Watched, what: str) -> None:
@@ -244,36 +242,15 @@ class Supervisor:
         log.warning("%s %s; it is started again in %g s", watched.program.name, what, delay)
 
     def _stop_group(self, group: list[_Watched]) -> None:
-        running = _running(group)
-        for process in running.values():
-            process.terminate()
-        deadline = self._clock() + self._settings.stop_grace_s
-        while running and self._clock() < deadline:
-            self._sleep(_POLL_S)
-            running = _running(group)
-        if running:
-            log.warning(
-                "%s did not stop within %g s and is killed", ", ".join(sorted(running)), self._settings.stop_grace_s
-            )
-            self._kill(group)
-
-    def _kill(self, group: list[_Watched]) -> None:
-        running = _running(group)
-        for process in running.values():
-            process.kill()
-        deadline = self._clock() + _KILLED_S
-        while (running := _running(group)) and self._clock() < deadline:
-            self._sleep(_POLL_S)
-        for name, process in running.items():
-            log.error("%s (pid %d) does not end even when killed", name, process.pid)
+        named = {w.process: w.program.name for w in group if w.process is not None}
+        killed = end(named, self._settings.stop_grace_s, clock=self._clock, sleep=self._sleep)
+        if killed:
+            names = ", ".join(sorted(named[process] for process in killed))
+            log.warning("%s did not stop within %g s and was killed", names, self._settings.stop_grace_s)
 
     def _error(self, watched: _Watched, what: str, status: int | None = None) -> SupervisorError:
         with self._lines:
             return SupervisorError(watched.program.name, what, status, tuple(watched.tail))
-
-
-def _running(group: list[_Watched]) -> dict[str, Process]:
-    return {w.program.name: w.process for w in group if w.process is not None and w.process.poll() is None}
 
 
 def _told(status: int) -> str:

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import socket
-import struct
 import tempfile
 import uuid
 import zlib
@@ -21,9 +20,9 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from bench.fleet import wire
-from bench.fleet.site import decode as decode_job
-from bench.trace import read_request
+from bench.lib.fleet import messages as bench_messages
+from bench.lib.fleet.site import decode as decode_job
+from bench.lib.trace import read_request
 from launch.discovery import View
 from launch.discovery.directory import _master
 from launch.discovery.etcd import _read
@@ -469,38 +468,18 @@ def _params(data: bytes) -> None:
 # --- benches ---------------------------------------------------------------------------------------------------------
 
 _FRAMES = (
-    wire.Hello(wire.PROTOCOL, "echo", "a", "10.0.0.1", "0.1"),
-    wire.Run(1, "step", msgspec.Raw(msgspec.msgpack.encode({"a": [1]}))),
-    wire.Done(1, msgspec.Raw(b"\xc0")),
-    wire.Failed(1, "why"),
-    wire.Beat(),
-    wire.End("why"),
+    bench_messages.Hello(bench_messages.PROTOCOL, "echo", "a", "10.0.0.1", "0.1"),
+    bench_messages.Run(1, "step", msgspec.Raw(msgspec.msgpack.encode({"a": [1]}))),
+    bench_messages.Done(1, msgspec.Raw(b"\xc0")),
+    bench_messages.Failed(1, "why"),
+    bench_messages.End("why"),
 )
 
 
 def _bench_frame(data: bytes) -> None:
-    message = wire.decode_message(data)
-    if isinstance(message, wire.Hello):
-        wire.decode_message(msgspec.msgpack.encode(message))
-
-
-@contextmanager
-def _bench_stream() -> Iterator[Parse]:
-    """What arrives over a connection that ends: frames, whole or not."""
-
-    def parse(data: bytes) -> None:
-        here, there = socket.socketpair()
-        with here, there:
-            here.sendall(data[:65536])
-            here.shutdown(socket.SHUT_WR)
-            connection = wire.Connection(there)
-            try:
-                while True:
-                    connection.receive(10)
-            finally:
-                connection.close()
-
-    yield parse
+    message = bench_messages.decode_message(data)
+    if isinstance(message, bench_messages.Hello):
+        bench_messages.decode_message(msgspec.msgpack.encode(message))
 
 
 class _Job(msgspec.Struct, frozen=True):
@@ -601,11 +580,7 @@ TARGETS: dict[str, Target] = {
             ),
             _JSON,
         ),
-        _target("bench-frame", _bench_frame, (wire.Disconnected,), tuple(map(_PACK, _FRAMES)), _MSGPACK),
-        Target(
-            "bench-stream", _bench_stream, (wire.Disconnected,),
-            tuple(struct.pack("!I", len(_PACK(frame))) + _PACK(frame) for frame in _FRAMES), _MSGPACK, 4,
-        ),
+        _target("bench-frame", _bench_frame, (bench_messages.FleetError,), tuple(map(_PACK, _FRAMES)), _MSGPACK),
         _target(
             "bench-job", lambda data: bool(decode_job(data, _Job)) and None, (UndecodableError,),
             (_PACK(_Job(["a"], {"b": 1.5}, b"c")),), _MSGPACK,

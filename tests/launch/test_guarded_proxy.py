@@ -17,16 +17,16 @@ import msgspec
 import pytest
 import yaml
 
-from bench.arrivals import Arrival, Part
-from bench.load import Target, generate
-from bench.targets import clusters_proxy, past_prefill
+from bench.lib.arrivals import Arrival, Part
+from bench.lib.load import Target, generate
+from bench.lib.targets import clusters_proxy, past_prefill
 from launch.access import NOBODY, client_key, proxy_access, proxy_certificate, trusting
 from launch.asking import fetch
 from launch.doctor.clock import offset_of
 from launch.doctor.descriptors import descriptor_finding
 from launch.doctor.finding import Verdict
 from launch.doctor.network import peer_report
-from launch.process import spawn_child
+from launch.process import end, spawn_child
 from launch.status import cluster_status
 from pd_cache.cluster import ClusterConfig, read_config
 from pd_cache.cluster.machine import machine_problems
@@ -73,8 +73,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         assert ready, (folder / "log").read_text()
         yield Guarded(read_config(file)[0], ready[-1].decode(), folder)
     finally:
-        process.terminate()
-        process.wait(20)
+        assert not end([process], 20)
         process.stdout.close()
 
 
@@ -149,9 +148,9 @@ def test_our_commands_trust_the_proxys_certificate_and_none_that_its_authority_s
     server_end = server.wrap_bio(there, back, server_side=True)
 
     def shake() -> None:
-        for end in (client_end, server_end, client_end):
+        for side in (client_end, server_end, client_end):
             with contextlib.suppress(ssl.SSLWantReadError):
-                end.do_handshake()
+                side.do_handshake()
 
     if accepted:
         shake()

@@ -1,4 +1,4 @@
-"""An engine that misbehaves hurts itself only: every trick of `bench.soak.engine_abuse` against a real server."""
+"""An engine that misbehaves hurts itself only: every trick of `bench.suites.soak.engine_abuse` against a real server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from bench.soak.engine_abuse import TRICKS
+from bench.suites.soak.engine_abuse import TRICKS
 from pd_cache.wire.channel import RefusedError
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import make_cache
@@ -50,7 +50,7 @@ def neighbour(server: ServerProcess) -> Iterator[Engine]:
 @contextlib.contextmanager
 def abused(server: ServerProcess, trick: str, seconds: float = 60.0) -> Iterator[subprocess.Popen[str]]:
     """A process that plays a trick until the block ends."""
-    command = [sys.executable, "-m", "bench.soak.engine_abuse", server.address, trick, "--seconds", str(seconds)]
+    command = [sys.executable, "-m", "bench.suites.soak.engine_abuse", server.address, trick, "--seconds", str(seconds)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from bench.soak import engine_abuse
-from bench.soak.engine_abuse import Stranger, sealed
+from bench.suites.soak import engine_abuse
+from bench.suites.soak.engine_abuse import Stranger, sealed
 from pd_cache.client.connection import ServerConnection
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.layout import KVLayout

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from bench.fleet import Fleet, FleetOptions, Place, Site, conduct, fleet_options, step
+from bench.lib.fleet import Fleet, FleetOptions, Place, Site, conduct, fleet_options, step
 from tests.support.waiting import wait_for
 
 

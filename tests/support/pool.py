@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import yaml
 
-from launch.process import spawn_child
+from launch.process import end, spawn_child
 from pd_cache.config import CacheConfig, NodeSettings
 from tests.support.hosts import Host
 from transfer.settings import TransferSettings
@@ -106,17 +106,14 @@ class Node:
                 self.process.send_signal(signal.SIGCONT)
                 self.process.send_signal(number)
         try:
-            status = self.process.wait(timeout)
+            assert not end([self.process], timeout, ask=False), f"{self.name} did not end within {timeout} s"
         finally:
-            if self.process.poll() is None:
-                self.process.kill()
-                self.process.wait()
             for reader in self.readers:
                 reader.join(60)
             for pipe in (self.process.stdout, self.process.stderr):
                 if pipe is not None:
                     pipe.close()
-        return status
+        return int(self.process.returncode)
 
     def kill(self) -> None:
         self.stop(signal.SIGKILL)

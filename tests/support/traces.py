@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.trace import BLOCK_TOKENS, Request
+from bench.lib.trace import BLOCK_TOKENS, Request
 
 
 def conversations(count: int, turns: int, seed: int = 0) -> list[Request]:

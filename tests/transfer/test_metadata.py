@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.process import end
 from tests.support.needs import NO_ETCD
 from tests.support.pool import Pool, free_port
 from tests.support.waiting import wait_for
@@ -43,8 +44,7 @@ def etcd(tmp_path: Path) -> Iterator[str]:
         wait_for(healthy, 20, "etcd")
         yield f"127.0.0.1:{port}"
     finally:
-        process.terminate()
-        process.wait(60)
+        assert not end([process], 60)
 
 
 def round_trip(pool: Pool, metadata: str) -> None:

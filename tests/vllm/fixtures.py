@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from bench.model import VOCABULARY, write_model
+from bench.lib.model import VOCABULARY, write_model
 from tests.support.leaks import no_leaks
 from tests.support.pool import Pool, free_port
 from tests.vllm.servers import PdCacheServer, Reference, begun, by_hand, cluster_file, running

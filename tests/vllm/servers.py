@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from bench.vllm_server import vllm_server
+from bench.lib.vllm_server import vllm_server
 from pd_cache.cluster import CacheServerNode, load_config
 from tests.support.pool import ROOT, Node, Pool, free_port
 

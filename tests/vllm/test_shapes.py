@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from bench.model import write_model
+from bench.lib.model import write_model
 from launch.up import quiet
 from launch.up import running as running_cluster
 from pd_cache.cluster import read_config

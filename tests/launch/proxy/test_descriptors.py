@@ -17,7 +17,7 @@ import pytest
 import yaml
 from aiohttp import web
 
-from launch.process import spawn_child
+from launch.process import end, spawn_child
 from launch.proxy import hops
 from pd_cache.wire.descriptors import descriptor_limits, raise_limit
 from tests.support.pool import free_port
@@ -96,8 +96,7 @@ def proxy_with(descriptors: int, node: str, folder: Path) -> Iterator[tuple[str,
             assert ready, log.read_text()
             yield ready[-1].decode(), log
         finally:
-            process.terminate()
-            process.wait(20)
+            assert not end([process], 20)
 
 
 def test_more_streams_than_descriptors_are_refused_and_those_that_run_go_on(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from pd_cache.config import CacheConfig, ConnectorConfig, NodeSettings
+from pd_cache.cluster import ConnectorConfig
+from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase

@@ -1,0 +1,35 @@
+"""A participant on its coordinator's machine: `python -m bench.lib.fleet.child BENCH SITE ADDRESS FILE NAME HOST` (`children.py`)."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+from bench.lib.fleet.children import imported
+from bench.lib.fleet.messages import FleetError, end_if_stuck
+from bench.lib.fleet.participant import Link, serve
+from bench.lib.fleet.site import Place
+from pd_cache.cluster import load_config
+
+_WAIT_S = 60.0
+
+
+def main(bench: str, site: str, address: str, file: str, name: str, host: str) -> None:
+    """Does what the coordinator asks for, until it is over."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the process that started us
+    kind = imported(site)  # which may take long, and nobody waits for it yet
+    place = Place(name, host, load_config(Path(file)))
+    link = Link(bench, place)
+    try:
+        link.join(name, lambda: address, _WAIT_S, lambda _: None)
+        serve(kind, place, link)
+    except FleetError:
+        raise SystemExit(1) from None  # the coordinator knows, or is gone
+    finally:
+        link.close()
+        end_if_stuck(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

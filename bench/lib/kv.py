@@ -1,0 +1,153 @@
+"""What benches of one machine move: a prompt's KV in a paged cache, and the same bytes in a raw Mooncake client's memory."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import click
+import torch
+
+from bench.lib.report import option
+from pd_cache.backends.objects import TRAILER_BYTES
+from pd_cache.engine import CacheEngine
+from pd_cache.layout import KVLayout
+from pd_cache.prompts import PromptCache
+from transfer.settings import ByteSize
+from transfer.staging import StagingPool
+
+
+class Shape(NamedTuple):
+    """A prompt's KV cache; by default Llama-3.1-8B's, 128 KiB a token."""
+
+    tokens: int = 4096
+    chunk: int = 256
+    block: int = 16
+    layers: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+
+    @property
+    def chunks(self) -> int:
+        return self.tokens // self.chunk
+
+    @property
+    def whole_tokens(self) -> int:
+        """Those of whole chunks."""
+        return self.chunks * self.chunk
+
+    @property
+    def object_bytes(self) -> int:
+        """Of a chunk in the pool: two bytes for each number of K and V."""
+        return self.chunk * self.layers * self.kv_heads * 2 * self.head_dim * 2 + TRAILER_BYTES
+
+    @property
+    def pool_bytes(self) -> int:
+        """Room for what raw and ours hold at the same time, below the level at which the master begins to evict."""
+        return int(2.5 * self.chunks * self.object_bytes) + (256 << 20)
+
+
+def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a click command the options of a `Shape`, as the argument `shape`."""
+
+    @functools.wraps(command)
+    def with_shape(**arguments: Any) -> Any:
+        shape = Shape(*(arguments.pop(name) for name in Shape._fields))
+        if shape.tokens < shape.chunk or shape.chunk % shape.block:
+            raise click.UsageError(
+                f"--tokens {shape.tokens} must hold a chunk, and --chunk {shape.chunk} be a multiple of --block {shape.block}"
+            )
+        return command(shape=shape, **arguments)
+
+    helps = {"tokens": "Of the prompt.", "chunk": "Tokens a chunk.", "block": "Tokens a block of the paged cache."}
+    options: Callable[..., Any] = with_shape
+    for name, default in reversed(Shape()._asdict().items()):
+        flag = f"--{name.replace('_', '-')}"
+        options = option(flag, name, default=default, type=click.IntRange(1), help=helps.get(name))(options)
+    return options
+
+
+def size(context: click.Context, parameter: click.Parameter, value: str) -> ByteSize:
+    """A click callback for sizes such as 4GiB."""
+    try:
+        return ByteSize.parse(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, parameter) from None
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Seconds that the call takes."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def gbps(nbytes: int, seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """`NAME_gbps` of each, from the median of its seconds. GB are of 10^9 bytes."""
+    return {f"{name}_gbps": nbytes / statistics.median(values) / 1e9 for name, values in seconds.items()}
+
+
+class RawPool:
+    """Mooncake's batch calls from and into one registered buffer that holds all objects of a prompt."""
+
+    def __init__(self, client: Any, memory: StagingPool, keys: list[str], object_bytes: int) -> None:
+        """`memory` has a slot for each object."""
+        self._client = client
+        self._memory = memory
+        assert memory.register_with(client) == 0
+        self.slots = [slot for _ in keys if (slot := memory.try_lease()) is not None]
+        self._addresses = [slot.address for slot in self.slots]
+        self._sizes = [object_bytes] * len(keys)
+        self.keys = keys
+
+    def put(self) -> None:
+        codes = self._client.batch_put_from(self.keys, self._addresses, self._sizes)
+        assert not any(codes), codes
+
+    def get(self) -> None:
+        assert self._client.batch_get_into(self.keys, self._addresses, self._sizes) == self._sizes
+
+    def remove(self, keys: list[str]) -> None:
+        assert not any(self._client.batch_remove(keys, True))
+
+
+class Prompt:
+    """One prompt's KV in random blocks of a paged cache, and other random blocks to load it into."""
+
+    def __init__(self, shape: Shape) -> None:
+        tokens, block = shape.tokens, shape.block
+        blocks = -(-tokens // block)
+        size = (shape.layers, 2 * blocks, shape.kv_heads, block, 2 * shape.head_dim)
+        self._bits = torch.randint(-(2**15), 2**15, size, dtype=torch.int16)
+        self.cache = list(self._bits.view(torch.bfloat16).unbind())
+        self.layout = KVLayout.from_tensors(self.cache)
+        self.tokens = list(range(tokens))
+        self.whole_tokens = shape.whole_tokens
+        self._order = (torch.randperm(blocks), blocks + torch.randperm(blocks))
+        self._whole_blocks = shape.whole_tokens // block
+        self.source, self.target = (
+            (blocks_of.unsqueeze(1) * block + torch.arange(block)).flatten()[:tokens] for blocks_of in self._order
+        )
+
+    def store(self, engine: CacheEngine) -> None:
+        """Store all whole chunks, none of which the engine's pool may hold."""
+        stored = PromptCache(engine).store(self.tokens, kv_caches=self.cache, slot_mapping=self.source)
+        assert stored == self.whole_tokens, f"only {stored} tokens were stored"
+
+    def retrieve(self, engine: CacheEngine) -> None:
+        """Load all whole chunks into the target."""
+        mask = PromptCache(engine).retrieve(self.tokens, kv_caches=self.cache, slot_mapping=self.target)
+        assert int(mask.sum()) == self.whole_tokens, f"only {int(mask.sum())} tokens were loaded"
+
+    def scramble(self) -> None:
+        """Make the target differ from the source everywhere."""
+        source, target = self._order
+        self._bits[:, target] = self._bits[:, source] ^ 1
+
+    def arrived(self) -> bool:
+        """Whether source and target hold the same bytes, as far as whole chunks reach."""
+        source, target = (order[: self._whole_blocks] for order in self._order)
+        return torch.equal(self._bits[:, source], self._bits[:, target])

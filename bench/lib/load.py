@@ -1,0 +1,301 @@
+"""An open-loop load on a completions API: requests begin when they are due, however slow the server is.
+
+A request's times count from when it was **due**, not from when it was sent: a generator that falls behind shows up as latency,
+instead of hiding it. What is due while too many requests are in flight is dropped, and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+
+from bench.lib.arrivals import Arrival, prompt_ids
+from bench.lib.stats import Histogram, quantile
+from launch.access import trusting
+
+_HEADERS = {"Content-Type": "application/json"}
+_LARGEST_EVENT = 4 << 20
+_PARTS = (50, 90, 99)
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """What became of a request. Times in seconds after it was due."""
+
+    due: float
+    prompt_tokens: int
+    sent: float = 0.0
+    first: float | None = None
+    """Its first token; None if none came."""
+    last: float = 0.0
+    tokens: int = 0
+    """Generated."""
+    cached: int | None = None
+    """Prompt tokens that no node had to compute, where the answer tells."""
+    error: str = ""
+    """Of which kind; empty if it was answered to the end."""
+
+
+class Load(msgspec.Struct):
+    """All that one generator saw; those of several are joined by `join`."""
+
+    outcomes: list[Outcome] = []
+    gaps: Histogram = msgspec.field(default_factory=Histogram)
+    """Pauses between tokens, in seconds."""
+
+
+# --- sending ---------------------------------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """Where the load goes."""
+
+    url: str
+    model: str
+    vocabulary: int
+    deadline_s: float
+    """Of each request, from when it is due to its last byte."""
+    most: int
+    """Requests in flight; one more is dropped."""
+    salted: str = ""
+    """Where it is not empty, each request has an isolation of its own made of it: nothing that others left is reused."""
+    key: str = ""
+    """API key, where the server asks for one."""
+    certificate: str = ""
+    """The server's own, in PEM format, where that is to be trusted; empty: those that the machine's authorities signed."""
+    hands_over: bool = False
+    """Whether a node may answer that another one has computed the prompt for. What that says it found in a cache is then no
+    reuse, and only what our own nodes tell of both counts."""
+
+
+async def generate(
+    target: Target, arrivals: Sequence[Arrival], start: float, done: Callable[[], None] = lambda: None
+) -> Load:
+    """Send every request when it is due, `start` being the `time.monotonic()` of due time 0. `done` is called after each.
+
+    Ends when the last one has been answered, or has reached its deadline.
+    """
+    load = Load()
+    headers = {**_HEADERS, **({"Authorization": f"Bearer {target.key}"} if target.key else {})}
+    connector = aiohttp.TCPConnector(limit=0, ssl=trusting(target.certificate) if target.certificate else True)
+    running: set[asyncio.Task[None]] = set()
+    failed: list[BaseException] = []
+
+    async def one(outcome: Outcome, body: bytes) -> None:
+        try:
+            await _ask(session, target, body, start, outcome, load.gaps)
+        finally:
+            done()
+
+    def ended(task: asyncio.Task[None]) -> None:
+        running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            failed.append(error)
+
+    timeout = aiohttp.ClientTimeout(total=None)  # each has its own
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+        try:
+            for index, arrival in enumerate(arrivals):
+                outcome = Outcome(due=arrival.due, prompt_tokens=arrival.prompt_tokens)
+                load.outcomes.append(outcome)
+                body = _body(target, arrival, index)  # before it is due
+                await asyncio.sleep(start + arrival.due - time.monotonic())
+                if len(running) >= target.most:
+                    outcome.error = "dropped"
+                    done()
+                    continue
+                task = asyncio.create_task(one(outcome, body))
+                running.add(task)
+                task.add_done_callback(ended)
+            while running:
+                await asyncio.wait(running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+    if failed:  # not the server's doing, but ours
+        raise failed[0]
+    return load
+
+
+def _body(target: Target, arrival: Arrival, index: int) -> bytes:
+    fields: dict[str, Any] = {
+        "model": target.model,
+        "prompt": prompt_ids(arrival.prompt, target.vocabulary),
+        "max_tokens": arrival.output,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    if target.salted:
+        fields["cache_salt"] = f"{target.salted}-{arrival.due}-{index}"
+    return msgspec.json.encode(fields)
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Work(msgspec.Struct):
+    cached_tokens: int
+
+
+class _Nodes(msgspec.Struct):
+    self: _Work
+    prefill: _Work | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    pd_cache: _Nodes | None = None
+    error: Any = None
+
+    def cached(self, hands_over: bool) -> int | None:
+        """Prompt tokens from the pool: on the prefill node where there was one, since the decode node finds what that one
+        has just computed, too."""
+        if self.pd_cache is not None:
+            return (self.pd_cache.prefill or self.pd_cache.self).cached_tokens
+        if not hands_over and self.usage is not None and self.usage.prompt_tokens_details is not None:
+            return self.usage.prompt_tokens_details.cached_tokens
+        return None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+async def _ask(
+    session: aiohttp.ClientSession, target: Target, body: bytes, start: float, outcome: Outcome, gaps: Histogram
+) -> None:
+    """One request; fills its outcome in, and never raises for what the server does."""
+
+    def since_due() -> float:
+        return time.monotonic() - start - outcome.due
+
+    outcome.sent = since_due()
+    left = target.deadline_s - outcome.sent
+    if left <= 0:  # which aiohttp would take for no limit at all
+        outcome.error = "deadline"
+        return
+    try:
+        limit = aiohttp.ClientTimeout(total=left)
+        async with session.post(f"{target.url}/v1/completions", data=body, timeout=limit) as answer:
+            if answer.status != 200:
+                await answer.content.read(_LARGEST_EVENT)
+                outcome.error = f"http {answer.status}"
+                return
+            outcome.error = await read_stream(answer, since_due, target.hands_over, outcome, gaps)
+    except asyncio.TimeoutError:
+        outcome.error = "deadline"
+    except (aiohttp.ClientConnectorError, ConnectionError):
+        outcome.error = "no connection"
+    except (aiohttp.ClientError, ValueError, msgspec.MsgspecError) as error:
+        outcome.error = f"broken answer: {type(error).__name__}"
+
+
+async def read_stream(
+    answer: aiohttp.ClientResponse,
+    since_due: Callable[[], float],
+    hands_over: bool,
+    outcome: Outcome,
+    gaps: Histogram,
+) -> str:
+    """Read server-sent events to the end into `outcome` and `gaps`; the kind of error, empty for none."""
+    pending = bytearray()
+    async for data in answer.content.iter_any():
+        now = since_due()
+        pending += data
+        *events, rest = bytes(pending).split(b"\n\n")
+        pending = bytearray(rest)
+        if len(pending) > _LARGEST_EVENT:
+            return "broken answer: an event without an end"
+        for raw in events:
+            line = raw.strip()
+            if not line.startswith(b"data:"):
+                continue
+            content = line[5:].strip()
+            if content == b"[DONE]":
+                return "" if outcome.tokens else "no tokens"
+            event = _decode(content)
+            if event.error is not None:
+                return "error in the stream"
+            _count(event, now, hands_over, outcome, gaps)
+    return "stream cut off"
+
+
+def _count(event: _Event, now: float, hands_over: bool, outcome: Outcome, gaps: Histogram) -> None:
+    new = sum(len(one.token_ids) if one.token_ids is not None else bool(one.text) for one in event.choices)
+    if new:
+        if outcome.first is None:
+            outcome.first = now
+        else:
+            gaps.add(now - outcome.last)
+        outcome.last = now
+        outcome.tokens += new
+    if event.usage is not None and event.usage.completion_tokens:
+        outcome.tokens = event.usage.completion_tokens
+    cached = event.cached(hands_over)
+    if cached is not None:
+        outcome.cached = cached
+
+
+# --- what it comes to ------------------------------------------------------------------------------------------------
+
+
+def join(loads: Iterable[Load]) -> Load:
+    """What several generators saw, in the order in which requests were due."""
+    parts = list(loads)
+    outcomes = [outcome for load in parts for outcome in load.outcomes]
+    return Load(sorted(outcomes, key=lambda outcome: outcome.due), Histogram.of(load.gaps for load in parts))
+
+
+def _ms(seconds: float) -> float | None:
+    """None for nan, which JSON has no word for."""
+    return None if math.isnan(seconds) else seconds * 1e3
+
+
+def summarize(load: Load, ttft_limit_s: float | None = None) -> dict[str, Any]:
+    """Figures of a load: latencies of what was answered to the end, rates over the time from the first to the last."""
+    answered = [one for one in load.outcomes if not one.error and one.first is not None]
+    errors = Counter(one.error for one in load.outcomes if one.error)
+    began = min((one.due for one in load.outcomes), default=0.0)
+    seconds = max((one.due + one.last for one in answered), default=began) - began
+    firsts = [one.first for one in answered if one.first is not None]
+    told = [one for one in answered if one.cached is not None]
+    sent = [one.sent for one in load.outcomes if one.error != "dropped"]
+    summary: dict[str, Any] = {
+        "requests": len(load.outcomes),
+        "answered": len(answered),
+        "errors": dict(sorted(errors.items())),
+        "seconds": seconds,
+        "requests_per_s": len(answered) / seconds if seconds else 0.0,
+        "prompt_tokens": sum(one.prompt_tokens for one in answered),
+        "output_tokens_per_s": sum(one.tokens for one in answered) / seconds if seconds else 0.0,
+        **{f"ttft_p{part}_ms": _ms(quantile(firsts, part / 100)) for part in _PARTS},
+        **{f"inter_token_p{part}_ms": _ms(load.gaps.quantile(part / 100)) for part in _PARTS},
+        "sent_late_p99_ms": _ms(quantile(sent, 0.99)),
+        "hit_rate": sum(one.cached or 0 for one in told) / max(1, sum(one.prompt_tokens for one in told))
+        if told
+        else None,
+    }
+    if ttft_limit_s is not None:
+        good = sum(first <= ttft_limit_s for first in firsts)
+        summary["goodput_per_s"] = good / seconds if seconds else 0.0
+    return summary

@@ -1,0 +1,160 @@
+"""What every bench tells: its figures, and beside them the targets and whether they were met.
+
+As tables for people, as one JSON object for scripts, and, where a bench has a `Report`, as a page with plots (`bench/lib/page.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table as RichTable
+
+from bench.lib.svg import Plot
+
+_UNCUT = 20
+option = functools.partial(click.option, show_default=True)
+
+
+class Check(NamedTuple):
+    """A target: `value` must be at least, or at most, `limit`."""
+
+    name: str
+    value: float
+    limit: float
+    at_least: bool
+
+    @property
+    def ok(self) -> bool:
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+class Table(NamedTuple):
+    """Rows under columns; None is an empty cell."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    note: str = ""
+    """What a reader has to know about it, in a sentence or two."""
+
+
+class Figure(NamedTuple):
+    """A plot on the page; not shown in terminals."""
+
+    plot: Plot
+    caption: str = ""
+
+
+@dataclass
+class Report:
+    """What a bench has to tell, in the order in which it is told."""
+
+    title: str
+    summary: str = ""
+    """What was measured, in a sentence or two."""
+    parts: list[Table | Figure] = field(default_factory=list)
+    about: Mapping[str, str] = field(default_factory=dict)
+    """How it was measured: the command, versions, machines, settings (`bench/lib/about.py`)."""
+
+
+def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a click command `--json` and `--check`: the arguments `as_json` and `strict` of `finish`."""
+    command = click.option("--check", "strict", is_flag=True, help="Exit with 1 if a target is missed.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")(command)
+
+
+def report_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """As `output_options`, and `--html`: the argument `html` of `finish`."""
+    return output_options(click.option("--html", type=click.Path(path_type=Path, dir_okay=False), callback=_in_a_folder, help="Also write a page with plots to this file; it needs nothing else.")(command))  # fmt: skip
+
+
+def _in_a_folder(context: click.Context, option: click.Parameter, file: Path | None) -> Path | None:
+    """Found out before anything is measured."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise click.BadParameter(f"{file.absolute().parent} is no folder", context, option)
+    return file
+
+
+def progress() -> Progress:
+    """A progress bar on stderr where a person watches, nothing elsewhere."""
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
+def finish(
+    results: Mapping[str, Any],
+    checks: Iterable[Check],
+    *,
+    as_json: bool,
+    strict: bool,
+    report: Report | None = None,
+    html: Path | None = None,
+) -> None:
+    """Print the report; with `strict`, exit with 1 if a check failed.
+
+    `results` are all figures, for JSON. `report`: how they are told to people; without one they are a table as they are.
+    `html`: write it as a page, too, which needs a `report`.
+    """
+    listed = list(checks)
+    ok = all(check.ok for check in listed)
+    rows = [{"name": c.name, "value": round(c.value, 4), "limit": round(c.limit, 4), "ok": c.ok} for c in listed]
+    everything = {**results, "checks": rows, "ok": ok}
+    if html is not None:
+        from bench.lib.page import page
+
+        assert report is not None, "a page needs a report"
+        html.write_text(page(report, listed, everything), encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps(everything))
+    else:
+        _tables(results, listed, report)
+        if html is not None:
+            click.echo(f"{html} has the plots")
+    if strict and not ok:
+        sys.exit(1)
+
+
+def _tables(results: Mapping[str, Any], checks: list[Check], report: Report | None) -> None:
+    console = Console()
+    for table in _plain(results) if report is None else [part for part in report.parts if isinstance(part, Table)]:
+        drawn = RichTable(title=escape(table.title) or None, caption=escape(table.note) or None)
+        for index, name in enumerate(table.columns):
+            longest = max((len(shown(row[index])) for row in table.rows), default=0)
+            drawn.add_column(escape(name), no_wrap=longest <= _UNCUT)  # a narrow terminal cuts long texts, not names
+        for row in table.rows:
+            drawn.add_row(*(escape(shown(value)) for value in row))
+        console.print(drawn)
+    if not checks:
+        return
+    targets = RichTable("target", "value", "limit", "")
+    for check in checks:
+        relation = "≥" if check.at_least else "≤"
+        verdict = "[green]met[/]" if check.ok else "[red]missed[/]"
+        targets.add_row(escape(check.name), shown(check.value), f"{relation} {shown(check.limit)}", verdict)
+    console.print(targets)
+
+
+def _plain(results: Mapping[str, Any]) -> list[Table]:
+    rows = results.get("results")
+    if isinstance(rows, list):
+        return [Table("", [str(key) for key in rows[0]], [list(row.values()) for row in rows])]
+    return [Table("", ("figure", "value"), list(results.items()))]
+
+
+def shown(value: object) -> str:
+    """A cell's text: floats with three digits behind the point, or none from 1000 on; nothing for None."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.3f}" if abs(value) < 1000 else f"{value:.0f}"
+    return str(value)

@@ -1,0 +1,84 @@
+"""What a cache of whole blocks would find of a trace's prompts, in simulation. Pure.
+
+A cache is asked for a prompt's blocks and answers how many of them, from the first, it held; afterwards it holds them all, as far as it
+has room. The **hit rate** of a trace is the tokens found so, of all prompt tokens: a block that is not full has no name in the
+pool, its tokens are in the denominator only, and so are those behind a hole.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from bench.lib.trace import BLOCK_TOKENS, Request
+
+
+class BlockCache(Protocol):
+    """A cache in simulation."""
+
+    def use(self, blocks: Sequence[int]) -> int:
+        """How many of a prompt's blocks, from the first, are found; then all are kept."""
+
+
+B = TypeVar("B", bound=Hashable)
+
+
+class Infinite(Generic[B]):
+    """Never forgets: the trace's ideal."""
+
+    def __init__(self) -> None:
+        self._held: set[B] = set()
+
+    def use(self, blocks: Sequence[B]) -> int:
+        found = _leading(blocks, self._held)
+        self._held.update(blocks[found:])
+        return found
+
+
+class Lru:
+    """Forgets the blocks used longest ago; of one prompt the last first, since they are of no use without those before."""
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity` in blocks."""
+        self._capacity = capacity
+        self._held: OrderedDict[int, None] = OrderedDict()
+
+    def use(self, blocks: Sequence[int]) -> int:
+        found = _leading(blocks, self._held)
+        for block in reversed(blocks):
+            self._held[block] = None
+            self._held.move_to_end(block)
+        while len(self._held) > self._capacity:
+            self._held.popitem(last=False)
+        return found
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[int]:
+        """The blocks held, those that go next first."""
+        return iter(self._held)
+
+
+def _leading(blocks: Sequence[B], held: Container[B]) -> int:
+    found = 0
+    for block in blocks:
+        if block not in held:
+            break
+        found += 1
+    return found
+
+
+def hit_rate(requests: Iterable[Request], cache: BlockCache) -> float:
+    """Of a trace, from 0 to 1."""
+    hit = total = 0
+    for request in requests:
+        hit += cache.use(request.whole_blocks) * BLOCK_TOKENS
+        total += request.input_length
+    return hit / total
+
+
+def distinct_blocks(requests: Iterable[Request]) -> int:
+    """Whole blocks of a trace: the capacity, in blocks, above which nothing is ever forgotten."""
+    return len({block for request in requests for block in request.whole_blocks})

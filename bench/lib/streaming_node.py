@@ -1,0 +1,53 @@
+"""A node that computes nothing: it streams as many tokens as asked for, at a steady pace. What the proxy is measured against.
+
+python -m bench.lib.streaming_node       prints `ready PORT` and serves until its stdin is closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+
+from aiohttp import web
+
+_EVENT = b'data: {"id": "cmpl-0", "object": "text_completion", "choices": [{"index": 0, "text": " token", "token_ids": [%d]}]}\n\n'
+
+
+async def _completions(request: web.Request) -> web.StreamResponse:
+    body = json.loads(await request.read())
+    if body.get("kv_transfer_params", {}).get("do_remote_decode"):
+        return web.json_response({"choices": [], "kv_transfer_params": {"do_remote_prefill": True}})
+    pause = body["pause_ms"] / 1000
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    due = time.monotonic()
+    for token in range(body["max_tokens"]):
+        await response.write(_EVENT % token)
+        due += pause
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def _health(request: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})
+
+
+async def _serve() -> None:
+    app = web.Application(client_max_size=64 << 20)
+    app.router.add_post("/v1/completions", _completions)
+    app.router.add_get("/health", _health)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
+        print("ready", runner.addresses[0][1], flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        await runner.cleanup()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve())

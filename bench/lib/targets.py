@@ -1,0 +1,172 @@
+"""What `bench/suites/serve.py` puts under load: a cluster of its own, the proxy of a cluster's file, or any server by its address."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.lib.trace import BLOCK_TOKENS
+from launch.access import NOBODY, Access, client_key, proxy_access, proxy_certificate
+from launch.asking import fetch
+from launch.discovery import open_directory
+from launch.up import quiet, running
+from pd_cache.cluster import (
+    ClusterConfig,
+    DecodeNode,
+    EngineConfig,
+    MasterNode,
+    ModelConfig,
+    PrefillNode,
+    ProxyNode,
+    RandomModel,
+    ReferenceEngineConfig,
+    dump_config,
+    read_config,
+)
+from pd_cache.config import CacheConfig
+from pd_cache.errors import ConfigError
+from transfer.settings import ByteSize, TransferSettings
+
+_FIND_S = 10.0
+_ANY_LENGTH = 1 << 30
+
+
+class Server(NamedTuple):
+    """What is under load."""
+
+    url: str
+    model: str
+    vocabulary: int
+    """Prompts are made of token ids below it."""
+    longest: int
+    """Tokens of a prompt and its answer; more than it takes is not asked."""
+    prefill: tuple[str, ...] = ()
+    """Where the nodes are that look prompts up in the pool, as far as they are known."""
+    key: str = ""
+    """What it asks clients for."""
+    certificate: str = ""
+    """Its own, in PEM format, where it speaks TLS and we have it."""
+    watching: Access = NOBODY
+    """What its metrics ask for."""
+
+
+@contextmanager
+def own_cluster(vocabulary: int | None) -> Iterator[Server]:
+    """A small cluster of the reference engine on this machine; a block of a trace, sixteen times shorter, is one chunk there."""
+    config = ClusterConfig(
+        name="bench-serve",
+        transfer=TransferSettings(staging_size=ByteSize(64 << 20)),
+        cache=CacheConfig(chunk_size=BLOCK_TOKENS // 16),
+        engine=ReferenceEngineConfig(
+            model=ModelConfig(name="bench", random=RandomModel(seed=7, vocab_size=2048, hidden_size=256, layers=4)),
+            num_blocks=2048,
+            max_model_len=4096,
+            max_queue=256,
+            threads=1,
+        ),
+        nodes=(
+            MasterNode(name="master", port=0, metrics_port=0),
+            PrefillNode(name="prefill-0", segment_size=ByteSize(512 << 20)),
+            DecodeNode(name="decode-0", segment_size=ByteSize(0)),
+            ProxyNode(name="proxy", port=0),
+        ),
+    )
+    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
+        file = Path(folder) / "cluster.yaml"
+        file.write_text(dump_config(config))
+        with running(*read_config(file), sink=quiet) as cluster:
+            model, words, longest = _of_engine(config.engine, vocabulary)
+            yield Server(cluster.urls["proxy"], model, words, longest, (cluster.urls["prefill-0"],))
+
+
+def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> Server:
+    """The first proxy that discovery finds. ConfigError if it finds none."""
+    with open_directory(config) as directory:
+        directory.wait_synced(_FIND_S)
+        view = directory.view()
+    proxies = [record.address for record in view.by_role("proxy") if not record.address.endswith(":0")]
+    if not proxies:
+        raise ConfigError(
+            f"the cluster {config.name} has no proxy whose address is known; is it running? --url names one"
+        )
+    model, words, longest = _of_engine(config.engine, vocabulary)
+    prefill = tuple(record.address for record in view.by_role("prefill") if record.address.startswith("http"))
+    return Server(
+        proxies[0],
+        model,
+        words,
+        longest,
+        prefill,
+        key=client_key(config),
+        certificate=proxy_certificate(config),
+        watching=proxy_access(config),
+    )
+
+
+def _of_engine(engine: EngineConfig | None, vocabulary: int | None) -> tuple[str, int, int]:
+    """Name, vocabulary and longest request of the model that a file names. ConfigError where it does not tell."""
+    if isinstance(engine, ReferenceEngineConfig):
+        if engine.model.random is not None:
+            words = vocabulary or engine.model.random.vocab_size
+        else:
+            assert engine.model.path is not None
+            words = vocabulary or int(json.loads((Path(engine.model.path) / "config.json").read_text())["vocab_size"])
+        return engine.model.name, words, engine.max_model_len
+    if engine is None or vocabulary is None:
+        raise ConfigError("the file does not tell the model's vocabulary: say --vocabulary")
+    return engine.name or engine.model, vocabulary, _ANY_LENGTH
+
+
+def any_server(url: str, model: str | None, vocabulary: int | None, key: str) -> Server:
+    """One that is given by its address. ConfigError where it does not list its models."""
+    if vocabulary is None:
+        raise ConfigError("--url needs --vocabulary: prompts are made of token ids below it")
+    request = urllib.request.Request(f"{url.rstrip('/')}/v1/models")
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        if model is None:
+            with urllib.request.urlopen(request, timeout=_FIND_S) as answer:
+                model = str(msgspec.json.decode(answer.read(1 << 20))["data"][0]["id"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{url} does not list its models: {error}; say --model") from None
+    return Server(url.rstrip("/"), model, vocabulary, _ANY_LENGTH)
+
+
+def past_prefill(proxy: str, access: Access = NOBODY) -> float:
+    """Prompts that went past the prefill nodes because the pool held them; 0 where that is not a proxy of ours."""
+    try:
+        text = fetch(f"{proxy}/metrics", _FIND_S, access).decode()
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "pd_cache_proxy_handoffs_total" and sample.labels.get("result") == "in_pool"
+        )
+    except (OSError, ValueError):
+        return 0.0
+
+
+def looked_up(nodes: Sequence[str]) -> tuple[float, float] | None:
+    """Tokens that nodes found in the pool, and asked for, since their start; None where not all of them tell."""
+    found = asked = 0.0
+    try:
+        for node in nodes:
+            with urllib.request.urlopen(f"{node}/metrics", timeout=_FIND_S) as answer:
+                text = answer.read(16 << 20).decode()
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if sample.name.endswith("pd_cache_tokens_total") and sample.labels.get("op") == "lookup":
+                        found += sample.value * (sample.labels["outcome"] == "hit")
+                        asked += sample.value * (sample.labels["outcome"] == "requested")
+    except (OSError, ValueError):
+        return None
+    return (found, asked) if nodes else None

@@ -1,0 +1,408 @@
+"""How fast bytes move from each node to each node's memory, next to raw TransferEngine between the same two, and to the link.
+
+On every machine:
+    pd-cache bench bandwidth -c cluster.yaml [--node NAME]         or  python -m bench.suites.bandwidth …
+On one machine, between two processes:
+    pd-cache bench bandwidth
+
+The pool is the bench's own: a master at the coordinator, and of every participant a segment for as long as the bench runs. Put and get
+go through `MooncakeStore`, as chunks do; raw is one batch of Mooncake's TransferEngine with as many pieces of the same size.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import msgspec
+
+from bench.lib.about import about, machine
+from bench.lib.fleet import Fleet, FleetOptions, Place, Site, conduct, fleet_options, step
+from bench.lib.link import link_of
+from bench.lib.pool import bench_transfer, own_master
+from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
+from bench.lib.svg import matrix_plot
+from pd_cache.cluster.memory import machine_memory
+from transfer.engine import DirectEngine
+from transfer.errors import Status, TransferError
+from transfer.settings import MIN_SEGMENT, ByteSize, Placement, Timeouts
+from transfer.staging import Slot, StagingPool
+from transfer.store import MooncakeStore
+
+_OPEN_S = 30.0
+_MARGIN_S = 10.0
+_RATIO = 0.9
+"""Put and get shall reach so much of what the raw engine does between the same two."""
+PARTS = ("put", "get", "raw_write", "raw_read")
+
+
+# --- at every node ---------------------------------------------------------------------------------------------------
+
+
+class Open(msgspec.Struct, frozen=True):
+    """Join the pool of this master, with a segment of four batches."""
+
+    master: str
+    object_bytes: int
+    objects: int
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """What the others need to reach this node's memory, and what it is."""
+
+    node: str
+    host: str
+    segment: str
+    engine: str
+    address: int
+    link: str
+    link_gbit: float | None
+    machine: str
+    timeouts: Timeouts
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """Move one batch to, or from, a node's memory. `run` names the objects."""
+
+    part: str
+    run: str
+    to: Opened
+
+
+class Timed(msgspec.Struct, frozen=True):
+    """Seconds; for a get also whether the bytes were the ones that were put."""
+
+    seconds: float
+    equal: bool = True
+
+
+class BandwidthSite(Site):
+    """A store client, a segment and a raw engine, with the same batch of bytes for both."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._store: MooncakeStore | None = None
+        self._engine: DirectEngine | None = None
+        self._source: list[Slot] = []
+        self._target: list[Slot] = []
+
+    @step
+    def open(self, job: Open) -> Opened:
+        """Mount the segment, and register memory for raw transfers."""
+        batch = job.objects * job.object_bytes
+        needed, memory = 7 * batch, machine_memory().total
+        if needed > memory // 2:
+            raise TransferError(
+                f"7 batches, {needed >> 20} MiB, are more than half of this machine's {memory >> 20} MiB; make --size or --objects smaller"
+            )
+        stride = StagingPool.stride_of(job.object_bytes)
+        settings = msgspec.structs.replace(
+            bench_transfer(self.place.config), staging_size=ByteSize(2 * job.objects * stride)
+        )
+        self._timeouts = settings.timeouts
+        self._store = store = MooncakeStore(
+            settings, master=job.master, host=self.place.host, segment_size=max(MIN_SEGMENT, 4 * batch)
+        )
+        self._staging = staging = store.staging(job.object_bytes)
+        store.wait_open(_OPEN_S)
+        slots = [
+            slot for _ in range(2 * job.objects) if (slot := staging.lease(time.monotonic() + _OPEN_S)) is not None
+        ]
+        self._source, self._target = slots[: job.objects], slots[job.objects :]
+        for slot in self._source:
+            slot.view[:] = os.urandom(slot.size)
+        self._engine = engine = DirectEngine(settings, self.place.host)
+        self._memory = StagingPool(job.objects * stride, job.object_bytes)
+        for pool in (staging, self._memory):
+            engine.register(pool.address, pool.nbytes)
+        self._stride = stride
+        link = link_of(self.place.host, settings)
+        return Opened(
+            self.place.node,
+            self.place.host,
+            store.hostname,
+            engine.address,
+            self._memory.address,
+            link.what,
+            link.gbit,
+            machine(),
+            settings.timeouts,
+        )
+
+    @step
+    def transfer(self, job: Transfer) -> Timed:
+        """One batch, timed. TransferError if not all of it got there."""
+        keys = [f"pdc1/bench/{job.run}/{self.place.node}/{index}" for index in range(len(self._source))]
+        what = f"{job.part} {'to' if job.part in ('put', 'raw_write') else 'from'} {job.to.node} ({job.to.host})"
+        if job.part == "get":
+            for slot in self._target:
+                slot.view[:64] = bytes(64)
+        begin = time.perf_counter()
+        statuses = self._do(job, keys)
+        seconds = time.perf_counter() - begin
+        if bad := [status for status in statuses if status is not Status.OK]:
+            raise TransferError(f"{what}: {bad[0].value} for {len(bad)} of {len(statuses)}")
+        equal = job.part != "get" or all(a.view == b.view for a, b in zip(self._source, self._target, strict=True))
+        return Timed(seconds, equal)
+
+    def _do(self, job: Transfer, keys: list[str]) -> Sequence[Status]:
+        store, engine = self._store, self._engine
+        assert store is not None, "not open"
+        assert engine is not None
+        get_s, put_s = self._timeouts.get_ms / 1000, self._timeouts.put_ms / 1000
+        remote = [job.to.address + index * self._stride for index in range(len(keys))]
+        if job.part == "put":
+            placement = Placement(preferred_segment=job.to.segment)
+            sizes = [slot.size for slot in self._source]
+            return store.start_put(keys, self._source, sizes, timeout=put_s, placement=placement).results()
+        if job.part == "get":
+            return [one.status for one in store.start_get(keys, self._target, timeout=get_s).results()]
+        if job.part == "remove":
+            return store.remove(keys, timeout=put_s, force=True)
+        if job.part == "raw_write":
+            return [engine.write(job.to.engine, self._source, remote, timeout=put_s)]
+        if job.part == "raw_read":
+            return [engine.read(job.to.engine, self._target, remote, timeout=get_s)]
+        raise ValueError(f"no part {job.part!r}")
+
+    def close(self) -> None:
+        """The objects go with the segments that they are in."""
+        if self._engine is not None:
+            self._engine.close(5.0)
+        if self._store is not None:
+            for slot in (*self._source, *self._target):
+                slot.release()
+            self._store.close()
+
+
+# --- at the coordinator ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pair:
+    """What was measured from one node to another's memory; GB/s, a value a round."""
+
+    begin: str
+    end: str
+    rates: dict[str, list[float]]
+    equal: bool = True
+
+    def median(self, part: str) -> float | None:
+        values = self.rates[part]
+        return statistics.median(values) if values else None
+
+
+def measure(
+    fleet: Fleet, opened: dict[str, Opened], groups: Iterable[Sequence[tuple[str, str]]], batch: int, rounds: int
+) -> Iterator[list[Pair]]:
+    """The pairs of each group, all of a group at the same time. The first round of each is not counted."""
+    timeout = _MARGIN_S + max(max(one.timeouts.get_ms, one.timeouts.put_ms) for one in opened.values()) / 1000
+    for group in groups:
+        pairs = [Pair(begin, end, {part: [] for part in PARTS}) for begin, end in group]
+        for turn in range(rounds + 1):
+            run = uuid.uuid4().hex[:12]
+            for part in ("put", "get", "remove", "raw_write", "raw_read"):
+                if part.startswith("raw") and pairs[0].begin == pairs[0].end:
+                    continue  # the store copies within a node; the engine would take the way over the network
+                jobs = {pair.begin: Transfer(part, run, opened[pair.end]) for pair in pairs}
+                done = fleet.run(BandwidthSite.transfer, jobs, timeout_s=timeout)
+                for pair in pairs:
+                    pair.equal &= done[pair.begin].equal
+                    if turn and part in PARTS:
+                        pair.rates[part].append(batch / done[pair.begin].seconds / 1e9)
+        yield pairs
+
+
+def one_at_a_time(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Every node to every node; what crosses links comes first."""
+    pairs = [(begin, end) for begin in nodes for end in nodes]
+    return [[pair] for pair in sorted(pairs, key=lambda pair: pair[0] == pair[1])]
+
+
+def all_at_once(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """In each turn every node to another one, so that each link is used once in each direction."""
+    count = len(nodes)
+    return [[(node, nodes[(index + shift) % count]) for index, node in enumerate(nodes)] for shift in range(1, count)]
+
+
+def link_gbps(
+    begin: str, end: str, opened: dict[str, Opened], hosts: dict[str, str], given: float | None
+) -> float | None:
+    """GB/s that the link between two nodes can carry; None within a machine, or where it is not known."""
+    if given is not None and begin != end:
+        return given / 8
+    rates = [opened[node].link_gbit for node in (begin, end)]
+    known = [rate for rate in rates if rate is not None]
+    return min(known) / 8 if len(known) == 2 and hosts[begin] != hosts[end] else None
+
+
+def lead(
+    fleet: Fleet, object_bytes: int, objects: int, rounds: int, at_once: bool, link_gbit: float | None
+) -> dict[str, Any]:
+    """Open everywhere, measure, close everywhere; the figures, and what there is to say about the run."""
+    batch, hosts, config = object_bytes * objects, fleet.hosts, fleet.place.config
+    with own_master(config, hosts[fleet.own]) as master, fleet.closing_sites(), progress() as bar:
+        job = Open(master, object_bytes, objects)
+        opened = fleet.everywhere(BandwidthSite.open, job, timeout_s=_OPEN_S + _MARGIN_S)
+        groups = one_at_a_time(fleet.nodes)
+        together = all_at_once(fleet.nodes) if at_once else []
+        task = bar.add_task("pairs", total=len(groups) + len(together))
+
+        def run(groups: list[list[tuple[str, str]]]) -> list[dict[str, Any]]:
+            rows = []
+            for pairs in measure(fleet, opened, groups, batch, rounds):
+                bar.advance(task)
+                for pair in pairs:
+                    figures = {f"{part}_gbps": pair.median(part) for part in PARTS}
+                    link = link_gbps(pair.begin, pair.end, opened, hosts, link_gbit)
+                    rows.append({"from": pair.begin, "to": pair.end, **figures, "link_gbps": link, "bytes_equal": pair.equal})  # fmt: skip
+            return sorted(rows, key=lambda row: (row["from"], row["to"]))
+
+        results, results_at_once = run(groups), run(together)
+    nodes = {
+        node: {"host": hosts[node], "machine": one.machine, "link": one.link, "link_gbit": link_gbit or one.link_gbit}
+        for node, one in opened.items()
+    }
+    return {
+        "about": about(config),
+        "nodes": nodes,
+        "object_bytes": object_bytes,
+        "objects": objects,
+        "rounds": rounds,
+        "results": results,
+        "at_once": results_at_once,
+    }
+
+
+# --- what it tells ---------------------------------------------------------------------------------------------------
+
+
+def ratios(rows: Sequence[dict[str, Any]], ours: str, limit: str) -> list[float]:
+    """`ours / limit` of each pair that has both."""
+    return [row[ours] / row[limit] for row in rows if row[ours] is not None and row[limit] is not None]
+
+
+def checks_of(figures: dict[str, Any]) -> list[Check]:
+    """Against the raw engine; there is none within a node, so that with one node only the bytes are checked."""
+    everything = [*figures["results"], *figures["at_once"]]
+    equal = sum(row["bytes_equal"] for row in everything)
+    found = [Check("pairs whose bytes came back as they were", equal, len(everything), at_least=True)]
+    for rows, when in ((figures["results"], ""), (figures["at_once"], ", all at once")):
+        for ours, limit in (("put", "raw_write"), ("get", "raw_read")):
+            if values := ratios(rows, f"{ours}_gbps", f"{limit}_gbps"):
+                name = f"{ours} / {limit}{when}, median of {len(values)} pairs"
+                found.append(Check(name, statistics.median(values), _RATIO, at_least=True))
+    return found
+
+
+def report_of(figures: dict[str, Any]) -> Report:
+    """The figures for people."""
+    nodes, rows, at_once = figures["nodes"], figures["results"], figures["at_once"]
+    names = list(nodes)
+    by_pair = {(row["from"], row["to"]): row for row in rows}
+    size = ByteSize(figures["object_bytes"])
+    batch = f"{figures['objects']} objects of {size}"
+    parts: list[Table | Figure] = [
+        Figure(
+            matrix_plot(
+                f"{part}, one pair at a time", "GB/s", names, names,
+                [[by_pair[begin, end][f"{part}_gbps"] for end in names] for begin in names],
+            ),
+            "From the node that calls to the node whose memory it is. Within a node it is a copy in memory.",
+        )
+        for part in ("put", "get")
+    ]  # fmt: skip
+    parts.append(
+        _table("One pair at a time", rows, f"Medians of {figures['rounds']} rounds of {batch}. GB/s are of 10^9 bytes.")
+    )
+    if at_once:
+        parts.append(
+            _table(
+                "All at once",
+                at_once,
+                "In each turn every node moves bytes to or from another one, all at the same time.",
+            )
+        )
+        turns = max(1, len(names) - 1)
+        sums = [
+            [f"{part} GB/s", _sum(at_once, part) / turns, _sum(at_once, part) / turns / len(names)] for part in PARTS
+        ]
+        parts.append(Table("All at once, together", ("", "all nodes", "a node"), sums))
+    parts.append(
+        Table(
+            "Nodes",
+            ("node", "host", "link", "Gbit/s", "machine"),
+            [[node, one["host"], one["link"], one["link_gbit"], one["machine"]] for node, one in nodes.items()],
+            "Link and rate as each machine's kernel tells them; none where it does not know.",
+        )
+    )
+    summary = (
+        f"{len(names)} nodes; {batch} a batch, put into and got from each node's memory through MooncakeStore, and moved by the "
+        "raw TransferEngine between the same two."
+    )
+    return Report("Bandwidth between nodes", summary, parts, figures["about"])
+
+
+def _sum(rows: Sequence[dict[str, Any]], part: str) -> float:
+    return float(sum(row[f"{part}_gbps"] or 0.0 for row in rows))
+
+
+def _table(title: str, rows: Sequence[dict[str, Any]], note: str) -> Table:
+    linked = any(row["link_gbps"] is not None for row in rows)
+    columns = ["from", "to", "put", "get", "raw write", "raw read", "put / raw", "get / raw"]
+    cells = []
+    for row in rows:
+        put, get, raw_write, raw_read = rates = [row[f"{part}_gbps"] for part in PARTS]
+        cells.append([row["from"], row["to"], *rates, _ratio(put, raw_write), _ratio(get, raw_read)])
+        if linked:
+            cells[-1] += [row["link_gbps"], _ratio(get, row["link_gbps"])]
+    return Table(title, [*columns, "link", "get / link"] if linked else columns, cells, note)
+
+
+def _ratio(value: float | None, limit: float | None) -> float | None:
+    return value / limit if value is not None and limit else None
+
+
+def _size(context: click.Context, option: click.Parameter, text: str) -> ByteSize:
+    try:
+        size = ByteSize.parse(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, option) from None
+    if not 4096 <= size <= 1 << 30:
+        raise click.BadParameter(f"{size}: 4KiB to 1GiB are allowed", context, option)
+    return size
+
+
+@click.command()
+@fleet_options
+@option("--size", default="4MiB", callback=_size, help="Bytes of an object.")
+@option("--objects", default=16, type=click.IntRange(1, 512), help="Objects a batch.")
+@option("--rounds", default=5, type=click.IntRange(1, 1000), help="Batches of each kind for each pair.")
+@option("--at-once", is_flag=True, help="Then also all nodes at the same time.")
+@option("--link-gbit", type=click.FloatRange(0.001), help="The link's rate, where the kernel does not know it.")
+@report_options
+def main(
+    fleet: FleetOptions,
+    size: ByteSize,
+    objects: int,
+    rounds: int,
+    at_once: bool,
+    link_gbit: float | None,
+    **output: Any,
+) -> None:
+    """Put and get between all nodes, next to the raw engine and the link. Only the coordinator's options count."""
+    figures = conduct(
+        "bandwidth", fleet, BandwidthSite, lambda all_of_us: lead(all_of_us, size, objects, rounds, at_once, link_gbit)
+    )
+    if figures is not None:
+        finish(figures, checks_of(figures), report=report_of(figures), **output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,404 @@
+"""How long a lookup takes, against hashing alone and a raw `batch_is_exist` of the same keys, in the same run; and how many lookups a
+second one master answers as clients grow.
+
+pd-cache bench lookup                                        or  python -m bench.suites.lookup
+pd-cache bench lookup -c cluster.yaml [--node NAME]          on every machine
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import click
+import msgspec
+import numpy as np
+import torch
+
+from bench.lib.about import about
+from bench.lib.fleet import Crew, Fleet, FleetOptions, Nothing, Place, Site, conduct, fleet_options, step
+from bench.lib.fleet.children import MOST
+from bench.lib.pool import bench_transfer, own_master, raw_client
+from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
+from bench.lib.stats import Histogram
+from bench.lib.svg import line_plot
+from pd_cache.config import CacheConfig, NodeSettings
+from pd_cache.lookup import MooncakeLookupClient
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
+from transfer.errors import TransferError
+
+_HASH_LIMIT_RATIO = 5 / 1.5
+"""Hashing 128k tokens may take 5 ms where building a NumPy array from the same list takes 1.5 ms."""
+_SEGMENT = 64 << 20
+_WARM_UP = 20
+_OPEN_S, _MARGIN_S = 30.0, 20.0
+_FIGURES = ("per_s", "p50_ms", "p99_ms")
+_KINDS: dict[Literal["raw", "lookup"], str] = {"raw": "raw batch_is_exist", "lookup": "lookups"}
+
+
+def interleaved(rounds: int, **functions: Callable[[], object]) -> dict[str, float]:
+    """Median milliseconds of each function, called in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
+
+
+def measure(
+    client: MooncakeLookupClient, database: ChunkedTokenDatabase, raw: Any, tokens: list[int], rounds: int
+) -> dict[str, float]:
+    """One row of the report: a prompt whose every chunk is in the pool."""
+    keys = database.all_shard_keys(database.hash_tokens(tokens))
+    store(client, raw, keys, tokens)
+    tensor = torch.tensor(tokens)
+    return {
+        "tokens": len(tokens),
+        **interleaved(
+            rounds,
+            hash_ms=lambda: database.all_shard_keys(database.hash_tokens(tokens)),
+            raw_exist_ms=lambda: raw.batch_is_exist(keys),
+            lookup_ms=lambda: client.lookup(tokens),
+            hash_tensor_ms=lambda: database.hash_tokens(tensor),
+            numpy_ms=lambda: np.array(tokens, dtype=np.int32),
+        ),
+    }
+
+
+def metadata_of(model: str) -> CacheMetadata:
+    """A cache of Llama-3.1-8B's shape."""
+    return CacheMetadata(
+        model=model,
+        kv_dtype="bfloat16",
+        page_format="heads_first.8x16x512",
+        layers=32,
+        block_size=16,
+        page_bytes=65536,
+    )
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    """So many random tokens."""
+    rng = random.Random(seed)
+    return [rng.randrange(128_000) for _ in range(tokens)]
+
+
+@contextmanager
+def looking_up(
+    place: Place, master: str, chunk: int, model: str
+) -> Iterator[tuple[MooncakeLookupClient, ChunkedTokenDatabase, Any]]:
+    """A lookup client, the names of its chunks, and a raw client of the same pool."""
+    transfer = bench_transfer(place.config)
+    settings = NodeSettings(master=master, host=place.host, cache=CacheConfig(chunk_size=chunk), transfer=transfer)
+    metadata = metadata_of(model)
+    client = MooncakeLookupClient(settings, metadata, master)
+    try:
+        client.store.wait_open(_OPEN_S)
+        with raw_client(master, place.host, transfer) as raw:
+            yield client, ChunkedTokenDatabase(metadata.namespace(settings.cache)), raw
+    finally:
+        client.close()
+
+
+def store(client: MooncakeLookupClient, raw: Any, keys: list[str], tokens: list[int]) -> None:
+    """See to it that the whole prompt is in the pool."""
+    if code := raw.put_batch(keys, [b"x"] * len(keys)):
+        raise TransferError(f"raw put_batch of {len(keys)} keys answered {code}")
+    if (found := client.lookup(tokens)) != len(tokens):
+        raise TransferError(f"the pool holds {found} of the {len(tokens)} tokens that were just put")
+
+
+# --- many clients ----------------------------------------------------------------------------------------------------
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """Become a client of this master, with a prompt of each length in the pool."""
+
+    master: str
+    chunk: int
+    lengths: tuple[int, ...]
+    seed: int
+
+
+class Asking(msgspec.Struct, frozen=True):
+    """Ask for one's prompt of this length, again and again, for so many seconds."""
+
+    kind: Literal["lookup", "raw"]
+    tokens: int
+    seconds: float
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """How often in how long; the latencies of each."""
+
+    seconds: float
+    latencies: Histogram
+
+
+class LookupClient(Site):
+    """One client, in a process of its own."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._open = ExitStack()
+        self._prompts: dict[int, tuple[list[int], list[str]]] = {}
+
+    @step
+    def open(self, job: Opening) -> Nothing:
+        """Connect, and put this client's prompts into the pool: no two clients have the same."""
+        self._client, database, self._raw = self._open.enter_context(
+            looking_up(self.place, job.master, job.chunk, f"bench-{job.seed}")
+        )
+        for length in job.lengths:
+            tokens = prompt(length, zlib.crc32(f"{job.seed} {self.place.node} {length}".encode()))
+            keys = database.all_shard_keys(database.hash_tokens(tokens))
+            store(self._client, self._raw, keys, tokens)
+            self._prompts[length] = tokens, keys
+        return Nothing()
+
+    @step
+    def ask(self, job: Asking) -> Asked:
+        """Ask without a pause. TransferError if an answer is not that the whole prompt is there."""
+        tokens, keys = self._prompts[job.tokens]
+        raw, client, latencies = self._raw, self._client, Histogram()
+        whole = [1] * len(keys)
+
+        def right() -> bool:
+            if job.kind == "raw":
+                return bool(raw.batch_is_exist(keys) == whole)
+            return client.lookup(tokens) == len(tokens)
+
+        for _ in range(_WARM_UP):
+            right()
+        start = last = time.perf_counter()
+        while last < start + job.seconds and not self.stopping.is_set():
+            if not right():
+                raise TransferError(f"{job.kind}: not the whole prompt of {job.tokens} tokens was found")
+            now = time.perf_counter()
+            latencies.add(now - last)
+            last = now
+        return Asked(last - start, latencies)
+
+    def close(self) -> None:
+        self._open.close()
+
+
+class Level(msgspec.Struct, frozen=True):
+    """The first so many clients of the node do this."""
+
+    clients: int
+    asking: Asking
+
+
+class Growing(msgspec.Struct, frozen=True):
+    """Have so many clients."""
+
+    clients: int
+    opening: Opening
+
+
+class Rate(msgspec.Struct, frozen=True):
+    """Of a node's clients together."""
+
+    per_s: float
+    latencies: Histogram
+
+
+class LookupSite(Site):
+    """A node's clients."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._crew = Crew(LookupClient, place)
+
+    @step
+    def grow(self, job: Growing) -> Nothing:
+        """Start as many clients as are missing."""
+        before = len(self._crew)
+        self._crew.grow(job.clients)
+        if before < job.clients:
+            self._crew.run(LookupClient.open, job.opening, timeout_s=_OPEN_S + _MARGIN_S, of=range(before, job.clients))
+        return Nothing()
+
+    @step
+    def ask(self, job: Level) -> Rate:
+        """Have them ask, all at the same time."""
+        timeout = job.asking.seconds + _MARGIN_S
+        asked = self._crew.run(LookupClient.ask, job.asking, timeout_s=timeout, of=range(job.clients))
+        rate = sum(one.latencies.count / one.seconds for one in asked)
+        return Rate(rate, Histogram.of(one.latencies for one in asked))
+
+    def close(self) -> None:
+        self._crew.close()
+
+
+# --- at the coordinator ----------------------------------------------------------------------------------------------
+
+
+def measure_parts(fleet: Fleet, master: str, chunk: int, rounds: int) -> list[dict[str, float]]:
+    """Lookups of 4k, 32k and 128k tokens by one client against their parts."""
+    with (
+        looking_up(fleet.place, master, chunk, f"bench-{uuid.uuid4().hex}") as (client, database, raw),
+        progress() as bar,
+    ):
+        return [
+            measure(client, database, raw, prompt(size, size), rounds)
+            for size in bar.track((4096, 32768, 131072), description="prompts")
+        ]
+
+
+def measure_clients(
+    fleet: Fleet, master: str, chunk: int, levels: Sequence[int], lengths: Sequence[int], seconds: float
+) -> list[dict[str, Any]]:
+    """A row for each length and number of clients a node, raw and lookups in turn."""
+    opening = Opening(master, chunk, tuple(lengths), random.randrange(1 << 31))
+    rows = []
+    with progress() as bar:
+        task = bar.add_task("clients", total=len(levels) * len(lengths))
+        for clients in levels:
+            # the more, the longer they all take to start on one machine
+            timeout = _MARGIN_S + _OPEN_S + 5 * clients
+            fleet.everywhere(LookupSite.grow, Growing(clients, opening), timeout_s=timeout)
+            for tokens in lengths:
+                row: dict[str, Any] = {
+                    "tokens": tokens,
+                    "clients_per_node": clients,
+                    "clients": clients * len(fleet.nodes),
+                }
+                for kind in _KINDS:
+                    level = Level(clients, Asking(kind, tokens, seconds))
+                    done = fleet.everywhere(LookupSite.ask, level, timeout_s=seconds + 2 * _MARGIN_S).values()
+                    together = Histogram.of(one.latencies for one in done)
+                    row |= {
+                        f"{kind}_per_s": sum(one.per_s for one in done),
+                        f"{kind}_p50_ms": 1e3 * together.quantile(0.5),
+                        f"{kind}_p99_ms": 1e3 * together.quantile(0.99),
+                    }
+                rows.append({**row, "ratio": row["lookup_per_s"] / row["raw_per_s"]})
+                bar.advance(task)
+    return rows
+
+
+def lead(
+    fleet: Fleet, chunk: int, rounds: int, levels: Sequence[int], lengths: Sequence[int], seconds: float
+) -> dict[str, Any]:
+    """Both parts, on a pool of the bench's own at the coordinator."""
+    config, hosts = fleet.place.config, fleet.hosts
+    with own_master(config, hosts[fleet.own], _SEGMENT) as master, fleet.closing_sites():
+        parts = measure_parts(fleet, master, chunk, rounds)
+        clients = measure_clients(fleet, master, chunk, levels, lengths, seconds) if levels else []
+    return {"about": about(config), "nodes": hosts, "coordinator": fleet.own, "results": parts, "clients": clients}
+
+
+def checks_of(figures: dict[str, Any]) -> list[Check]:
+    """Of one client, against the parts."""
+    rows = figures["results"]
+    checks = [
+        Check(f"lookup_ms, {row['tokens']} tokens", row["lookup_ms"], 1.3 * row["raw_exist_ms"] + row["hash_ms"], False)
+        for row in rows
+    ]
+    longest = rows[-1]
+    checks.append(
+        Check("hash_ms, 131072 tokens", longest["hash_ms"], _HASH_LIMIT_RATIO * longest["numpy_ms"], at_least=False)
+    )
+    return checks
+
+
+def report_of(figures: dict[str, Any]) -> Report:
+    """The figures for people."""
+    rows, clients, nodes = figures["results"], figures["clients"], figures["nodes"]
+    parts: list[Table | Figure] = [
+        Table("One client", list(rows[0]), [list(row.values()) for row in rows], "Medians; every chunk is in the pool.")
+    ]
+    if clients:
+        for what, unit in (
+            ("per_s", "Requests a second"),
+            ("p50_ms", "Median latency, ms"),
+            ("p99_ms", "99th percentile of latency, ms"),
+        ):
+            lines = {
+                f"{_KINDS[kind]}, {tokens} tokens": [
+                    (row["clients"], row[f"{kind}_{what}"]) for row in clients if row["tokens"] == tokens
+                ]
+                for tokens in sorted({row["tokens"] for row in clients})
+                for kind in _KINDS
+            }
+            parts.append(Figure(line_plot(unit, "clients, on all nodes together", "", lines)))
+        parts.append(
+            Table(
+                "As clients grow",
+                ("tokens", "clients", "raw/s", "p50 ms", "p99 ms", "lookups/s", "p50 ms", "p99 ms", "ratio"),
+                [
+                    [
+                        row["tokens"],
+                        row["clients"],
+                        *(row[f"{kind}_{what}"] for kind in _KINDS for what in _FIGURES),
+                        row["ratio"],
+                    ]
+                    for row in clients
+                ],
+                f"Clients of {len(nodes)} nodes together, as many on each. A client is a process, has prompts of its own, and asks without a "
+                "pause; the ratio is of lookups to raw requests a second.",
+            )
+        )
+    parts.append(Table("Nodes", ("node", "host"), list(nodes.items()), f"The master is on {figures['coordinator']}."))
+    summary = (
+        "How long a prefix of a prompt the pool holds: MooncakeLookupClient, which hashes the tokens and asks the master, next to a "
+        "raw batch_is_exist of the same keys in the same run."
+    )
+    return Report("Lookups", summary, parts, figures["about"])
+
+
+def _numbers(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
+    low, high = (1, MOST) if option.name == "clients" else (1, 1 << 20)
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdigit() and low <= int(part) <= high for part in parts):
+        raise click.BadParameter(f"{text}: numbers from {low} to {high}, separated by commas", context, option)
+    return tuple(sorted({int(part) for part in parts}))
+
+
+@click.command()
+@fleet_options
+@option("--chunk", default=256, type=click.IntRange(1), help="Tokens a chunk.")
+@option("--rounds", default=200, type=click.IntRange(5), help="Of the one client's lookups.")
+@option("--clients", default="1,2,4,8", callback=_numbers, help="Clients a node, one number after the other; empty leaves this part out.")  # fmt: skip
+@option("--tokens", "lengths", default="4096,32768", callback=_numbers, help="Lengths of the clients' prompts.")  # fmt: skip
+@option("--seconds", default=2.0, type=click.FloatRange(0.1, 600), help="For each number of clients and length.")  # fmt: skip
+@report_options
+def main(
+    fleet: FleetOptions,
+    chunk: int,
+    rounds: int,
+    clients: tuple[int, ...],
+    lengths: tuple[int, ...],
+    seconds: float,
+    **output: Any,
+) -> None:
+    """Lookups of 4k, 32k and 128k tokens against their parts, then from more and more clients on every node.
+
+    Only the coordinator's options count.
+    """
+    if bad := [length for length in lengths if length % chunk]:
+        raise click.UsageError(f"--tokens: {bad[0]} is no multiple of --chunk {chunk}")
+
+    figures = conduct(
+        "lookup",
+        fleet,
+        LookupSite,
+        lambda all_of_us: lead(all_of_us, chunk, rounds, clients, lengths, seconds),
+        local=1,
+    )
+    if figures is not None:
+        finish(figures, checks_of(figures), report=report_of(figures), **output)
+
+
+if __name__ == "__main__":
+    main()

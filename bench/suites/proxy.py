@@ -1,0 +1,230 @@
+"""What the proxy costs: streams through it against the same streams from the node itself, in the same run.
+
+Node and proxies are processes of their own. The node computes nothing, so what is measured is the way. Rounds are interleaved:
+straight to the node, through a proxy that knows only decode nodes, and through one that asks a prefill node first, which is
+compared with a client that makes both hops itself.
+
+    pd-cache bench proxy --json         or  python -m bench.suites.proxy --json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import click
+import yaml
+
+from bench.lib.report import Check, finish, option, output_options, progress
+from bench.lib.stats import quantile
+from launch.process import end, spawn_child
+from launch.proxy.completion import Completion
+from launch.proxy.routing import NodePool, Target
+
+_READY_S = 30.0
+_STREAM_S = 120.0
+_HEADERS = {"Content-Type": "application/json"}
+
+
+class Timing(NamedTuple):
+    """One stream, in milliseconds from the start of its request."""
+
+    first: float
+    total: float
+
+
+@contextmanager
+def _process(*command: str) -> Iterator[str]:
+    """A child that prints `ready ...` when it can be used; answers the last word of that line."""
+    process = spawn_child(
+        (sys.executable, *command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline().decode()
+        if not line.startswith("ready "):
+            raise RuntimeError(f"{command} did not get ready: {line!r}")
+        yield line.split()[-1]
+    finally:
+        process.stdin.close()
+        end([process], _READY_S)
+        process.stdout.close()
+
+
+def _proxy_file(folder: Path, name: str, prefill: Sequence[int], decode: Sequence[int]) -> Path:
+    engine = {"kind": "reference", "model": {"name": "bench", "random": {"seed": 0}}}
+    nodes = [{"name": "master", "role": "master"}, {"name": "proxy", "role": "proxy", "port": 0}]
+    nodes += [{"name": f"p{port}", "role": "prefill", "port": port} for port in prefill]
+    nodes += [{"name": f"d{port}", "role": "decode", "port": port} for port in decode]
+    file = folder / f"{name}.yaml"
+    # nobody asks a pool: there is none
+    file.write_text(yaml.safe_dump({"engine": engine, "proxy": {"direct_tokens": 0}, "nodes": nodes}))
+    return file
+
+
+async def _stream(
+    session: aiohttp.ClientSession, url: str, body: bytes, prefill_url: str | None, tokens: int
+) -> Timing:
+    start = time.perf_counter()
+    if prefill_url is not None:
+        fields = {**json.loads(body), "kv_transfer_params": {"do_remote_decode": True}}
+        async with session.post(f"{prefill_url}/v1/completions", data=json.dumps(fields), headers=_HEADERS) as answer:
+            await answer.read()
+    first, seen = 0.0, 0
+    async with session.post(f"{url}/v1/completions", data=body, headers=_HEADERS) as answer:
+        assert answer.status == 200, await answer.text()
+        async for data in answer.content.iter_any():
+            first = first or time.perf_counter() - start
+            seen += data.count(b"\n\n")
+    assert seen == tokens + 1, f"{seen} events instead of {tokens + 1}"
+    return Timing(first * 1e3, (time.perf_counter() - start) * 1e3)
+
+
+async def _streams(
+    url: str,
+    count: int,
+    body: bytes,
+    tokens: int,
+    prefill_url: str | None = None,
+    *,
+    each: int = 1,
+    over_s: float = 0.0,
+) -> list[Timing]:
+    """`each` streams in a row on `count` connections that are open already; the first ones begin evenly within `over_s`."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=_STREAM_S)) as session:
+        warm = json.dumps({**json.loads(body), "max_tokens": 1, "pause_ms": 0}).encode()
+        await asyncio.gather(*(_stream(session, url, warm, prefill_url, 1) for _ in range(count)))
+
+        async def in_a_row(index: int) -> list[Timing]:
+            await asyncio.sleep(over_s * index / count)
+            return [await _stream(session, url, body, prefill_url, tokens) for _ in range(each)]
+
+        rows = await asyncio.gather(*(in_a_row(index) for index in range(count)))
+        return [timing for row in rows for timing in row]
+
+
+def overhead(ways: dict[str, Callable[[], list[Timing]]], rounds: int, track: Callable[[range], Any]) -> dict[str, Any]:
+    """Medians of each way over all rounds; what a proxy adds is the median over rounds of the difference within one."""
+    found: dict[str, list[list[Timing]]] = {name: [] for name in ways}
+    for _ in track(range(rounds)):
+        for name, run in ways.items():
+            found[name].append(run())
+
+    def median(timings: Iterable[Timing], what: str) -> float:
+        return statistics.median(float(getattr(timing, what)) for timing in timings)
+
+    results: dict[str, Any] = {}
+    for name, timings in found.items():
+        for what in Timing._fields:
+            results[f"{name}_{what}_ms"] = median(itertools.chain(*timings), what)
+    for name, base in (("proxy", "direct"), ("proxy_two_hops", "direct_two_hops")):
+        for what in Timing._fields:
+            added = [
+                median(through, what) - median(straight, what)
+                for through, straight in zip(found[name], found[base], strict=True)
+            ]
+            results[f"{name}_adds_{what}_ms"] = statistics.median(added)
+            results[f"{name}_adds_{what}_ms_rounds"] = f"{min(added):.2f} to {max(added):.2f}"
+    return results
+
+
+def decision(tokens: int, nodes: int, rounds: int) -> dict[str, float]:
+    """Milliseconds to read a body and to choose among `nodes`, each of which knows half of the prompt."""
+    rng = random.Random(0)
+    prompt = [rng.randrange(128_000) for _ in range(tokens)]
+    body = json.dumps({"model": "bench", "prompt": prompt, "max_tokens": 16, "stream": True}).encode()
+    half = json.dumps({"model": "bench", "prompt": prompt[: tokens // 2], "max_tokens": 16}).encode()
+    pool = NodePool("prefill", "prefix_aware")
+    pool.update(Target(f"http://10.0.0.{index}:8000") for index in range(nodes))
+    for url in pool.urls():
+        with pool.working(url, Completion(half).prompt()):
+            pass
+    reading, choosing = [], []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        completion = Completion(body)
+        middle = time.perf_counter()
+        read = completion.prompt()
+        pool.pick(0.0, read)
+        end = time.perf_counter()
+        reading.append(middle - start)
+        choosing.append(end - middle)
+    return {
+        "body_ms": statistics.median(reading) * 1e3,
+        "decision_ms": statistics.median(choosing) * 1e3,
+        "decision_p99_ms": quantile(choosing, 0.99) * 1e3,
+    }
+
+
+@click.command()
+@option("--streams", default=64, type=click.IntRange(1), help="At the same time.")
+@option("--tokens", default=32, type=click.IntRange(1), help="Events a stream.")
+@option("--pause", default=40, type=click.IntRange(0), help="Milliseconds between them.")
+@option("--rounds", default=5, type=click.IntRange(3))
+@option("--open", "most", default=500, type=click.IntRange(1), help="Streams to hold open at once.")
+@option("--prompt", default=32_768, type=click.IntRange(2), help="Tokens to decide about.")
+@option("--nodes", default=16, type=click.IntRange(1), help="Nodes to decide between.")
+@output_options
+def main(streams: int, tokens: int, pause: int, rounds: int, most: int, prompt: int, nodes: int, **output: Any) -> None:
+    """Streams through the proxy against streams from a node."""
+    body = json.dumps(
+        {"model": "bench", "prompt": [1] * 512, "max_tokens": tokens, "stream": True, "pause_ms": pause}
+    ).encode()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-cache-bench-")))
+        port = int(stack.enter_context(_process("-m", "bench.lib.streaming_node")))
+        other = int(stack.enter_context(_process("-m", "bench.lib.streaming_node")))
+        node, prefill = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{other}"
+
+        def proxy(name: str, prefills: list[int]) -> str:
+            file = _proxy_file(folder, name, prefills, [port])
+            return stack.enter_context(_process("-m", "launch", "launch", "proxy", "-c", str(file)))
+
+        one_hop, two_hops = proxy("one-hop", []), proxy("two-hops", [other])
+
+        def run(url: str, prefill_url: str | None = None) -> Callable[[], list[Timing]]:
+            # begun evenly over the time that one takes, as requests come that do not know of each other
+            over_s = tokens * pause / 1000
+            return lambda: asyncio.run(_streams(url, streams, body, tokens, prefill_url, each=3, over_s=over_s))
+
+        ways = {
+            "direct": run(node),
+            "proxy": run(one_hop),
+            "direct_two_hops": run(node, prefill),
+            "proxy_two_hops": run(two_hops),
+        }
+        with progress() as bar:
+            results = overhead(ways, rounds, lambda steps: bar.track(steps, description="rounds"))
+        slow = json.dumps({**json.loads(body), "max_tokens": 5, "pause_ms": 1000}).encode()
+        held = asyncio.run(_streams(one_hop, most, slow, 5))
+    results |= {
+        "open_streams": len(held),
+        "open_streams_first_ms": statistics.median(timing.first for timing in held),
+        "open_streams_longest_ms": max(timing.total for timing in held),
+        **decision(prompt, nodes, 200),
+    }
+    checks = [
+        Check("proxy_adds_total_ms", results["proxy_adds_total_ms"], 3.0, at_least=False),
+        Check("proxy_adds_first_ms", results["proxy_adds_first_ms"], 3.0, at_least=False),
+        Check("open_streams", float(results["open_streams"]), float(most), at_least=True),
+        Check("decision_ms", results["decision_ms"], 1.0, at_least=False),
+    ]
+    finish(results, checks, **output)
+
+
+if __name__ == "__main__":
+    main()

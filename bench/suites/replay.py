@@ -1,0 +1,379 @@
+"""A trace of conversations on a real pool: its hit rate against the pool's capacity and the master's eviction settings.
+
+Each request of the trace, in order: look up its whole blocks of 512 tokens, load what is found and compare every byte, store
+what is missing. Chunks are shrunken to a few KiB, so that the pool of a small machine holds as many as that of a large cluster;
+all else is real: keys, lookups, leases, transfers, eviction. Beside the pool stand two simulations: one that never forgets (the
+trace's ideal), and LRU with the same capacity.
+
+    pd-cache bench replay --trace FILE                     pools of several capacities on this machine, one after the other
+    pd-cache bench replay --trace FILE -c cluster.yaml     the cluster's own pool, on every machine; only the coordinator reads FILE
+
+Across machines each conversation stays with one client, so that nobody looks up what another one is just about to store. The
+**hit rate** is the prompt tokens that were loaded, of all prompt tokens; see `bench/lib/reuse.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from bench.lib.about import about
+from bench.lib.fleet import Fleet, FleetOptions, Nothing, conduct, fleet_options
+from bench.lib.pool import local_pool
+from bench.lib.replaying import Open, Remove, Replay, ReplaySite, Tally
+from bench.lib.report import Check, Figure, Report, Table, finish, option, report_options
+from bench.lib.reuse import Infinite, Lru, hit_rate
+from bench.lib.shrunken import STEP_BYTES, allotted_bytes, object_bytes
+from bench.lib.svg import SERIES, line_plot
+from bench.lib.trace import Request, deal, read_trace
+from launch.discovery import open_directory
+from pd_cache.cluster import ClusterConfig, MasterNode, read_config
+from pd_cache.errors import ConfigError
+from transfer.settings import MIN_SEGMENT, Timeouts, TransferSettings
+
+_UNBOUNDED = math.inf
+_ROOM = 1.1
+"""Of an unbounded pool over what the trace needs: eviction must not begin."""
+_SLOWEST_S = 0.05
+"""A request, on the average, before the replay is given up."""
+_STEP_S = 60.0
+_FIND_S = 10.0
+_HALVINGS = 8
+_PERCENT = ("hit_rate", "lru", "ideal")
+_COLUMNS = {
+    "capacity_chunks": "room for chunks",
+    "capacity_mib": "MiB",
+    "watermark": "watermark",
+    "ratio": "ratio",
+    "lease_ms": "lease, ms",
+    "hit_rate": "hit rate, %",
+    "lru": "LRU, %",
+    "ideal": "ideal, %",
+    "refused": "refused",
+    "lost": "lost",
+    "seconds": "seconds",
+}
+_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
+"""Of the trace's distinct blocks: the capacities that are tried where none are given."""
+
+
+class Eviction(NamedTuple):
+    """When a master makes room, and how much; as `eviction_high_watermark` and `eviction_ratio` in the cluster's file."""
+
+    watermark: float
+    ratio: float
+
+
+_DEFAULT_EVICTION = Eviction(
+    MasterNode(name="master").eviction_high_watermark, MasterNode(name="master").eviction_ratio
+)
+_DEFAULT_LEASE_MS = 200
+
+
+class Setting(NamedTuple):
+    """A pool to replay on."""
+
+    capacity: float
+    """Chunks; may be infinite."""
+    chunk_bytes: int
+    eviction: Eviction | None
+    """None where it is not known."""
+    lease_ms: int
+    pin: str
+
+    @property
+    def slot(self) -> int:
+        """Bytes of the pool that a chunk takes."""
+        return allotted_bytes(object_bytes(self.chunk_bytes))
+
+
+@contextmanager
+def shrunken_pool(setting: Setting, distinct: int) -> Iterator[str]:
+    """The master's `host:port` of a pool of this machine with room for as many chunks as `setting` says."""
+    bounded = setting.capacity != _UNBOUNDED
+    assert setting.eviction is not None
+    chunks = setting.capacity if bounded else _ROOM * distinct / setting.eviction.watermark
+    longest = min(10_000, setting.lease_ms)  # no transfer may outlive the lease; these take milliseconds
+    transfer = TransferSettings(timeouts=Timeouts(get_ms=longest, put_ms=longest))
+    master = MasterNode(
+        name="master",
+        lease_ttl_ms=setting.lease_ms,
+        eviction_high_watermark=setting.eviction.watermark,
+        eviction_ratio=setting.eviction.ratio,
+    )
+    size = max(MIN_SEGMENT, math.ceil(chunks) * setting.slot)
+    with local_pool(size, transfer=transfer, master=master) as address:
+        yield address
+
+
+class Leader:
+    """The coordinator's part."""
+
+    def __init__(self, fleet: Fleet, requests: Sequence[Request], speed: float | None) -> None:
+        self._fleet = fleet
+        self._trace = requests
+        self._speed = speed
+        shares = deal(requests, len(fleet.nodes))
+        self._shares = {
+            node: [requests[index] for index in share] for node, share in zip(fleet.nodes, shares, strict=True)
+        }
+        self.clients = len(fleet.nodes)
+        self.ideal = hit_rate(requests, Infinite())
+        self.requests = len(requests)
+        self.prompt_tokens = sum(request.input_length for request in requests)
+        self.distinct = sorted({block for request in requests for block in request.whole_blocks})
+        self.lru = [
+            (float(capacity), hit_rate(requests, Lru(capacity)))
+            for capacity in sorted({max(1, len(self.distinct) >> halvings) for halvings in range(_HALVINGS)})
+        ]
+        """Hit rates of LRU at some capacities, up to that where it forgets nothing."""
+        paced = 0.0 if speed is None else requests[-1].timestamp / 1000 / speed
+        self._longest_s = paced + 60 + _SLOWEST_S * len(requests)
+
+    def on_pool_of_its_own(self, setting: Setting, what: str) -> dict[str, Any]:
+        """A row, from a pool that lasts as long as that takes."""
+        with shrunken_pool(setting, len(self.distinct)) as master:
+            tally, _ = self._replay(
+                what, setting.chunk_bytes, master=master, lease_ms=setting.lease_ms, pin=setting.pin
+            )
+            self._fleet.everywhere(ReplaySite.disconnect, Nothing(), timeout_s=_STEP_S)
+        return self._row(tally, setting)
+
+    def on_the_clusters_pool(self, capacity_bytes: int, chunk_bytes: int, eviction: Eviction | None) -> dict[str, Any]:
+        """A row, from a pool that others may use, too. Its chunks are removed afterwards."""
+        tally, lease_ms = self._replay(f"chunks of {chunk_bytes} bytes", chunk_bytes)
+        job = Remove(self.distinct, lease_ms)
+        timeout_s = 2 * (_STEP_S + lease_ms / 1000 + _SLOWEST_S * len(self.distinct))
+        self._fleet.run(ReplaySite.remove, {self._fleet.own: job}, timeout_s=timeout_s)
+        slot = allotted_bytes(object_bytes(chunk_bytes))
+        return self._row(tally, Setting(capacity_bytes // slot, chunk_bytes, eviction, lease_ms, "as configured"))
+
+    def _replay(self, what: str, chunk_bytes: int, **pool: Any) -> tuple[Tally, int]:
+        """What became of the requests, and the lease in force."""
+        longest = max(1, *(len(request.whole_blocks) for request in self._trace))
+        job = Open(model=f"replay-{uuid.uuid4().hex}", longest=longest, chunk_bytes=chunk_bytes, **pool)
+        opened = self._fleet.everywhere(ReplaySite.open, job, timeout_s=_STEP_S)
+        jobs = {node: Replay(what, share, self._speed) for node, share in self._shares.items()}
+        tallies = self._fleet.run(ReplaySite.replay, jobs, timeout_s=self._longest_s)
+        return Tally.together(tallies.values()), min(one.lease_ms for one in opened.values())
+
+    def _row(self, tally: Tally, setting: Setting) -> dict[str, Any]:
+        bounded = setting.capacity != _UNBOUNDED
+        return {
+            "capacity_chunks": int(setting.capacity) if bounded else "unbounded",
+            "capacity_mib": setting.capacity * setting.slot / (1 << 20) if bounded else None,
+            "watermark": setting.eviction and setting.eviction.watermark,
+            "ratio": setting.eviction and setting.eviction.ratio,
+            "lease_ms": setting.lease_ms,
+            "pin": setting.pin,
+            "hit_rate": tally.hit_rate,
+            "lru": hit_rate(self._trace, Lru(int(setting.capacity))) if bounded else self.ideal,
+            "ideal": self.ideal,
+            "refused": tally.refused_chunks,
+            "lost": tally.found_chunks - tally.loaded_chunks - tally.damaged_chunks,
+            "damaged": tally.damaged_chunks,
+            "stored": tally.stored_chunks,
+            "seconds": tally.seconds,
+            "troubles": tally.troubles,
+        }
+
+
+def checks_of(rows: Iterable[dict[str, Any]]) -> list[Check]:
+    """The targets that the rows allow to judge."""
+    checks = [
+        Check("unbounded: points below the ideal", 100 * (row["ideal"] - row["hit_rate"]), 0.1, at_least=False)
+        for row in rows
+        if row["capacity_chunks"] == "unbounded"
+    ]
+    damaged = sum(row["damaged"] for row in rows)
+    return [*checks, Check("damaged chunks", float(damaged), 0.0, at_least=False)]
+
+
+def _capacities(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[float, ...]:
+    def read(value: str) -> float:
+        if value == "unbounded":
+            return _UNBOUNDED
+        if not value.isdecimal() or int(value) < 1:
+            raise click.BadParameter(f"{value!r} is neither a number of chunks nor `unbounded`", context, option)
+        return float(value)
+
+    return tuple(map(read, values))
+
+
+def _evictions(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[Eviction, ...]:
+    def read(value: str) -> Eviction:
+        try:
+            watermark, ratio = map(float, value.split(","))
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not of the form 0.9,0.1", context, option) from None
+        if not (0 < watermark <= 1 and 0 < ratio <= 1):
+            raise click.BadParameter(f"{value!r}: both must be above 0 and at most 1", context, option)
+        return Eviction(watermark, ratio)
+
+    return tuple(map(read, values))
+
+
+@click.command()
+@fleet_options
+@option("--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py.")
+@option("--requests", "limit", type=click.IntRange(1), help="Only the first so many.")
+@option(
+    "--capacity",
+    "capacities",
+    multiple=True,
+    callback=_capacities,
+    help="Chunks that the pool has room for, or `unbounded`; may be given several times. By default 1/32, 1/16, 1/8 and 1/4 of the trace's distinct blocks, and unbounded.",
+)
+@option(
+    "--evict",
+    "evictions",
+    multiple=True,
+    callback=_evictions,
+    help=f"The master's eviction_high_watermark and eviction_ratio, by default {_DEFAULT_EVICTION.watermark},{_DEFAULT_EVICTION.ratio}; may be given several times.",
+)
+@option(
+    "--lease-ms",
+    "leases",
+    multiple=True,
+    type=click.IntRange(100),
+    help="How long a chunk that was looked up is safe from eviction, in the time of the replay, by default 200; may be given several times.",
+)
+@option("--pin", type=click.Choice(["none", "soft", "hard"]), help="As the Mooncake tier's, by default none.")
+@option(
+    "--chunk-bytes",
+    "sizes",
+    multiple=True,
+    type=click.IntRange(STEP_BYTES, 16 << 20),
+    help="Of a chunk, by default 4096; with a file it may be given several times, since there it is what decides how many the pool holds.",
+)
+@option("--speed", type=click.FloatRange(0, min_open=True), help="Times the trace's own; else as fast as possible.")
+@report_options
+def main(
+    fleet: FleetOptions,
+    trace: Path,
+    limit: int | None,
+    capacities: tuple[float, ...],
+    evictions: tuple[Eviction, ...],
+    leases: tuple[int, ...],
+    pin: str | None,
+    sizes: tuple[int, ...],
+    speed: float | None,
+    **output: Any,
+) -> None:  # fmt: skip
+    """A trace's hit rate on a real pool, against its ideal and LRU."""
+    sizes = sizes or (4096,)
+    for size in sizes:
+        if size % STEP_BYTES:
+            raise click.UsageError(f"--chunk-bytes {size} must be a multiple of {STEP_BYTES}")
+    if fleet.file is None:
+        if len(sizes) > 1:
+            raise click.UsageError("--chunk-bytes: once, where pools of any --capacity are made")
+    elif capacities or evictions or leases or pin:
+        raise click.UsageError(
+            "--capacity, --evict, --lease-ms and --pin are for pools of this machine; with -c the pool is the cluster's"
+        )
+
+    def lead(running: Fleet) -> tuple[Leader, list[dict[str, Any]]]:
+        leader = Leader(running, read_trace(trace, limit), speed)
+        if fleet.file is not None:
+            capacity, eviction = pool_of(read_config(fleet.file)[0])
+            return leader, [leader.on_the_clusters_pool(capacity, size, eviction) for size in sizes]
+        settings = settings_of(capacities, evictions, leases, pin or "none", sizes[0], len(leader.distinct))
+        return leader, [
+            leader.on_pool_of_its_own(one, f"pool {number} of {len(settings)}")
+            for number, one in enumerate(settings, start=1)
+        ]
+
+    led = conduct("replay", fleet, ReplaySite, lead, local=1)
+    if led is None:
+        return
+    leader, rows = led
+    results = {
+        "requests": leader.requests,
+        "prompt_tokens": leader.prompt_tokens,
+        "distinct_chunks": len(leader.distinct),
+        "object_bytes": [object_bytes(size) for size in sizes],
+        "allotted_bytes": [allotted_bytes(object_bytes(size)) for size in sizes],
+        "results": rows,
+    }
+    report = report_of(leader, rows, about(None if fleet.file is None else read_config(fleet.file)[0]))
+    finish(results, checks_of(rows), report=report, **output)
+
+
+def report_of(leader: Leader, rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> Report:
+    """The table, and the hit rate over the capacity."""
+    cells = [[100 * row[name] if name in _PERCENT else row[name] for name in _COLUMNS] for row in rows]
+    lines: dict[str, list[tuple[float, float]]] = {
+        "ideal": [(capacity, leader.ideal) for capacity, _ in leader.lru],
+        "LRU, in simulation": leader.lru,
+    }
+    most = len(leader.distinct)
+    for row in rows:
+        capacity = row["capacity_chunks"]
+        label = f"pool, {row['watermark'] or '?'} / {row['ratio'] or '?'}, lease {row['lease_ms']} ms"
+        if label in lines or len(lines) < SERIES:
+            x = float(most if capacity == "unbounded" else capacity)
+            lines.setdefault(label, []).append((x, row["hit_rate"]))
+    plot = line_plot(
+        "Hit rate against the pool's capacity",
+        "capacity, chunks of 512 tokens",
+        "hit rate",
+        {name: sorted(points) for name, points in lines.items()},
+    )
+    return Report(
+        "A trace on a real pool",
+        f"{leader.requests} requests of {leader.prompt_tokens} prompt tokens, {most} different chunks, by {leader.clients} client(s). "
+        "The hit rate is the tokens that were loaded, of all prompt tokens.",
+        [
+            Table("Pools", list(_COLUMNS.values()), cells, "refused: chunks that the pool did not take. lost: chunks that a lookup found and that then could not be loaded."),
+            Figure(plot, "A pool is named by the master's watermark / ratio of eviction and its lease. The unbounded one stands at the number of different chunks."),
+        ],
+        facts,
+    )  # fmt: skip
+
+
+def settings_of(
+    capacities: Sequence[float],
+    evictions: Sequence[Eviction],
+    leases: Sequence[int],
+    pin: str,
+    chunk_bytes: int,
+    distinct: int,
+) -> list[Setting]:
+    """All combinations; on an unbounded pool, where nothing is evicted, only the first. UsageError where a pool would be too small."""
+    evictions, leases = evictions or (_DEFAULT_EVICTION,), leases or (_DEFAULT_LEASE_MS,)
+    slot = allotted_bytes(object_bytes(chunk_bytes))
+    least = -(-MIN_SEGMENT // slot)
+    capacities = capacities or (*(float(max(least, round(share * distinct))) for share in _SHARES), _UNBOUNDED)
+    if small := [int(one) for one in capacities if one < least]:
+        raise click.UsageError(
+            f"--capacity {small[0]}: Mooncake's least segment of 16MiB has room for {least} chunks of {chunk_bytes} bytes; "
+            "choose larger --chunk-bytes"
+        )
+    return [
+        Setting(capacity, chunk_bytes, eviction, lease, pin)
+        for capacity, eviction, lease in itertools.product(dict.fromkeys(capacities), evictions, leases)
+        if capacity != _UNBOUNDED or (eviction, lease) == (evictions[0], leases[0])
+    ]
+
+
+def pool_of(config: ClusterConfig) -> tuple[int, Eviction | None]:
+    """Bytes of memory in a cluster's pool, and how it evicts, where the file says it. ConfigError where nobody gives memory."""
+    with open_directory(config) as directory:
+        directory.wait_synced(_FIND_S)
+        capacity = sum(record.capacity.segment_bytes for record in directory.view().nodes)
+    if not capacity:
+        raise ConfigError(f"no node of the cluster {config.name} gives memory to the pool; are they running?")
+    master = next((node for node in config.nodes if isinstance(node, MasterNode)), None)
+    return capacity, None if master is None else Eviction(master.eviction_high_watermark, master.eviction_ratio)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""A cluster under load: time to first token, time between tokens, tokens/s, hit rate and errors at a rate of requests.
+
+Open loop: requests begin when they are due, at random times of a given rate (Poisson) or as in a trace, however slow the
+cluster is; see `bench/lib/load.py`. The same load is sent twice: first with an isolation of its own for each request (`cache_salt`), so
+that every prompt is computed anew, then without, so that prompts reuse what others left in the pool.
+
+    pd-cache bench serve --rate 2                a small cluster of the reference engine on this machine
+    pd-cache bench serve --trace FILE --speed 0.5 --scale 16
+    pd-cache bench serve --rate 50 -c cluster.yaml         on every machine: each sends its share to the cluster's proxy
+    pd-cache bench serve --rate 2 --url http://HOST:PORT --vocabulary 32000      any server that speaks OpenAI's API
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import msgspec
+
+from bench.lib.about import about
+from bench.lib.arrivals import Arrival, from_trace, ideal_hit_rate, poisson, synthetic
+from bench.lib.fleet import Fleet, FleetOptions, Place, Site, conduct, fleet_options, step
+from bench.lib.load import Load, Outcome, Target, generate, join, summarize
+from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
+from bench.lib.stats import quantile
+from bench.lib.svg import line_plot
+from bench.lib.targets import Server, any_server, clusters_proxy, looked_up, own_cluster, past_prefill
+from bench.lib.trace import read_trace
+from pd_cache.cluster import read_config
+from pd_cache.errors import ConfigError
+
+_START_S = 1.0
+"""Between the word to start and due time 0."""
+_STEP_S = 60.0
+_REQUESTS = 100
+_PASSES = ("recompute", "reuse")
+
+
+class Plan(NamedTuple):
+    """A load, as the options tell it."""
+
+    rate: float | None
+    """Requests a second; None takes the times of the trace."""
+    trace: Path | None
+    speed: float
+    scale: float
+    requests: int | None
+    seed: int
+    prompt_tokens: int
+    shared: float
+    prefixes: int
+    output_tokens: int
+    longest: int
+    """Tokens of a prompt and its answer together."""
+
+    def arrivals(self) -> list[Arrival]:
+        """In the order in which they are due. TraceError for a trace that cannot be read."""
+        trace = None if self.trace is None else read_trace(self.trace, self.requests)
+        count = len(trace) if trace is not None else self.requests or _REQUESTS
+        if self.rate is not None:
+            times = poisson(self.rate, count, random.Random(self.seed))
+        else:
+            assert trace is not None
+            times = [(request.timestamp - trace[0].timestamp) / 1000 / self.speed for request in trace]
+        if trace is not None:
+            return from_trace(trace, times, self.scale, self.longest)
+        output = min(self.output_tokens, self.longest - 1)
+        prompt = min(self.prompt_tokens, self.longest - output)
+        return synthetic(times, prompt, self.shared, self.prefixes, output, self.seed)
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send these requests; due time 0 is `_START_S` after the word came."""
+
+    what: str
+    """For the progress bar."""
+    target: Target
+    arrivals: list[Arrival]
+
+
+class ServeSite(Site):
+    """This machine's generator."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._lock = threading.Lock()
+        self._cancel: Callable[[], object] | None = None
+
+    @step
+    def send(self, job: Send) -> Load:
+        """Until the last request has ended; what became of them."""
+
+        async def run() -> Load:
+            task, loop = asyncio.current_task(), asyncio.get_running_loop()
+            assert task is not None
+            with self._lock:
+                self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+            try:
+                if self.stopping.is_set():
+                    return Load()
+                with progress() as bar:
+                    task_id = bar.add_task(job.what, total=len(job.arrivals))
+                    start = time.monotonic() + _START_S
+                    return await generate(job.target, job.arrivals, start, lambda: bar.advance(task_id))
+            finally:
+                with self._lock:
+                    self._cancel = None
+
+        try:
+            return asyncio.run(run())
+        except asyncio.CancelledError:
+            return Load()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._cancel is not None:
+                self._cancel()
+
+
+def run_pass(
+    fleet: Fleet, name: str, server: Server, target: Target, arrivals: Sequence[Arrival], ttft_limit_s: float | None
+) -> tuple[Load, dict[str, Any]]:
+    """Every generator sends its share, all beginning together; what they saw, and a row of the report."""
+    parts = len(fleet.nodes)
+    jobs = {
+        node: Send(
+            name, target._replace(salted=target.salted and f"{target.salted}-{node}"), list(arrivals[part::parts])
+        )
+        for part, node in enumerate(fleet.nodes)
+    }
+    timeout_s = arrivals[-1].due + target.deadline_s + _STEP_S
+    before, direct = looked_up(server.prefill), past_prefill(server.url, server.watching)
+    load = join(fleet.run(ServeSite.send, {node: job for node, job in jobs.items() if job.arrivals}, timeout_s=timeout_s).values())  # fmt: skip
+    after = looked_up(server.prefill)
+    row = summarize(load, ttft_limit_s)
+    row["ideal_hit_rate"] = ideal_hit_rate(arrivals) if not target.salted else 0.0
+    row["hit_rate_from"] = None if row["hit_rate"] is None else "answers"
+    by_nodes = share_found(before, after)
+    # what went past the prefill nodes is not among their hits
+    if row["hit_rate"] is None and by_nodes is not None and past_prefill(server.url, server.watching) == direct:
+        row |= {"hit_rate": by_nodes, "hit_rate_from": "prefill nodes' metrics"}
+    return load, row
+
+
+def share_found(before: tuple[float, float] | None, after: tuple[float, float] | None) -> float | None:
+    """Of what was asked between two answers of `looked_up`, the share that was found; None where that is not known."""
+    if before is None or after is None or after[1] <= before[1]:
+        return None
+    return (after[0] - before[0]) / (after[1] - before[1])
+
+
+def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
+    """Everything answered, and sooner with reuse than without."""
+    by_pass = {row["pass"]: row for row in rows}
+    checks = [Check(f"{row['pass']}: answered", row["answered"], row["requests"], at_least=True) for row in rows]
+    reuse, recompute = (by_pass.get(name, {}).get("ttft_p50_ms") for name in ("reuse", "recompute"))
+    if reuse is not None and recompute is not None:
+        ratio = reuse / recompute
+        checks.append(Check("ttft_p50_ms: reuse / recompute", ratio, 1.0, at_least=False))
+    return checks
+
+
+@click.command()
+@fleet_options
+@option(
+    "--url",
+    help="A server to send requests to, instead of the cluster's proxy or a small cluster of this machine's own.",
+)
+@option("--model", help="With --url: what requests say in `model`; by default the first that the server lists.")
+@option(
+    "--vocabulary",
+    type=click.IntRange(16),
+    help="Prompts are made of token ids below this; by default the model's, where the file tells it.",
+)
+@option("--key-file", type=click.Path(path_type=Path), help="Holds an API key; read at the coordinator.")
+@option(
+    "--rate",
+    type=click.FloatRange(0, min_open=True),
+    help="Requests a second, of all machines together, at random times (Poisson).",
+)
+@option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    help="Prompts, and times where no --rate is given, of a trace; read at the coordinator.",
+)
+@option("--speed", default=1.0, type=click.FloatRange(0, min_open=True), help="Times a trace's own.")
+@option(
+    "--scale",
+    default=16.0,
+    type=click.FloatRange(1),
+    help="A trace's prompts and outputs are made so many times shorter.",
+)
+@option("--requests", type=click.IntRange(1), help="How many; by default 100, or all of a trace.")
+@option("--seed", default=0)
+@option("--prompt-tokens", default=1024, type=click.IntRange(1), help="Without a trace: of a prompt.")
+@option(
+    "--shared",
+    default=0.75,
+    type=click.FloatRange(0, 1),
+    help="Without a trace: the part of a prompt that others have, too.",
+)
+@option("--prefixes", default=8, type=click.IntRange(1), help="Without a trace: how many such parts there are.")
+@option("--output-tokens", default=16, type=click.IntRange(1), help="Without a trace: of an answer.")
+@option(
+    "--longest",
+    type=click.IntRange(2),
+    help="Tokens of a prompt and its answer; what is longer is cut. By default what the model takes.",
+)
+@option(
+    "--deadline", "deadline_s", default=60.0, type=click.FloatRange(0, min_open=True), help="Seconds of each request."
+)
+@option(
+    "--in-flight",
+    default=512,
+    type=click.IntRange(1),
+    help="Requests at the same time from one machine; what is more is dropped, and counted.",
+)
+@option(
+    "--ttft-limit",
+    type=click.FloatRange(0, min_open=True),
+    help="Milliseconds: also count what was answered as soon as this.",
+)
+@option("--only-reuse", is_flag=True, help="Leave out the pass that computes everything anew.")
+@report_options
+def main(
+    fleet: FleetOptions,
+    url: str | None,
+    model: str | None,
+    vocabulary: int | None,
+    key_file: Path | None,
+    deadline_s: float,
+    in_flight: int,
+    ttft_limit: float | None,
+    only_reuse: bool,
+    **load: Any,
+) -> None:  # fmt: skip
+    """A cluster under an open-loop load."""
+    output = {name: load.pop(name) for name in ("as_json", "html", "strict")}
+    if load["rate"] is None and load["trace"] is None:
+        raise click.UsageError("say how fast requests come: --rate, --trace, or both")
+
+    def lead(there: Fleet) -> tuple[dict[str, Load], list[dict[str, Any]]]:
+        key = "" if key_file is None else _read_key(key_file)
+        with ExitStack() as stack:
+            if url is not None:
+                server = any_server(url, model, vocabulary, key)
+            elif fleet.file is not None:
+                server = clusters_proxy(read_config(fleet.file)[0], vocabulary)
+            else:
+                server = stack.enter_context(own_cluster(vocabulary))
+            arrivals = Plan(**{**load, "longest": min(load["longest"] or 1 << 30, server.longest)}).arrivals()
+            target = Target(
+                server.url,
+                server.model,
+                server.vocabulary,
+                deadline_s,
+                in_flight,
+                key=key or server.key,
+                certificate=server.certificate,
+                hands_over=bool(server.prefill),
+            )
+            limit_s = None if ttft_limit is None else ttft_limit / 1000
+            loads, rows = {}, []
+            for name in _PASSES[1:] if only_reuse else _PASSES:
+                salted = target._replace(salted=uuid.uuid4().hex if name == "recompute" else "")
+                loads[name], row = run_pass(there, name, server, salted, arrivals, limit_s)
+                rows.append({"pass": name, **row})
+            return loads, rows
+
+    led = conduct("serve", fleet, ServeSite, lead, local=1)
+    if led is not None:
+        loads, rows = led
+        shown = {name: str(value) if isinstance(value, Path) else value for name, value in load.items()}
+        report = report_of(loads, rows, about(None if fleet.file is None else read_config(fleet.file)[0]))
+        results = {"load": shown, "results": rows}
+        finish(results, checks_of(rows), report=report, **output)
+
+
+def _read_key(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"--key-file {file}: {error.strerror}") from None
+
+
+def report_of(loads: Mapping[str, Load], rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> Report:
+    """The figures of each pass beside each other; time to first token as it was distributed, and in the course of time."""
+    names = [name for name in rows[0] if name != "pass"]
+    cells = [[name, *(_cell(row[name]) for row in rows)] for name in names]
+    parts: list[Table | Figure] = [
+        Table("Passes", ["", *(str(row["pass"]) for row in rows)], cells,
+              "Times count from when a request was due. recompute: each request with an isolation of its own; reuse: without. "
+              "The ideal hit rate is that of a pool that never forgets and holds a prompt as soon as it is sent."),
+    ]  # fmt: skip
+    answered = {name: [one for one in load.outcomes if not one.error] for name, load in loads.items()}
+    if all(answered.values()):
+        spread = {name: distribution([one.first or 0.0 for one in ones]) for name, ones in answered.items()}
+        course = {name: in_slices(ones) for name, ones in answered.items()}
+        parts += [
+            Figure(line_plot("Time to first token", "milliseconds", "share of requests", spread, y_most=1.0)),
+            Figure(line_plot("Time to first token in the course of the load", "seconds", "median of a slice, milliseconds", course, log_x=False)),
+        ]  # fmt: skip
+    return Report("A cluster under load", "Open loop: requests begin when they are due, however slow the cluster is.", parts, facts)  # fmt: skip
+
+
+def _cell(value: object) -> object:
+    return ", ".join(f"{kind}: {count}" for kind, count in value.items()) if isinstance(value, dict) else value
+
+
+def distribution(seconds: Sequence[float]) -> list[tuple[float, float]]:
+    """Points (milliseconds, the share of values that are no more than that), in a hundred steps."""
+    return [(max(quantile(seconds, part / 100) * 1e3, 0.01), part / 100) for part in range(1, 101)]
+
+
+def in_slices(outcomes: Sequence[Outcome], slices: int = 24) -> list[tuple[float, float]]:
+    """Points (seconds, median milliseconds to the first token), one for each slice of time in which something was due."""
+    length = (max(one.due for one in outcomes) or 1.0) / slices
+    points = []
+    for number in range(slices):
+        firsts = [one.first or 0.0 for one in outcomes if min(int(one.due / length), slices - 1) == number]
+        if firsts:
+            points.append(((number + 0.5) * length, quantile(firsts, 0.5) * 1e3))
+    return points
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,491 @@
+"""Every storage tier against its limit in the same run: memory against memcpy, the disk against fio and plain loops, the pool's read-ahead
+against reading one batch at a time, a hybrid against its first tier alone; how long `contains` and an eviction take.
+
+    pd-cache bench tiers --json          or  python -m bench.suites.tiers --json
+    pd-cache bench tiers --plots docs    also writes tiers.svg and eviction.svg there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from bench.lib.kv import Prompt, Shape, gbps, size, timed
+from bench.lib.pool import local_pool
+from bench.lib.report import Check, finish, option, output_options, progress
+from bench.lib.svg import Bars, bar_plot, line_plot
+from pd_cache.backends.base import StorageBackend
+from pd_cache.backends.compose import open_backend
+from pd_cache.backends.eviction import PolicyName, make_policy
+from pd_cache.backends.hybrid import HybridBackend
+from pd_cache.backends.index import EvictingIndex
+from pd_cache.backends.mooncake import MooncakeBackend
+from pd_cache.backends.objects import TRAILER_BYTES
+from pd_cache.config import CacheConfig, DiskTier, LocalTier, NodeSettings, StorageTier
+from pd_cache.engine import CacheEngineBuilder
+from pd_cache.tokens import CacheMetadata
+from transfer.errors import Status
+from transfer.settings import ByteSize, TransferSettings
+from transfer.staging import StagingPool
+
+Seconds = dict[str, list[float]]
+
+POLICIES: tuple[PolicyName, ...] = ("lru", "lfu", "s3fifo")
+PAGE = 4096
+
+
+def room(objects: int, payload: int) -> ByteSize:
+    """Memory for so many objects, in whole pages each."""
+    return ByteSize(objects * -(-(payload + TRAILER_BYTES) // PAGE) * PAGE)
+
+
+@contextlib.contextmanager
+def opened(
+    tiers: Sequence[StorageTier], payload: int, *, staging: int = 8, master: str = "none"
+) -> Iterator[StorageBackend]:
+    """The backend of these tiers, as a node has it, with memory for `staging` objects besides."""
+    settings = NodeSettings(
+        master=master,
+        cache=CacheConfig(tiers=tuple(tiers)),
+        transfer=TransferSettings(staging_size=room(staging, payload)),
+    )
+    backend = open_backend(settings, payload)
+    try:
+        backend.wait_available(30)
+        yield backend
+    finally:
+        backend.close()
+
+
+def first_tier(backend: StorageBackend) -> StorageBackend:
+    assert isinstance(backend, HybridBackend)
+    return backend.tiers[0].backend
+
+
+def fill(backend: StorageBackend) -> None:
+    """Random bytes into all memory: a disk may have an easy time with zeros."""
+    generator = np.random.default_rng(0)
+    lent = []
+    while (staged := backend.stage(timeout=0.0)) is not None:
+        staged.payload[:] = generator.bytes(len(staged.payload))
+        lent.append(staged)
+    for staged in lent:
+        staged.release()
+
+
+def put(backend: StorageBackend, keys: Sequence[str]) -> None:
+    """Put whatever lies in the memory under each key."""
+    outcomes = []
+    for key in keys:
+        staged = backend.stage(timeout=30)
+        assert staged is not None, "no memory came free"
+        outcomes.append(backend.batched_put([key], [staged]))
+    statuses = [status for outcome in outcomes for status in outcome.results()]
+    assert set(statuses) == {Status.OK}, statuses
+
+
+def get(backend: StorageBackend, keys: Sequence[str], use: Callable[[memoryview], object] | None = None) -> None:
+    """Read every key: checked, in order, each given back before the next."""
+    for fetched in backend.batched_get(keys):
+        assert fetched.payload is not None, fetched.reason
+        if use is not None:
+            use(fetched.payload)
+        fetched.release()
+
+
+def names(count: int) -> list[str]:
+    """Keys as long as those of chunks."""
+    prefix = f"pdc1/{uuid.uuid4().hex}/0"
+    return [f"{prefix}/{index:032x}" for index in range(count)]
+
+
+def spread(ratios: Sequence[float]) -> str:
+    """The smallest and the largest."""
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def ratios(seconds: Seconds, measured: str, limit: str) -> list[float]:
+    """How fast `measured` was, of `limit`, round by round."""
+    return [raw / ours for raw, ours in zip(seconds[limit], seconds[measured], strict=True)]
+
+
+def interleave(rounds: int, **functions: Callable[[], object]) -> Seconds:
+    """Seconds of each function, called in turn, after one round that does not count."""
+    seconds: Seconds = {name: [] for name in functions}
+    for _ in range(rounds + 1):
+        for name, function in functions.items():
+            seconds[name].append(timed(function))
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def measure_local(payload: int, objects: int, rounds: int) -> dict[str, Any]:
+    """Local gets against copying the same bytes, and a hybrid's against its first tier's."""
+    keys = names(objects)
+    source = [np.ones(payload, dtype=np.uint8) for _ in keys]
+    target = [np.ones(payload, dtype=np.uint8) for _ in keys]
+
+    def memcpy() -> None:
+        for to, of in zip(target, source, strict=True):
+            np.copyto(to, of)
+
+    def copied(backend: StorageBackend) -> None:
+        places = iter(target)
+        get(backend, keys, lambda payload: np.copyto(next(places), np.frombuffer(payload, dtype=np.uint8)))
+
+    with (
+        tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder,
+        opened(
+            [LocalTier(capacity=room(objects, payload)), DiskTier(path=folder, capacity=room(1, payload))], payload
+        ) as backend,
+    ):
+        tier = first_tier(backend)
+        fill(tier)
+        put(tier, keys)
+        seconds = interleave(
+            3 * rounds,  # short ones
+            memcpy=memcpy,
+            local_get=lambda: get(tier, keys),
+            local_get_copied=lambda: copied(tier),
+            hybrid_get=lambda: get(backend, keys),
+        )
+    nbytes = objects * payload
+    figures: dict[str, Any] = {**gbps(nbytes, seconds)}
+    for name, limit in (("local_get", "memcpy"), ("local_get_copied", "memcpy"), ("hybrid_get", "local_get")):
+        per_round = ratios(seconds, name, limit)
+        figures[f"{name}_ratio"] = statistics.median(per_round)
+        figures[f"{name}_spread"] = spread(per_round)
+    return figures
+
+
+def measure_contains(rounds: int, folder: Path, asked: int = 512, entries: int = 4096) -> dict[str, Any]:
+    """Microseconds of one `contains` over 512 keys, half of them there."""
+    payload = 64
+    keys = names(entries)
+    asked_keys = [*keys[:: 2 * entries // asked], *names(asked // 2)]
+    figures = {}
+    for name, tier in (
+        ("local", LocalTier(capacity=room(entries, payload))),
+        ("disk", DiskTier(path=str(folder), capacity=room(entries, payload))),
+    ):
+        with opened([tier], payload, staging=256) as backend:
+            for start in range(0, entries, 128):
+                put(first_tier(backend), keys[start : start + 128])
+            tier_backend = first_tier(backend)
+            assert tier_backend.batched_contains(asked_keys).count(Status.OK) == asked // 2
+            seconds = interleave(20 * rounds, contains=partial(tier_backend.batched_contains, asked_keys))
+            figures[f"{name}_contains_us"] = 1e6 * statistics.median(seconds["contains"])
+    return figures
+
+
+# --- disk ------------------------------------------------------------------------------------------------------------
+
+
+class RawDisk:
+    """The file system itself, with the tier's flags, sizes and number of threads."""
+
+    def __init__(self, folder: Path, file_bytes: int, files: int, threads: int, direct: bool) -> None:
+        self._folder = folder
+        self._file_bytes = file_bytes
+        self._each = files // threads
+        self._threads = threads
+        self._direct = direct
+        self._memory = StagingPool(threads * file_bytes, file_bytes)  # as the tier's: prefaulted, in huge pages
+
+    def fresh(self) -> None:
+        """Forget all files."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir()
+
+    def fio(self, what: str) -> float:
+        """Seconds that fio takes to `write` fresh files, or to `read` them."""
+        options = {
+            "name": "raw",
+            "directory": self._folder,
+            "rw": what,
+            "bs": self._file_bytes,
+            "nrfiles": self._each,
+            "filesize": self._file_bytes,
+            "size": self._file_bytes * self._each,
+            "file_service_type": "sequential",
+            "numjobs": self._threads,
+            "direct": int(self._direct),
+            "ioengine": "psync",
+            "fallocate": "none",
+            "group_reporting": 1,
+            "thread": 1,
+            "output-format": "json",
+        }
+        done = subprocess.run(
+            ["fio", *(f"--{name}={value}" for name, value in options.items())],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+            cwd=self._folder,
+        )
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][what]
+        nbytes = self._file_bytes * self._each * self._threads
+        assert job["io_bytes"] == nbytes, job["io_bytes"]
+        return float(nbytes / job["bw_bytes"])
+
+    def loop(self, what: str) -> float:
+        """Seconds that plain loops of the same calls take, one a thread."""
+        slots = [self._memory.lease(0.0) for _ in range(self._threads)]
+
+        def one(thread: int) -> None:
+            slot = slots[thread]
+            assert slot is not None
+            for index in range(self._each):
+                self._move(what, self._folder / f"{thread}-{index}", slot.view)
+
+        try:
+            with ThreadPoolExecutor(self._threads) as pool:
+                return timed(lambda: list(pool.map(one, range(self._threads))))
+        finally:
+            for slot in slots:
+                if slot is not None:
+                    slot.release()
+
+    def _move(self, what: str, file: Path, memory: memoryview) -> None:
+        mode = os.O_RDONLY if what == "read" else os.O_WRONLY | os.O_CREAT
+        call = os.preadv if what == "read" else os.pwritev
+        descriptor = os.open(file, mode | (os.O_DIRECT if self._direct else 0), 0o600)
+        try:
+            done = 0
+            while done < self._file_bytes:
+                done += call(descriptor, [memory[done:]], done)
+        finally:
+            os.close(descriptor)
+
+
+def measure_disk(payload: int, objects: int, rounds: int, folder: Path, threads: int) -> dict[str, Any]:
+    """Disk gets and puts against the file system itself, in turn: fio, where there is one, and plain loops.
+
+    The limit is the faster of the two: fio's buffers lie in small pages, which costs it up to half of what the disk can do.
+    """
+    file_bytes = -(-(payload + TRAILER_BYTES) // PAGE) * PAGE
+    tools = ("fio", "loop") if shutil.which("fio") else ("loop",)
+    tier = DiskTier(path=str(folder / "tier"), capacity=room(2 * objects, payload), threads=threads)
+    seconds: Seconds = {}
+
+    def note(name: str, value: float) -> None:
+        seconds.setdefault(name, []).append(value)
+
+    with opened([tier], payload, staging=3 * threads) as backend:
+        disk = first_tier(backend)
+        fill(disk)
+        raw = RawDisk(folder / "raw", file_bytes, objects, threads, tier.direct)
+        for _ in range(rounds + 1):
+            keys = names(objects)
+            for tool in tools:
+                raw.fresh()
+                run = raw.fio if tool == "fio" else raw.loop
+                note(f"{tool}_write", run("write"))
+                note(f"{tool}_read", run("read"))
+            note("disk_put", timed(partial(put, disk, keys)))
+            note("disk_get", timed(partial(get, disk, keys)))
+            assert set(disk.batched_remove(keys)) == {Status.OK}
+    seconds = {name: values[1:] for name, values in seconds.items()}
+    nbytes = objects * file_bytes
+    figures: dict[str, Any] = {**gbps(nbytes, seconds)}
+    for name, what in (("disk_get", "read"), ("disk_put", "write")):
+        limit = max((f"{tool}_{what}" for tool in tools), key=lambda one: figures[f"{one}_gbps"])
+        figures[f"raw_{what}_gbps"] = figures[f"{limit}_gbps"]
+        figures[f"{name}_ratio"] = figures[f"{name}_gbps"] / figures[f"{limit}_gbps"]
+        figures[f"{name}_spread"] = spread(ratios(seconds, name, limit))
+    return figures
+
+
+# --- pool ------------------------------------------------------------------------------------------------------------
+
+
+def measure_pool(tokens: int, rounds: int) -> dict[str, Any]:
+    """Retrieving a prompt with the pool's read-ahead and without, and how long each waits for the first chunk.
+
+    Both through one client, in turns: clients differ from each other by more than that (docs/performance.md).
+    """
+    prompt = Prompt(Shape(tokens))
+    nbytes = tokens // 256 * prompt.layout.chunk_bytes(256)
+    metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
+    seconds: Seconds = {}
+
+    def note(name: str, value: float) -> None:
+        seconds.setdefault(name, []).append(value)
+
+    with local_pool(2 * nbytes + (256 << 20)) as master:
+        settings = NodeSettings(master=master, transfer=TransferSettings(staging_size=ByteSize(512 << 20)))
+        engine = CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)
+        try:
+            engine.wait_available(30)
+            pool = engine.backend
+            assert isinstance(pool, MooncakeBackend)
+            ahead = {"plain": 1, "pipelined": pool.read_ahead}
+            prompt.store(engine)
+            keys = engine.database.keys(engine.database.hash_tokens(prompt.tokens))
+
+            def first_chunk() -> None:
+                with contextlib.closing(pool.batched_get(keys)) as fetches:
+                    next(fetches).release()
+
+            for turn in range(rounds + 1):
+                for name in list(ahead)[:: 1 if turn % 2 else -1]:
+                    pool.read_ahead = ahead[name]
+                    prompt.scramble()
+                    note(f"{name}_retrieve", timed(partial(prompt.retrieve, engine)))
+                    assert prompt.arrived()
+                    note(f"{name}_first_chunk", timed(first_chunk))
+                    time.sleep(0.3)  # what was read ahead and given up is still on its way
+        finally:
+            CacheEngineBuilder.destroy("bench")
+    seconds = {name: values[1:] for name, values in seconds.items()}
+    figures: dict[str, Any] = {}
+    for name in ahead:
+        figures[f"{name}_retrieve_gbps"] = nbytes / statistics.median(seconds[f"{name}_retrieve"]) / 1e9
+        figures[f"{name}_best_gbps"] = nbytes / min(seconds[f"{name}_retrieve"]) / 1e9
+        figures[f"{name}_first_chunk_ms"] = 1e3 * statistics.median(seconds[f"{name}_first_chunk"])
+    figures["pipelined_ratio"] = figures["pipelined_retrieve_gbps"] / figures["plain_retrieve_gbps"]
+    figures["pipelined_best_ratio"] = figures["pipelined_best_gbps"] / figures["plain_best_gbps"]
+    figures["pipelined_spread"] = spread(ratios(seconds, "pipelined_retrieve", "plain_retrieve"))
+    return figures
+
+
+# --- eviction --------------------------------------------------------------------------------------------------------
+
+
+def measure_eviction(entries: int, policy: PolicyName, least: int, slices: int = 20) -> float:
+    """Microseconds of processor time to evict one entry and take in another, in an index that holds `entries`.
+
+    At least `least` are replaced, and each once; the median over slices of that.
+    """
+    index: EvictingIndex[int] = EvictingIndex(entries, make_policy(policy, entries))
+
+    def take_in(keys: Sequence[str]) -> float:
+        start = time.thread_time()  # nothing here waits: other processes shall not count
+        for key in keys:
+            place = index.reserve(key).place
+            assert place is not None
+            index.fill(place, key, 0)
+        return time.thread_time() - start
+
+    take_in(names(entries))
+    part = max(entries, least) // slices
+    seconds = [take_in(names(part)) for _ in range(slices)]
+    assert len(index) == entries
+    return 1e6 * statistics.median(seconds) / part
+
+
+# --- the whole -------------------------------------------------------------------------------------------------------
+
+
+def checks_of(figures: dict[str, Any], most: int) -> list[Check]:
+    """The targets."""
+    checks = [
+        Check("local_get / memcpy", figures["local_get_ratio"], 0.8, at_least=True),
+        Check("disk_get / raw read", figures["disk_get_ratio"], 0.8, at_least=True),
+        Check("disk_put / raw write", figures["disk_put_ratio"], 0.8, at_least=True),
+        Check("pipelined / plain retrieve", figures["pipelined_ratio"], 1.0, at_least=True),
+        Check("hybrid_get / local_get", figures["hybrid_get_ratio"], 0.95, at_least=True),
+        Check("local_contains_us, 512 keys", figures["local_contains_us"], 200.0, at_least=False),
+        Check("disk_contains_us, 512 keys", figures["disk_contains_us"], 1000.0, at_least=False),
+    ]
+    for policy in POLICIES:
+        growth = figures[f"evict_us_{policy}_{most}"] / figures[f"evict_us_{policy}_1000"]
+        # a thousand entries lie in the processor's cache, a million do not: more than that would be more than O(1)
+        checks.append(Check(f"eviction {policy}, {most} / 1000 entries", growth, 3.0, at_least=False))
+    return checks
+
+
+def write_plots(folder: Path, figures: dict[str, Any], sizes: Sequence[int]) -> None:
+    """tiers.svg and eviction.svg."""
+    pairs = (
+        ("memory, get (a view)", "local_get_gbps", "memcpy_gbps"),
+        ("memory, get and copy", "local_get_copied_gbps", "memcpy_gbps"),
+        ("hybrid, hit in memory", "hybrid_get_gbps", "local_get_gbps"),
+        ("disk, get", "disk_get_gbps", "raw_read_gbps"),
+        ("disk, put", "disk_put_gbps", "raw_write_gbps"),
+        ("pool, pipelined retrieve", "pipelined_retrieve_gbps", "plain_retrieve_gbps"),
+    )
+    bars = [Bars(label, (figures[ours], figures[limit])) for label, ours, limit in pairs]
+    (folder / "tiers.svg").write_text(
+        bar_plot("Storage tiers, each beside its limit in the same run", "GB/s", ("tier", "limit"), bars).svg()
+    )
+    lines: dict[str, list[tuple[float, float]]] = {
+        policy: [(float(n), float(figures[f"evict_us_{policy}_{n}"])) for n in sizes] for policy in POLICIES
+    }
+    (folder / "eviction.svg").write_text(
+        line_plot("Evicting an entry and taking in another", "entries in the index", "µs an entry", lines).svg()
+    )
+
+
+@click.command()
+@option("--chunk", default="32MiB", callback=size, help="Bytes of a payload.")
+@option("--objects", default=16, type=click.IntRange(4), help="Chunks a round.")
+@option("--rounds", default=9, type=click.IntRange(3))
+@option("--threads", default=4, type=click.IntRange(1, 64), help="Of the disk, each way.")
+@option("--tokens", default=2048, type=click.IntRange(512), help="Of the prompt in the pool.")
+@option(
+    "--path",
+    default=tempfile.gettempdir,
+    show_default="the folder for temporary files",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Where the disk tier is measured.",
+)
+@option("--entries", default=1_000_000, type=click.IntRange(1000), help="Largest index.")
+@option("--plots", type=click.Path(path_type=Path, file_okay=False, exists=True), help="Write plots here.")
+@output_options
+def main(
+    chunk: ByteSize,
+    objects: int,
+    rounds: int,
+    threads: int,
+    tokens: int,
+    path: Path,
+    entries: int,
+    plots: Path | None,
+    **output: Any,
+) -> None:
+    """Every storage tier against its limit."""
+    if objects % threads:
+        raise click.UsageError(f"--objects {objects} must be a multiple of --threads {threads}")
+    if tokens % 256:
+        raise click.UsageError(f"--tokens {tokens} must be a multiple of 256")
+    sizes = sorted({1000, *(n for n in (3000, 10_000, 30_000, 100_000, 300_000) if n < entries), entries})
+    figures: dict[str, Any] = {"chunk_bytes": int(chunk), "chunks": objects}
+    with progress() as bar, tempfile.TemporaryDirectory(prefix="pd-cache-bench-", dir=path) as folder:
+        parts = bar.add_task("tiers", total=5)
+        figures |= measure_local(chunk, objects, rounds)
+        bar.advance(parts)
+        figures |= measure_contains(rounds, Path(folder) / "contains")
+        bar.advance(parts)
+        figures |= measure_disk(chunk, objects, rounds, Path(folder), threads)
+        bar.advance(parts)
+        figures |= measure_pool(tokens, 2 * rounds)
+        bar.advance(parts)
+        for policy in POLICIES:
+            figures |= {f"evict_us_{policy}_{n}": measure_eviction(n, policy, min(100_000, entries)) for n in sizes}
+        bar.advance(parts)
+    if plots is not None:
+        write_plots(plots, figures, sizes)
+    finish(figures, checks_of(figures, sizes[-1]), **output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""The load generator, against servers that misbehave in every known way, and the prompts that it makes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import random
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.lib.arrivals import Arrival, Part, from_trace, ideal_hit_rate, poisson, prompt_ids, synthetic
+from bench.lib.load import Load, Outcome, Target, generate, join, read_stream, summarize
+from bench.lib.reuse import Infinite, hit_rate
+from bench.lib.stats import Histogram
+from bench.lib.trace import BLOCK_TOKENS
+from tests.support.traces import conversations
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+PROMPT = (Part(1, 8),)
+TOKEN = b'data: {"choices": [{"text": "x", "token_ids": [5]}]}\n\n'
+USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def at(*times: float) -> list[Arrival]:
+    return [Arrival(due, PROMPT, 2) for due in times]
+
+
+def load_on(
+    handler: Handler,
+    arrivals: list[Arrival],
+    *,
+    late: float = 0.0,
+    done: Callable[[], None] = lambda: None,
+    **changes: Any,
+) -> Load:
+    """What the generator sees of a server with this handler; the load began `late` seconds ago."""
+
+    async def run() -> Load:
+        app = web.Application()
+        app.router.add_post("/v1/completions", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            target = Target(url, "m", 100, deadline_s=60 + late, most=100)._replace(**changes)
+            return await generate(target, arrivals, time.monotonic() - late, done)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(asyncio.wait_for(run(), 120))
+
+
+async def stream(request: web.Request, *parts: bytes) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for part in parts:
+        await response.write(part)
+    return response
+
+
+def says(*parts: bytes) -> Handler:
+    """A server that streams just this."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await stream(request, *parts)
+
+    return handler
+
+
+async def well(request: web.Request) -> web.StreamResponse:
+    return await stream(request, TOKEN, TOKEN, USAGE, DONE)
+
+
+def test_a_server_that_answers_nobody_yet_does_not_hold_up_the_next_requests() -> None:
+    came = 0
+    everybody = asyncio.Event()
+
+    async def when_all_are_here(request: web.Request) -> web.StreamResponse:
+        nonlocal came
+        came += 1
+        if came == 5:
+            everybody.set()
+        await everybody.wait()
+        return await well(request)
+
+    load = load_on(when_all_are_here, at(0, 0.01, 0.02, 0.03, 0.04))
+    assert [(one.error, one.tokens, one.cached) for one in load.outcomes] == [("", 2, 4)] * 5
+
+
+def test_what_is_due_while_too_many_are_in_flight_is_dropped_and_counted() -> None:
+    dropped = asyncio.Event()
+    over = 0
+
+    def done() -> None:
+        nonlocal over
+        over += 1
+        if over == 3:
+            dropped.set()
+
+    async def when_three_are_dropped(request: web.Request) -> web.StreamResponse:
+        await dropped.wait()
+        return await well(request)
+
+    load = load_on(when_three_are_dropped, at(0, 0, 0, 0, 0), most=2, done=done)
+    assert [one.error for one in load.outcomes] == ["", "", "dropped", "dropped", "dropped"]
+    assert summarize(load)["errors"] == {"dropped": 3}
+
+
+def test_times_count_from_when_a_request_was_due() -> None:
+    load = load_on(well, at(0), late=5)
+    (one,) = load.outcomes
+    assert one.first is not None
+    assert 5 <= one.sent <= one.first <= one.last
+
+
+async def refuse(request: web.Request) -> web.StreamResponse:
+    return web.Response(status=503)
+
+
+async def never(request: web.Request) -> web.StreamResponse:
+    await asyncio.sleep(600)
+    return web.Response()
+
+
+@pytest.mark.parametrize(
+    ("handler", "kind"),
+    [
+        (refuse, "http 503"),
+        (never, "deadline"),
+        (says(TOKEN), "stream cut off"),
+        (says(TOKEN, b'data: {"error": {"message": "no"}}\n\n'), "error in the stream"),
+        (says(b"data: {nonsense\n\n"), "broken answer: DecodeError"),
+        (says(DONE), "no tokens"),
+    ],
+)
+def test_errors_are_told_apart(handler: Handler, kind: str) -> None:
+    load = load_on(handler, at(0, 0), deadline_s=0.5 if kind == "deadline" else 60)
+    assert [one.error for one in load.outcomes] == [kind, kind]
+    summary = summarize(load)
+    assert summary["errors"] == {kind: 2}
+    assert summary["answered"] == 0
+
+
+def test_a_server_that_is_not_there_is_an_error_of_each_request() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        target = Target(f"http://127.0.0.1:{holder.getsockname()[1]}", "m", 100, deadline_s=10, most=10)
+        load = asyncio.run(generate(target, at(0, 0), time.monotonic()))
+    assert [one.error for one in load.outcomes] == ["no connection"] * 2
+
+
+def test_what_the_prefill_node_found_counts_where_there_was_one() -> None:
+    nodes = b'data: {"choices": [], "pd_cache": {"self": {"cached_tokens": 7}, "prefill": {"cached_tokens": 3}}}\n\n'
+    alone = b'data: {"choices": [], "pd_cache": {"self": {"cached_tokens": 7}, "prefill": null}}\n\n'
+    for event, cached in ((nodes, 3), (alone, 7)):
+        load = load_on(says(TOKEN, USAGE, event, DONE), at(0))
+        assert summarize(load)["hit_rate"] == cached / 8
+
+
+def test_what_a_node_found_that_another_one_computed_for_is_no_reuse() -> None:
+    assert summarize(load_on(says(TOKEN, USAGE, DONE), at(0)))["hit_rate"] == 4 / 8
+    assert summarize(load_on(says(TOKEN, USAGE, DONE), at(0), hands_over=True))["hit_rate"] is None
+
+
+def test_each_request_of_a_salted_load_is_isolated_and_otherwise_none_is() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def note(request: web.Request) -> web.StreamResponse:
+        bodies.append(json.loads(await request.read()))
+        return await well(request)
+
+    load_on(note, at(0, 0, 0), salted="x")
+    assert len({body["cache_salt"] for body in bodies}) == 3
+    bodies.clear()
+    load_on(note, at(0, 0, 0))
+    assert len({json.dumps(body) for body in bodies}) == 1
+    assert "cache_salt" not in bodies[0]
+
+
+def test_an_event_may_come_in_pieces_and_several_at_once() -> None:
+    whole = TOKEN + TOKEN + DONE
+    for cut in range(1, len(whole)):
+        load = Load()
+        outcome = Outcome(due=0.0, prompt_tokens=8)
+
+        class Answer:
+            class content:
+                @staticmethod
+                async def iter_any(cut: int = cut) -> Any:
+                    yield whole[:cut]
+                    yield whole[cut:]
+
+        assert asyncio.run(read_stream(Answer, lambda: 1.0, False, outcome, load.gaps)) == ""  # type: ignore[arg-type]
+        assert outcome.tokens == 2
+
+
+# --- arrivals and prompts --------------------------------------------------------------------------------------------
+
+
+def test_poisson_arrivals_have_the_rate_and_are_as_uneven_as_chance_makes_them() -> None:
+    times = poisson(5.0, 20_000, random.Random(0))
+    assert times == poisson(5.0, 20_000, random.Random(0))
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(1 / 5, rel=0.05)
+    assert math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) == pytest.approx(mean, rel=0.05)
+
+
+@given(st.floats(1, 600), st.integers(2, 3000))
+def test_prompts_of_a_trace_share_tokens_exactly_where_they_share_blocks(scale: float, longest: int) -> None:
+    requests = conversations(2, 3)
+    arrivals = from_trace(requests, [0.0] * len(requests), scale, longest)
+    first, other, longer = (prompt_ids(arrivals[index].prompt, 50_000) for index in (0, 1, 2))
+    assert first[:1] != other[:1]
+    assert longer[: len(first)] == first
+    for arrival in arrivals:
+        assert arrival.output >= 1
+        assert arrival.prompt_tokens >= 1
+        assert arrival.prompt_tokens + arrival.output <= longest
+
+
+def test_a_scaled_block_has_so_many_times_fewer_tokens() -> None:
+    requests = conversations(1, 2)
+    arrivals = from_trace(requests, [0.0, 1.0], 16, 10_000)
+    assert [arrival.prompt_tokens for arrival in arrivals] == [3 * BLOCK_TOKENS // 16, 6 * BLOCK_TOKENS // 16]
+
+
+def test_synthetic_prompts_share_their_beginning_with_those_of_the_same_prefix_only() -> None:
+    arrivals = synthetic([0.0] * 40, tokens=100, shared=0.6, prefixes=3, output=4, seed=1)
+    prompts = [prompt_ids(arrival.prompt, 50_000) for arrival in arrivals]
+    assert all(len(prompt) == 100 for prompt in prompts)
+    assert len({tuple(prompt[:60]) for prompt in prompts}) == 3
+    assert len({tuple(prompt[60:]) for prompt in prompts}) == 40
+
+
+def test_the_ideal_is_what_came_before_at_the_beginning_of_a_prompt() -> None:
+    arrivals = synthetic([0.0] * 40, tokens=100, shared=0.6, prefixes=3, output=4, seed=1)
+    assert ideal_hit_rate(arrivals) == pytest.approx(0.6 * 37 / 40)
+    requests = conversations(3, 3)
+    assert ideal_hit_rate(from_trace(requests, [0.0] * 9, 16, 10_000)) == hit_rate(requests, Infinite())
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_figures_are_those_of_what_was_answered() -> None:
+    outcomes = [
+        Outcome(due=float(due), prompt_tokens=10, first=0.1 * (due + 1), last=1.0, tokens=5, cached=due)
+        for due in range(4)
+    ]
+    lost = Outcome(due=4.0, prompt_tokens=10, first=9.0, last=9.0, tokens=3, error="stream cut off")
+    summary = summarize(
+        join([Load(outcomes[::2], Histogram({0: 1})), Load([*outcomes[1::2], lost], Histogram({0: 2}))]),
+        ttft_limit_s=0.25,
+    )
+    assert (summary["requests"], summary["answered"]) == (5, 4)
+    assert summary["seconds"] == 4.0
+    assert summary["output_tokens_per_s"] == 5.0
+    assert summary["ttft_p50_ms"] == pytest.approx(200)
+    assert summary["ttft_p99_ms"] == pytest.approx(400)
+    assert summary["hit_rate"] == (0 + 1 + 2 + 3) / 40
+    assert summary["goodput_per_s"] == 0.5
+
+
+def test_a_load_that_nobody_answered_has_figures_too() -> None:
+    summary = summarize(Load([Outcome(due=0.0, prompt_tokens=1, error="deadline")]))
+    assert summary["answered"] == 0
+    assert summary["output_tokens_per_s"] == 0
+    assert summary["hit_rate"] is None
+    assert summary["ttft_p50_ms"] is None
+    json.dumps(summary, allow_nan=False)

@@ -1,0 +1,187 @@
+"""`bench replay`: shrunken chunks, what a pool has room for, and small traces on real pools."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from bench.lib.fleet import Place
+from bench.lib.pool import local_pool, raw_client
+from bench.lib.replaying import Open, Remove, Replay, ReplaySite, Tally
+from bench.lib.shrunken import ShrunkenCache, allotted_bytes
+from bench.lib.trace import BLOCK_TOKENS
+from bench.suites.replay import Eviction, Setting, main, settings_of
+from pd_cache.cluster import ClusterConfig, MasterNode
+from tests.support.traces import conversations, write_trace
+from transfer.settings import MIN_SEGMENT, Timeouts, TransferSettings
+
+CHUNK_BYTES = 65536
+"""So large that Mooncake's least segment has room for some hundred chunks only."""
+
+
+def bench(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def replay(trace: Path, *arguments: object) -> list[dict[str, Any]]:
+    """The rows of a report, all of whose targets are met."""
+    result = bench("--trace", trace, "--chunk-bytes", CHUNK_BYTES, "--json", "--check", *arguments)
+    assert result.exit_code == 0, result.output
+    return list(json.loads(result.stdout.splitlines()[-1])["results"])
+
+
+# --- shrunken chunks -------------------------------------------------------------------------------------------------
+
+
+def test_pages_of_a_block_are_told_from_all_others_and_from_damaged_ones() -> None:
+    cache = ShrunkenCache(3, 2048)
+    pages = cache.tensors[0]
+    cache.fill([7, 8, 9])
+    cache.target(3)
+    assert not cache.arrived([7, 8, 9])
+    pages[3:] = pages[:3]
+    assert cache.arrived([7, 8, 9])
+    assert not cache.arrived([7, 9, 8])
+    pages[5].flatten()[-1] = 1.0
+    assert cache.arrived([7, 8])
+    assert not cache.arrived([7, 8, 9])
+
+
+def test_slots_cover_as_many_tokens_as_there_are_blocks_and_source_and_target_are_apart() -> None:
+    cache = ShrunkenCache(4, 1024)
+    source, target = cache.fill([1, 2]), cache.target(2)
+    assert len(source) == len(target) == 2 * BLOCK_TOKENS
+    assert not set(source.tolist()) & set(target.tolist())
+
+
+@pytest.mark.parametrize(
+    ("asked", "allotted"),
+    [(4096, 4096), (4128, 4608), (1 << 20, 1 << 20), ((1 << 20) + 32, 9 << 17), (9 << 17, 9 << 17), (100, 104)],
+)
+def test_the_allocator_rounds_sizes_up(asked: int, allotted: int) -> None:
+    assert allotted_bytes(asked) == allotted
+
+
+def test_a_pool_has_room_for_as_many_objects_as_the_allocator_sets_aside() -> None:
+    size, segment = (1 << 20) + 32, 16 << 20
+    with local_pool(segment) as master, raw_client(master) as client:
+        stored = 0
+        while client.put(f"key-{stored}", bytes(size)) == 0:
+            stored += 1
+    assert stored == segment // allotted_bytes(size) == 14
+
+
+# --- what is asked ---------------------------------------------------------------------------------------------------
+
+
+def test_every_capacity_is_tried_with_every_setting_but_an_unbounded_one_only_once() -> None:
+    some, other = Eviction(0.9, 0.1), Eviction(0.7, 0.3)
+    settings = settings_of([float("inf"), 500.0], [some, other], [200, 1000], "soft", CHUNK_BYTES, 10_000)
+    assert settings == [
+        Setting(float("inf"), CHUNK_BYTES, some, 200, "soft"),
+        *(Setting(500.0, CHUNK_BYTES, eviction, lease, "soft") for eviction in (some, other) for lease in (200, 1000)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--capacity", "0"), "neither a number of chunks nor `unbounded`"),
+        (("--capacity", "100"), "has room for 3641 chunks of 4096 bytes"),
+        (("--evict", "0.9"), "not of the form 0.9,0.1"),
+        (("--evict", "0.9,0"), "above 0 and at most 1"),
+        (("--chunk-bytes", "1500"), "a multiple of 1024"),
+        (("--chunk-bytes", "1024", "--chunk-bytes", "2048"), "once"),
+        (("-c", "cluster.yaml", "--capacity", "500"), "the pool is the cluster's"),
+        (("--html", "no/such/folder.html"), "is no folder"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_starts(
+    tmp_path: Path, arguments: tuple[str, ...], told: str
+) -> None:
+    result = bench("--trace", write_trace(tmp_path / "trace.jsonl", conversations(1, 1)), *arguments)
+    assert result.exit_code == 2
+    assert told in " ".join(result.output.split())
+
+
+def test_a_trace_that_is_none_is_told_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("[1, 2]\n")
+    result = bench("--trace", file)
+    assert result.exit_code == 1
+    assert "line 1" in result.output
+
+
+def test_tallies_of_clients_add_up() -> None:
+    together = Tally.together(
+        [
+            Tally(requests=1, prompt_tokens=BLOCK_TOKENS, loaded_chunks=1, troubles={"store.no_space": 2}, seconds=3),
+            Tally(requests=2, prompt_tokens=3 * BLOCK_TOKENS, troubles={"store.no_space": 1, "x": 1}, seconds=2),
+        ]
+    )
+    assert (together.requests, together.seconds, together.hit_rate) == (3, 3, 0.25)
+    assert together.troubles == {"store.no_space": 3, "x": 1}
+
+
+# --- on real pools ---------------------------------------------------------------------------------------------------
+
+
+def test_an_unbounded_pool_reaches_the_ideal_and_a_bounded_one_evicts(tmp_path: Path) -> None:
+    trace, page = write_trace(tmp_path / "trace.jsonl.gz", conversations(30, 6)), tmp_path / "page.html"
+    # no transfer may outlive its lease: a long one for the pool that must lose nothing, and a short one where eviction waits for it
+    (unbounded,) = replay(trace, "--capacity", "unbounded", "--lease-ms", 10_000)
+    (bounded,) = replay(trace, "--capacity", 256, "--html", page)
+    assert (
+        unbounded["hit_rate"] == unbounded["ideal"] == pytest.approx((3 + 6 + 9 + 12 + 15) / (3 + 6 + 9 + 12 + 15 + 18))
+    )
+    assert (unbounded["stored"], unbounded["lost"], unbounded["refused"]) == (540, 0, 0)
+    assert bounded["hit_rate"] < bounded["ideal"]
+    assert bounded["stored"] > 540
+    text = page.read_text()
+    assert "Hit rate against the pool" in text
+    assert "<svg" in text
+
+
+def test_two_clients_that_share_a_trace_reach_the_ideal_together(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", conversations(12, 4))
+    command = [
+        sys.executable,
+        "-m",
+        "bench.suites.replay",
+        "--trace",
+        str(trace),
+        "--local",
+        "2",
+        "--capacity",
+        "unbounded",
+        "--lease-ms",
+        "10000",
+    ]
+    done = subprocess.run([*command, "--chunk-bytes", "4096", "--json"], capture_output=True, timeout=180, check=True)
+    (row,) = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert row["hit_rate"] == row["ideal"]
+    assert row["stored"] == 12 * 12
+
+
+def test_a_client_leaves_nothing_behind_in_a_pool_that_is_not_its_own() -> None:
+    requests = conversations(3, 3)
+    blocks = sorted({block for request in requests for block in request.whole_blocks})
+    lease_ms = 5000
+    transfer = TransferSettings(timeouts=Timeouts(get_ms=lease_ms, put_ms=lease_ms))
+    master = MasterNode(name="master", lease_ttl_ms=lease_ms)
+    site = ReplaySite(Place("here", "127.0.0.1", ClusterConfig(nodes=(master,))))
+    with local_pool(MIN_SEGMENT, transfer=transfer, master=master) as address, raw_client(address) as client:
+        try:
+            site.open(Open(model="m", longest=9, chunk_bytes=4096, master=address, lease_ms=lease_ms))
+            tally = site.replay(Replay("test", requests, None))
+            assert (tally.stored_chunks, tally.loaded_chunks) == (len(blocks), 3 * (3 + 6))
+            site.remove(Remove(blocks, lease_ms))
+            assert client.remove_all(True) == 0
+        finally:
+            site.shut()

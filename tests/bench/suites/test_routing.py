@@ -1,0 +1,39 @@
+"""The simulation of the proxy's policies, on traces small enough to know the answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bench.lib.trace import BLOCK_TOKENS, Request
+from bench.suites.routing import compare, ideal_hit_rate, main, simulate
+from tests.support.traces import conversations, write_trace
+
+
+def test_with_one_node_that_never_forgets_every_repetition_is_a_hit() -> None:
+    assert ideal_hit_rate(conversations(5, 4)) == pytest.approx((3 + 6 + 9) / (3 + 6 + 9 + 12))
+
+
+def test_an_idle_node_makes_nobody_wait_and_a_busy_one_makes_the_next_wait_for_what_is_left() -> None:
+    alone = simulate([Request(0, 1000, []), Request(2000, 1000, [])], "round_robin", 1, BLOCK_TOKENS, rate=1000)
+    assert alone.queueing == [0, 0]
+    queued = simulate([Request(0, 1000, []), Request(400, 1000, [])], "round_robin", 1, BLOCK_TOKENS, rate=1000)
+    assert queued.queueing == pytest.approx([0, 0.6])
+
+
+def test_prefix_aware_keeps_conversations_where_they_are() -> None:
+    rows = {row["policy"]: row for row in compare(conversations(13, 6), 4, 40 * BLOCK_TOKENS * 3, rate=1e5)}
+    assert rows["prefix_aware"]["hit_rate"] > 2 * rows["round_robin"]["hit_rate"]
+    assert rows["prefix_aware"]["queueing_p99_s"] <= rows["round_robin"]["queueing_p99_s"]
+
+
+def test_a_trace_is_reported_as_json(tmp_path: Path) -> None:
+    file = write_trace(tmp_path / "trace.jsonl.gz", conversations(8, 4))
+    result = CliRunner().invoke(main, ["--trace", str(file), "--cache", "50000", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert [row["policy"] for row in report["results"]] == ["round_robin", "least_loaded", "prefix_aware"]
+    assert report["requests"] == 32

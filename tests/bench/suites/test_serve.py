@@ -1,0 +1,174 @@
+"""`bench serve` against a small cluster, and what it can do without one."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from bench.lib.arrivals import Arrival, Part
+from bench.lib.fleet import Place
+from bench.lib.load import Outcome, Target
+from bench.lib.targets import looked_up, past_prefill
+from bench.suites.serve import Send, ServeSite, distribution, in_slices, main
+from pd_cache.cluster import ClusterConfig, MasterNode
+from tests.support.traces import conversations, write_trace
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.slow
+
+
+def bench(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def report(*arguments: object) -> dict[str, dict[str, Any]]:
+    """The figures of each pass."""
+    result = bench("--json", *arguments)
+    assert result.exit_code == 0, result.output
+    return {row["pass"]: row for row in json.loads(result.stdout.splitlines()[-1])["results"]}
+
+
+def test_a_small_cluster_reuses_what_is_shared_and_nothing_where_requests_are_isolated(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    load = (
+        "--rate",
+        8,
+        "--requests",
+        16,
+        "--prompt-tokens",
+        640,
+        "--shared",
+        0.8,
+        "--prefixes",
+        2,
+        "--output-tokens",
+        4,
+    )
+    rows = report(*load, "--html", page)
+    assert rows["recompute"]["hit_rate"] == rows["recompute"]["ideal_hit_rate"] == 0
+    assert rows["reuse"]["ideal_hit_rate"] == pytest.approx(0.8 * 14 / 16)
+    assert 0 < rows["reuse"]["hit_rate"] <= 0.8 * 14 / 16  # each prefix is computed at least once
+    for row in rows.values():
+        assert row["answered"] == 16
+        assert row["errors"] == {}
+        assert row["prompt_tokens"] == 16 * 640
+        assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"]
+    assert page.read_text().count("<svg") == 2
+
+
+def test_two_generators_share_a_trace(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl.gz", conversations(3, 3))
+    rows = report("--trace", trace, "--speed", 0.5, "--scale", 16, "--local", 2, "--only-reuse")
+    assert rows["reuse"]["answered"] == 9
+    assert 0 < rows["reuse"]["hit_rate"] <= (3 + 6) / (3 + 6 + 9)
+
+
+# --- other servers ---------------------------------------------------------------------------------------------------
+
+
+class _Server(BaseHTTPRequestHandler):
+    answer_completions = threading.Event()
+
+    def do_GET(self) -> None:
+        metrics = 'vllm:pd_cache_tokens_total{op="lookup",outcome="hit"} 3\nvllm:pd_cache_tokens_total{op="lookup",outcome="requested"} 12\npd_cache_proxy_handoffs_total{result="in_pool"} 5\n'
+        self._answer(metrics if self.path == "/metrics" else json.dumps({"data": [{"id": "other"}]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.answer_completions.wait(30)
+        token = {"choices": [{"text": body["model"]}]}
+        self._answer(f"data: {json.dumps(token)}\n\ndata: [DONE]\n\n")
+
+    def _answer(self, text: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def other_server() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_any_server_with_openais_api_can_be_put_under_load() -> None:
+    _Server.answer_completions.set()
+    with other_server() as url:
+        rows = report("--url", url, "--vocabulary", 100, "--rate", 50, "--requests", 5, "--only-reuse")
+        assert rows["reuse"]["answered"] == 5
+        assert rows["reuse"]["hit_rate"] is None  # it does not tell
+        assert looked_up([url, url]) == (6, 24)
+        assert past_prefill(url) == 5
+    assert past_prefill(url) == 0
+    assert looked_up([url]) is None
+    assert looked_up([]) is None
+
+
+def test_a_generator_whose_coordinator_is_gone_ends_at_once() -> None:
+    _Server.answer_completions.clear()
+    site = ServeSite(Place("here", "127.0.0.1", ClusterConfig(nodes=(MasterNode(name="master"),))))
+    with other_server() as url:
+        target = Target(url, "m", 100, deadline_s=1000, most=10)
+        arrivals = [Arrival(due, (Part(1, 8),), 1) for due in (0.0, 500.0)]
+        sending = threading.Thread(target=site.send, args=(Send("test", target, arrivals),))
+        sending.start()
+        try:
+            wait_for(lambda: site._cancel is not None, 10, "it has begun")
+        finally:
+            site.shut()
+            sending.join(60)
+            _Server.answer_completions.set()
+    assert not sending.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "say how fast requests come"),
+        (("--rate", "0"), "0.0 is not in the range"),
+        (("--rate", "1", "--url", "http://127.0.0.1:9"), "--url needs --vocabulary"),
+        (("--rate", "1", "--url", "http://127.0.0.1:9", "--vocabulary", "100"), "does not list its models"),
+        (("--rate", "1", "--key-file", "no-such-key"), "No such file"),
+        (
+            ("--trace", "no-such-trace", "--url", "http://127.0.0.1:9", "--model", "m", "--vocabulary", "99"),
+            "no-such-trace",
+        ),
+        (("--rate", "1", "--shared", "2"), "2.0 is not in the range"),
+        (("--rate", "1", "-c", "no-such.yaml"), "no-such.yaml"),
+    ],
+)
+def test_what_cannot_be_done_is_said(arguments: tuple[str, ...], told: str) -> None:
+    result = bench(*arguments)
+    assert result.exit_code in (1, 2), result.output
+    assert told in " ".join(result.output.split())
+
+
+# --- plots -----------------------------------------------------------------------------------------------------------
+
+
+def test_plots_show_how_times_are_spread_and_how_they_went() -> None:
+    outcomes = [Outcome(due=float(due), prompt_tokens=1, first=0.001 * (due + 1)) for due in range(100)]
+    assert distribution([one.first or 0 for one in outcomes]) == [
+        (pytest.approx(part), part / 100) for part in range(1, 101)
+    ]
+    slices = in_slices(outcomes, 3)
+    assert [x for x, _ in slices] == pytest.approx([16.5, 49.5, 82.5])
+    assert [y for _, y in slices] == pytest.approx([17, 50, 83.5], abs=1)
