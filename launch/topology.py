@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import socket
 from collections.abc import Iterable, Iterator
@@ -174,6 +175,10 @@ def _model_problems(config: ClusterConfig, chosen: set[str]) -> Iterator[Problem
         path, where = engine.model if engine.model.startswith(("/", ".")) else None, ("engine", "model")
     else:
         path, where = engine.model.path, ("engine", "model", "path")
+        if importlib.util.find_spec("transformers") is None:
+            yield Problem(
+                ("engine", "kind"), "needs the package transformers; `pip install 'pd-cache[reference]'` brings it"
+            )
     if path is not None and not (Path(path) / "config.json").is_file():
         yield Problem(where, "is no Hugging Face model folder on this machine: it has no config.json")
 

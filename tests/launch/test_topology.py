@@ -91,6 +91,14 @@ def test_a_machine_that_can_carry_the_nodes_has_no_problems() -> None:
     assert messages(cluster(DecodeNode(name="a"), ProxyNode(name="p", port=0))) == []
 
 
+def test_a_reference_engine_without_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "transformers" else name)
+    (message,) = messages(cluster(DecodeNode(name="a")))
+    assert "engine.kind" in message
+    assert "pip install 'pd-cache[reference]'" in message
+    assert messages(cluster(DecodeNode(name="a", host=ELSEWHERE))) == []
+
+
 def test_a_taken_port_is_named(taken_port: int) -> None:
     (message,) = messages(cluster(DecodeNode(name="a", port=taken_port)))
     assert f"nodes[1].port: {taken_port}: is taken on 127.0.0.1 by another process" in message
