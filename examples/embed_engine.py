@@ -27,11 +27,11 @@ metadata = CacheMetadata.of("my-model@3f2a", layout)  # what identifies the weig
 try:
     prefill = CacheEngineBuilder.get_or_create("prefill", settings, metadata, layout)
     decode = CacheEngineBuilder.get_or_create("decode", settings, metadata, layout)
-    prefill.wait_available(timeout=10)  # an engine that serves need not wait: without its pool, everything is a miss
-    decode.wait_available(timeout=10)
-    print("stored:", prefill.store(PROMPT, kv_caches=prefill_kv, slot_mapping=prefill_slots), "tokens")
-    print("found:", decode.lookup(PROMPT), "tokens")
-    loaded = decode.retrieve(PROMPT, kv_caches=decode_kv, slot_mapping=decode_slots)
+    prefill.wait_available(timeout=30)  # an engine that serves need not wait: without its pool, everything is a miss
+    decode.wait_available(timeout=30)
+    stored = prefill.store(PROMPT, kv_caches=prefill_kv, slot_mapping=prefill_slots, timeout=30)  # seconds, all in all
+    found = decode.lookup(PROMPT, timeout=30)
+    loaded = decode.retrieve(PROMPT, kv_caches=decode_kv, slot_mapping=decode_slots, timeout=30)
 finally:
     CacheEngineBuilder.destroy("prefill")
     CacheEngineBuilder.destroy("decode")
@@ -39,4 +39,5 @@ finally:
 count = int(loaded.sum())
 theirs, ours = slice(count // BLOCK_SIZE), slice(BLOCKS // 2, BLOCKS // 2 + count // BLOCK_SIZE)
 same = all(torch.equal(a[theirs], b[ours]) for a, b in zip(prefill_kv, decode_kv, strict=True))
+print(f"stored: {stored} tokens\nfound: {found} tokens")
 print(f"loaded: {count} tokens, the same bytes: {same}; to compute: {len(PROMPT) - count}")
