@@ -52,7 +52,7 @@ class HealthChecks:
             why = ""
             try:
                 why = await asyncio.wait_for(self._ask(session, url), self._timeout_s)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 why = f"no answer within {self._timeout_s:g} s"
             except HopError as error:
                 if error.reason == "exhausted":

@@ -143,7 +143,7 @@ def _mapped() -> Iterator[None]:
         raise HopError("unreachable", _told(error)) from error
     except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
         raise HopError("exhausted" if _exhausted(error) else "unreachable", _told(error)) from error
-    except asyncio.TimeoutError as error:  # an OSError, too, from Python 3.11 on
+    except TimeoutError as error:  # an OSError, too, from Python 3.11 on
         raise HopError("timeout", _told(error)) from error
     except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, OSError) as error:
         raise HopError("disconnected", _told(error)) from error

@@ -199,7 +199,7 @@ class _Server:
             if response is None:
                 raise
             await _send(response, json.dumps(_describe(failure)[1]))
-        except (ConnectionError, asyncio.TimeoutError, TimeoutError):
+        except (ConnectionError, TimeoutError):
             # The client is gone or reads no more: there is nobody to tell.
             if http.transport is not None:
                 http.transport.abort()
