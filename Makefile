@@ -32,8 +32,9 @@ $(VLLM_VENV)/.installed: pyproject.toml tools/install.sh tools/install-vllm.sh
 test-vllm: install-vllm
 	$(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=0 tests/vllm
 
+# setuptools would take along what an earlier build has left
 wheel:
-	rm -rf build dist  # setuptools would take along what an earlier build has left
+	rm -rf build dist
 	$(PYTHON) -m pip --disable-pip-version-check -q wheel --no-deps -w dist .
 
 test-wheel: wheel

@@ -11,6 +11,7 @@ import click
 import pytest
 import torch
 
+import pd_cache
 from launch.cli import main
 from pd_cache import CacheEngineBuilder, LoadStoreOp
 from tests.support.engines import BLOCK, CHUNK
@@ -102,6 +103,10 @@ def test_commands_are_there() -> None:
                 break
             assert word in command.commands, line
             command = command.commands[word]
+
+
+def test_the_wheel_to_install_is_the_one_that_is_built() -> None:
+    assert f"'dist/pd_cache-{pd_cache.__version__}-py3-none-any.whl[cpu,reference]'" in README
 
 
 def test_every_bench_and_every_file_to_start_from_is_listed() -> None:
