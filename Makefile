@@ -1,4 +1,4 @@
-# make demo | test | test-vllm | fuzz | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3 JOBS=3
+# make demo | test | test-vllm | test-wheel | wheel | fuzz | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3 JOBS=3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 PYTHON ?= python3
@@ -8,7 +8,7 @@ INPUTS ?= 1000000
 SEED ?= $(shell date +%s)
 BIN := $(VENV)/bin
 
-.PHONY: install demo test install-vllm test-vllm fuzz check format clean
+.PHONY: install demo test install-vllm test-vllm wheel test-wheel fuzz check format clean
 
 install: $(VENV)/.installed
 
@@ -32,6 +32,14 @@ $(VLLM_VENV)/.installed: pyproject.toml tools/install.sh tools/install-vllm.sh
 test-vllm: install-vllm
 	$(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=0 tests/vllm
 
+# setuptools would take along what an earlier build has left
+wheel:
+	rm -rf build dist
+	$(PYTHON) -m pip --disable-pip-version-check -q wheel --no-deps -w dist .
+
+test-wheel: wheel
+	PYTHON=$(PYTHON) bash tools/test-wheel.sh
+
 fuzz: install
 	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --seed $(SEED)
 
@@ -46,4 +54,4 @@ format: install
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

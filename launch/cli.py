@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _FILE = click.Path(path_type=Path)
+_EXAMPLES = Path(__file__).with_name("configs")
+"""The files of `configs/`: a link to that folder in a clone, the files themselves in a wheel."""
 
 
 class _Commands(click.Group):
@@ -94,13 +96,13 @@ def up(file: Path) -> None:
 
 
 @main.command()
-@click.option("-c", "--config", "file", type=_FILE, help="Another file than configs/local.yaml.")
+@click.option("-c", "--config", "file", type=_FILE, help="Another file than `config example local`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
 def demo(file: Path | None, as_json: bool) -> None:
     """Store on prefill, look up, retrieve on decode, hand over requests; compared with a lone engine."""
     from launch.demo import run_demo
 
-    if not run_demo(file or default_config("local.yaml"), as_json=as_json):
+    if not run_demo(file or example_file("local"), as_json=as_json):
         raise SystemExit(1)
 
 
@@ -181,6 +183,13 @@ def config_check(file: Path, file_only: bool) -> None:
     click.echo(f"{file}: ok: {_summary(config)}")
 
 
+@config.command("example")
+@click.argument("name", type=click.Choice(sorted(file.stem for file in _EXAMPLES.glob("*.yaml"))))
+def config_example(name: str) -> None:
+    """Print a file to start from: `pd-cache config example local > local.yaml`. `local` shows and explains every key."""
+    click.echo(example_file(name).read_text(), nl=False)
+
+
 @main.command(context_settings={"allow_interspersed_args": False})  # arguments after the name belong to the bench
 @click.argument(
     "name",
@@ -208,14 +217,14 @@ def bench(name: str, arguments: Sequence[str]) -> None:
     try:
         runpy.run_module(f"bench.suites.{name}", run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
-        if error.name not in ("bench", "bench.suites", f"bench.suites.{name}"):
+        if error.name in ("bench", "bench.suites", f"bench.suites.{name}"):
             raise
-        raise click.ClickException("the benches are part of the source tree; run this from a clone") from None
+        raise click.ClickException(f"{error}; `pip install 'pd-cache[bench]'` brings what benches need") from error
 
 
-def default_config(name: str) -> Path:
-    """A file of `configs/`, beside this package in a clone."""
-    return Path(__file__).resolve().parent.parent / "configs" / name
+def example_file(name: str) -> Path:
+    """Returns the file that `config example NAME` prints."""
+    return _EXAMPLES / f"{name}.yaml"
 
 
 def _summary(config: ClusterConfig) -> str:

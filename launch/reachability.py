@@ -113,7 +113,7 @@ async def reach(targets: Iterable[Target]) -> list[Reach]:
         async with places:
             try:
                 _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_S)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 return Reach(target, f"no answer within {CONNECT_S:g} s")
             except (OSError, ValueError) as error:  # ValueError: a name that is none
                 number = getattr(error, "errno", None)

@@ -1,6 +1,82 @@
 """pd-cache: a shared KV cache over Mooncake for disaggregated prefill/decode LLM serving.
 
-Importing this package loads neither torch nor Mooncake.
+`__all__` is the public API. Its names are loaded when they are first used: importing this package loads neither torch nor Mooncake.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier, NodeSettings
+    from pd_cache.engine import CacheEngine, CacheEngineBuilder
+    from pd_cache.errors import ConfigError, LayoutError, PdCacheError
+    from pd_cache.layout import KVLayout, PageKind
+    from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient, RpcLookupClient, RpcLookupServer
+    from pd_cache.metrics import CacheMetrics
+    from pd_cache.server.scheduler_adapter import SchedulerAdapter
+    from pd_cache.server.worker_adapter import LoadStoreOp, WorkerAdapter
+    from pd_cache.tokens import CacheMetadata
+    from transfer import PoolUnavailableError, TransferSettings
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "BypassLookupClient",
+    "CacheConfig",
+    "CacheEngine",
+    "CacheEngineBuilder",
+    "CacheMetadata",
+    "CacheMetrics",
+    "ConfigError",
+    "DiskTier",
+    "KVLayout",
+    "LayoutError",
+    "LoadStoreOp",
+    "LocalTier",
+    "LookupClient",
+    "MooncakeLookupClient",
+    "MooncakeTier",
+    "NodeSettings",
+    "PageKind",
+    "PdCacheError",
+    "PoolUnavailableError",
+    "RpcLookupClient",
+    "RpcLookupServer",
+    "SchedulerAdapter",
+    "TransferSettings",
+    "WorkerAdapter",
+]
+
+_MODULES = {
+    "pd_cache.config": ("CacheConfig", "DiskTier", "LocalTier", "MooncakeTier", "NodeSettings"),
+    "pd_cache.engine": ("CacheEngine", "CacheEngineBuilder"),
+    "pd_cache.errors": ("ConfigError", "LayoutError", "PdCacheError"),
+    "pd_cache.layout": ("KVLayout", "PageKind"),
+    "pd_cache.lookup": (
+        "BypassLookupClient",
+        "LookupClient",
+        "MooncakeLookupClient",
+        "RpcLookupClient",
+        "RpcLookupServer",
+    ),
+    "pd_cache.metrics": ("CacheMetrics",),
+    "pd_cache.server.scheduler_adapter": ("SchedulerAdapter",),
+    "pd_cache.server.worker_adapter": ("LoadStoreOp", "WorkerAdapter"),
+    "pd_cache.tokens": ("CacheMetadata",),
+    "transfer": ("PoolUnavailableError", "TransferSettings"),
+}
+"""The imports above, at run time; a test holds the two together."""
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

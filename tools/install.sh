@@ -11,8 +11,8 @@ TORCH=${TORCH:-2.13.0}   # the newest that is tested; any from pyproject.toml's 
 
 "$PYTHON" - <<'EOF'
 import sys
-if not (3, 10) <= sys.version_info[:2] <= (3, 13):
-    sys.exit(f"pd-cache needs Python 3.10 to 3.13, and this is {sys.version.split()[0]}; try: make PYTHON=python3.12 install")
+if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+    sys.exit(f"pd-cache needs Python 3.11 to 3.13, and this is {sys.version.split()[0]}; try: make PYTHON=python3.12 install")
 EOF
 
 bash tools/system-packages.sh run

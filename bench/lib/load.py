@@ -202,7 +202,7 @@ async def _ask(
                 outcome.error = f"http {answer.status}"
                 return
             outcome.error = await read_stream(answer, since_due, target.hands_over, outcome, gaps)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         outcome.error = "deadline"
     except (aiohttp.ClientConnectorError, ConnectionError):
         outcome.error = "no connection"

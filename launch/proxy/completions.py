@@ -106,7 +106,7 @@ class Completions:
             try:
                 with pool.working(node, prompt):
                     answer = await asyncio.wait_for(self._prefill_at(exchange, node, body), left)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 # a second node that had only the rest of the first one's time is not to blame
                 whole = left > self._prefill_timeout_s / 2
                 failure = HopError("timeout", f"no answer within {left:.3g} s")

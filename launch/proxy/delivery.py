@@ -89,7 +89,7 @@ class Deliveries:
             try:
                 await asyncio.wait_for(self._last_words(exchange, event), _LAST_WORDS_S)
                 return response
-            except (asyncio.TimeoutError, ClientGone):
+            except (TimeoutError, ClientGone):
                 pass
         transport = exchange.request.transport
         if transport is not None:

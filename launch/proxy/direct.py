@@ -129,7 +129,7 @@ class DirectRule:
             if not completion.plain() or (eyes.model is not None and completion.model() not in (None, eyes.model)):
                 return None
             return await within(self._look(eyes, completion, request_id, tokenize), self._timeout_s)
-        except (ValueError, asyncio.TimeoutError):
+        except (TimeoutError, ValueError):
             return None
         finally:
             self._waiting -= 1

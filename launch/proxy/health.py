@@ -53,7 +53,7 @@ class HealthChecks:
             why = ""
             try:
                 why = await within(self._ask(session, url), self._timeout_s)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 why = f"no answer within {self._timeout_s:g} s"
             except HopError as error:
                 if error.reason == "exhausted":

@@ -147,7 +147,7 @@ async def check_status(answer: aiohttp.ClientResponse) -> None:
         return
     refusal: Refusal | None = None
     if status >= 500:
-        with contextlib.suppress(HopError, asyncio.TimeoutError):
+        with contextlib.suppress(HopError, TimeoutError):
             refusal = await asyncio.wait_for(refusal_of(answer), _REFUSAL_S)
     raise HopError("busy" if status == 503 else "error", f"status {status}", refusal)
 
@@ -165,7 +165,7 @@ def _mapped() -> Iterator[None]:
         raise HopError("unreachable", _told(error)) from error
     except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
         raise HopError("exhausted" if _exhausted(error) else "unreachable", _told(error)) from error
-    except asyncio.TimeoutError as error:  # an OSError, too, from Python 3.11 on
+    except TimeoutError as error:  # an OSError, too, from Python 3.11 on
         raise HopError("timeout", _told(error)) from error
     except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, OSError) as error:
         raise HopError("disconnected", _told(error)) from error

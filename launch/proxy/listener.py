@@ -200,7 +200,7 @@ class _Secured(_Plain):
             secured = await loop.start_tls(
                 transport, self._served, self._tls, server_side=True, ssl_handshake_timeout=self._limit_s, **_SHUTDOWN
             )
-        except (OSError, asyncio.TimeoutError) as error:  # ssl.SSLError is an OSError
+        except (TimeoutError, OSError) as error:  # ssl.SSLError is an OSError
             log.debug("a TLS handshake failed: %s", error)
             self._connections.closed(connection)
             transport.abort()

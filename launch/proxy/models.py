@@ -66,7 +66,7 @@ class Models:
             limit = min(left, _AT_ONE_S)
             try:
                 answer = await asyncio.wait_for(self._at(exchange, node), limit)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 failure = HopError("timeout", f"no list of models within {limit:.3g} s")
             except HopError as error:
                 failure = error

@@ -13,7 +13,7 @@ _SLICE_S = 0.1
 
 
 async def within(work: Awaitable[T], seconds: float) -> T:
-    """Returns the result of `work`. Raises asyncio.TimeoutError if it took longer than `seconds`, and cancels it.
+    """Returns the result of `work`. Raises TimeoutError if it took longer than `seconds`, and cancels it.
 
     If the machine is busy, the event loop may come back after the deadline to an answer that has long been there. So the time in which
     it did not run does not count against the node that was to answer.
@@ -30,5 +30,5 @@ async def within(work: Awaitable[T], seconds: float) -> T:
         if not task.cancelled():
             task.exception()  # retrieved even if nobody waits any more
     if task.cancelled():
-        raise asyncio.TimeoutError
+        raise TimeoutError
     return task.result()

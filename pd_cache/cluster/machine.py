@@ -6,6 +6,7 @@ is free changes by the minute, and `doctor` alone knows which nodes have their m
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -102,6 +103,11 @@ def _model_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Pr
         path, where = engine.model if engine.model.startswith(("/", ".")) else None, ("engine", "model")
     else:
         path, where = engine.model.path, ("engine", "model", "path")
+        if path is not None and importlib.util.find_spec("transformers") is None:
+            yield Problem(
+                ("engine", "model", "path"),
+                "needs the package transformers; `pip install 'pd-cache[reference]'` brings it",
+            )
     if path is not None and not (Path(path) / "config.json").is_file():
         yield Problem(where, "is no Hugging Face model folder on this machine: it has no config.json")
 

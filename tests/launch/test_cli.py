@@ -18,7 +18,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from launch.cli import default_config, main
+from launch.cli import example_file, main
 from launch.up import _note_of, running_config
 from pd_cache import runtime
 from pd_cache.runtime import note, runtime_folder
@@ -46,9 +46,17 @@ def refused(*arguments: str) -> str:
 
 
 def test_config_check_says_what_is_in_a_good_file() -> None:
-    result = CliRunner().invoke(main, ["config", "check", str(default_config("local.yaml"))])
+    result = CliRunner().invoke(main, ["config", "check", str(example_file("local"))])
     assert result.exit_code == 0
     assert "ok: local: 1 master, 1 prefill, 1 decode, 1 proxy; chunks of 256 tokens over tcp" in result.output
+
+
+def test_config_example_prints_a_file_that_config_check_takes(tmp_path: Path) -> None:
+    printed = CliRunner().invoke(main, ["config", "example", "two-machines"]).output
+    (tmp_path / "cluster.yaml").write_text(printed)
+    result = CliRunner().invoke(main, ["config", "check", "--file-only", str(tmp_path / "cluster.yaml")])
+    assert "ok: two-machines: 1 master, 1 prefill, 1 decode, 1 proxy" in result.output
+    assert "'nothing' is not one of 'cluster', 'host', 'local'" in refused("config", "example", "nothing")
 
 
 def test_config_check_names_a_taken_port_and_can_be_told_not_to_look(tmp_path: Path, taken_port: int) -> None:
@@ -277,3 +285,14 @@ def test_bench_passes_its_arguments_on() -> None:
     assert "each bench has a --help of its own" in " ".join(
         CliRunner().invoke(main, ["bench", "--help"]).output.split()
     )
+
+
+def test_a_bench_that_lacks_a_package_says_how_to_get_it() -> None:
+    without = (
+        "import sys; sys.modules['psutil'] = None; from launch.cli import main; main(['bench', 'server', '--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "psutil" in done.stderr
+    assert "pip install 'pd-cache[bench]'" in done.stderr
+    assert "Traceback" not in done.stderr

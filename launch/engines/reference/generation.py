@@ -75,7 +75,7 @@ class Generation:
                 remaining = self.deadline + _GRACE_S - time.monotonic()
                 try:
                     await asyncio.wait_for(waiter, max(0.0, remaining))
-                except (asyncio.TimeoutError, TimeoutError):
+                except TimeoutError:
                     self._hung()
                 continue
             yield event

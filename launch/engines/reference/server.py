@@ -199,7 +199,7 @@ class _Server:
             if response is None:
                 raise
             await _send(response, json.dumps(_describe(failure)[1]))
-        except (ConnectionError, asyncio.TimeoutError, TimeoutError):
+        except (ConnectionError, TimeoutError):
             # The client is gone or reads no more: there is nobody to tell.
             if http.transport is not None:
                 http.transport.abort()
@@ -251,7 +251,7 @@ def _describe(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, GenerationError):
         status = _FAILURE_STATUS[error.kind]
         return status, error_body(str(error), status, code=error.kind)
-    if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
+    if isinstance(error, TimeoutError):
         return 408, error_body(f"the request's body did not arrive within {_BODY_TIMEOUT_S:.0f} s", 408)
     if isinstance(error, ValueError):
         return 400, error_body(str(error), 400, param="prompt", code="invalid_value")

@@ -33,7 +33,7 @@ async def test_a_deadline_counts_only_time_in_which_the_loop_ran() -> None:
 @scenario
 async def test_a_deadline_ends_what_does_not_come_and_passes_on_what_does() -> None:
     never = asyncio.ensure_future(asyncio.Event().wait())
-    with pytest.raises(asyncio.TimeoutError):
+    with pytest.raises(TimeoutError):
         await within(never, 0.25)
     assert never.cancelled()
 

@@ -1,0 +1,113 @@
+"""The examples, run as `examples/README.md` says, with the output that it shows; that of vLLM is in tests/vllm."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from launch.cli import main
+from launch.process import spawn_child
+from tests.support.hosts import Host, Network, why_not
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+from tests.test_architecture import ROOT
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = ROOT / "examples"
+ADDRESSES = ("10.0.0.1", "10.0.0.2")
+"""Of the two machines, in the file that people begin with."""
+STAGING = "  staging_size: 128MiB\n"
+PATIENT = "  timeouts: {exist_ms: 10000, get_ms: 10000, put_ms: 10000}\nhandoff: {wait_ms: 60000}\n"
+"""Deadlines that no machine is too busy for."""
+
+
+def output_of(example: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / example), *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_two_engines_of_ones_own_share_a_pool(pool: Pool) -> None:
+    assert output_of("embed_engine.py", pool.address) in (EXAMPLES / "README.md").read_text()
+    assert output_of("embed_engine.py", pool.address).startswith("stored: 0 tokens\nfound: 768 tokens")
+
+
+class Machine:
+    """`pd-cache up` on a host."""
+
+    def __init__(self, host: Host, file: Path) -> None:
+        self._process = spawn_child(
+            host.inside(sys.executable, "-m", "launch", "up", "-c", str(file)),
+            death_signal=signal.SIGTERM,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        self.ready: dict[str, str] = {}
+        self._errors: list[str] = []
+        self._readers = [threading.Thread(target=self._read_out), threading.Thread(target=self._read_errors)]
+        for reader in self._readers:
+            reader.start()
+
+    def _read_out(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            _, name, address = line.decode().split()
+            self.ready[name] = address
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._errors.append(line.decode())
+
+    def has(self, *names: str) -> bool:
+        """Whether exactly these nodes are ready. Raises AssertionError if the machine has ended instead."""
+        assert self._process.poll() is None, "".join(self._errors)[-4000:]
+        return set(names) == set(self.ready)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(120)
+        for reader in self._readers:
+            reader.join(60)
+        for pipe in (self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+@contextmanager
+def up(network: Network, folder: Path) -> Iterator[list[Machine]]:
+    """Two machines, each with the same file."""
+    text = CliRunner().invoke(main, ["config", "example", "two-machines"]).output
+    hosts = [network.host(name) for name in ("one", "two")]
+    addresses = zip(ADDRESSES, (host.address for host in hosts), strict=True)
+    for written, wanted in (*addresses, (STAGING, STAGING + PATIENT)):
+        assert written in text
+        text = text.replace(written, wanted)
+    file = folder / "two-machines.yaml"
+    file.write_text(text)
+    with ExitStack() as stack:
+        machines = []
+        for host in hosts:
+            machines.append(Machine(host, file))
+            stack.callback(machines[-1].stop)
+        yield machines
+
+
+@pytest.mark.timeout(900)
+def test_two_machines_share_one_cluster(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    with closing(Network()) as network, up(network, tmp_path) as (one, two):
+        wait_for(lambda: one.has("master", "prefill-0", "proxy") and two.has("decode-0"), 180, "both machines ready")
+        assert output_of("ask.py", one.ready["proxy"]) in (EXAMPLES / "README.md").read_text()

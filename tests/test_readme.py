@@ -1,0 +1,122 @@
+"""README.md: its examples run, its commands are there, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+
+import pd_cache
+from launch.cli import main
+from pd_cache import CacheEngineBuilder, LoadStoreOp
+from tests.support.engines import BLOCK, CHUNK
+from tests.support.kv import make_cache
+from tests.support.pool import Pool
+from tests.support.server import Engine, served
+from tests.support.waiting import wait_for
+from tests.test_architecture import ROOT
+
+README = (ROOT / "README.md").read_text()
+PAGES = sorted(chain(ROOT.glob("*.md"), ROOT.glob("docs/*.md"), ROOT.glob("examples/*.md")))
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def example(using: str, replacements: dict[str, str]) -> str:
+    """The one block of Python that has `using` in it, with what this machine lacks replaced."""
+    (code,) = [block for block in blocks("python") if using in block]
+    for written, wanted in replacements.items():
+        assert written in code
+        code = code.replace(written, wanted)
+    return code
+
+
+def run(code: str, given: dict[str, Any]) -> dict[str, Any]:
+    names = dict(given)
+    exec(compile(code, "README.md", "exec"), names)  # noqa: S102 - our own page
+    return names
+
+
+def test_the_engine_of_the_example_finds_what_it_has_stored(pool: Pool) -> None:
+    code = example("CacheEngineBuilder", {"10.0.0.1:50051": pool.address, "my-model@3f2a": "readme"})
+    tokens = list(range(1000))
+    given = {
+        "kv_caches": make_cache(blocks=64, block_size=16),
+        "tokens": tokens,
+        "slot_mapping": torch.arange(len(tokens)),
+    }
+    try:
+        first = run(code, given)
+        assert first["found"] == 0
+        assert not first["mask"].any()
+        first["cache"].wait_available(60)
+        wait_for(
+            lambda: int(run(code, given)["mask"].sum()) == 768, what="three chunks of 256 tokens stored and loaded"
+        )
+    finally:
+        CacheEngineBuilder.destroy("engine-0")
+
+
+def test_the_adapters_of_the_example_find_and_load_what_an_engine_stored(pool: Pool, tmp_path: Path) -> None:
+    tokens, blocks_of = list(range(8 * CHUNK)), 8 * CHUNK // BLOCK
+    with served(pool, tmp_path) as server, Engine(server.url, "readme") as engine:
+        engine.compute(tokens)
+        engine.worker.submit_store_request("r0", LoadStoreOp(list(range(blocks_of)), tokens, end=len(tokens)))
+        wait_for(lambda: engine.worker.get_finished({"r0"})[0] == {"r0"}, what="stored")
+        code = example(
+            "SchedulerAdapter",
+            {
+                "ipc:///run/pd-cache.sock": server.url,
+                "my-model@3f2a": "readme",
+                "16\n": f"{BLOCK}\n",
+                "16)": f"{BLOCK})",
+            },
+        )
+        given = {
+            "tokens": tokens,
+            "kv_caches": {str(layer): tensor for layer, tensor in enumerate(make_cache(blocks=64, block_size=BLOCK))},
+            "block_ids": list(range(blocks_of)),
+            "finished_requests": set(),
+        }
+        names = run(code, given)
+        try:
+            assert names["found"] == len(tokens)
+            wait_for(lambda: names["worker"].get_finished(set())[1] == {"r1"} or names["loaded"], what="loaded")
+            assert not names["worker"].get_block_ids_with_load_errors()
+        finally:
+            names["worker"].shutdown()
+            names["scheduler"].shutdown()
+
+
+def test_commands_are_there() -> None:
+    for line in re.findall(r"^pd-cache (.*)$", "".join(blocks("sh")), re.MULTILINE):
+        command: click.Command = main
+        for word in line.split():
+            if not isinstance(command, click.Group):
+                break
+            assert word in command.commands, line
+            command = command.commands[word]
+
+
+def test_the_wheel_to_install_is_the_one_that_is_built() -> None:
+    assert f"'dist/pd_cache-{pd_cache.__version__}-py3-none-any.whl[cpu,reference]'" in README
+
+
+def test_every_bench_and_every_file_to_start_from_is_listed() -> None:
+    (bench,) = [parameter for parameter in main.commands["bench"].params if parameter.name == "name"]
+    assert isinstance(bench.type, click.Choice)
+    assert re.findall(r"^pd-cache bench (\w+)", README, re.MULTILINE) == list(bench.type.choices)
+    assert set(re.findall(r"\(configs/(.*?)\.yaml\)", README)) == {file.stem for file in (ROOT / "configs").iterdir()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        assert link.startswith("https://") or (page.parent / link).exists(), link

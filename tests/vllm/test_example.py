@@ -1,0 +1,41 @@
+"""`examples/vllm_offline.py`, run twice as `examples/README.md` says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.pool import ROOT, Pool
+from tests.vllm.servers import ENV
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+PATIENT = {
+    "transfer": {"staging_size": "32MiB", "timeouts": {"exist_ms": 10_000, "get_ms": 10_000, "put_ms": 10_000}},
+    "connector": {"lookup_timeout_ms": 10_000, "load_timeout_ms": 60_000},
+}
+"""Deadlines that no machine is too busy for."""
+
+
+def run(model: Path, file: Path) -> list[str]:
+    """The lines that the example prints itself."""
+    command = [sys.executable, str(ROOT / "examples" / "vllm_offline.py"), str(model), str(file)]
+    done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [line for line in done.stdout.splitlines() if line.startswith(("tokens: ", "cached: "))]
+
+
+def test_the_second_process_takes_the_prompt_from_the_pool(model: Path, vllm_pool: Pool, tmp_path: Path) -> None:
+    nodes = yaml.safe_load(vllm_pool.file.read_text())["nodes"]
+    file = tmp_path / "pool.yaml"
+    file.write_text(yaml.safe_dump({**PATIENT, "nodes": nodes}))
+    tokens, cached = run(model, file)
+    assert cached.startswith("cached: 0 of ")
+    again, found = run(model, file)
+    assert again == tokens
+    assert found.startswith("cached: 512 of "), "two chunks of 256"
