@@ -39,7 +39,7 @@ HOMES = {
     "torch.cuda": ("pd_cache/paged/cuda.py", "pd_cache/server/sharing.py"),
     "vllm": ("pd_cache/vllm/",),
     "huggingface_hub": ("pd_cache/vllm/model.py",),
-    "transformers": ("launch/engines/reference/",),
+    "transformers": ("launch/engines/reference/huggingface.py", "launch/engines/reference/tokenizer.py"),
     "aiohttp": ("launch/proxy/", "launch/engines/reference/"),
     # what others wrote is decoded with one error; the reference engine refuses NaN, the demo reads its own model's file
     "msgspec.json.decode": ("pd_cache/decoding.py",),
@@ -145,6 +145,11 @@ def test_no_module_reads_the_environment_when_it_is_imported(file: Path) -> None
         ("pd_cache.config", ("torch", "mooncake")),
         ("transfer", ("torch", "mooncake")),
         ("launch.cli", ("torch", "mooncake", "aiohttp", "transformers")),
+        ("launch.roles", ("torch", "mooncake", "aiohttp", "transformers", "grpc", "zmq", "prometheus_client", "rich")),
+        ("launch.status", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
+        ("launch.doctor", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
+        ("launch.proxy.app", ("torch", "mooncake", "transformers", "grpc", "rich")),
+        ("launch.engines.reference", ("mooncake", "transformers", "grpc", "rich")),
         ("pd_cache.engine", ("mooncake", "triton")),
     ],
 )
