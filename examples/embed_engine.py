@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from pd_cache import CacheEngineBuilder, CacheMetadata, KVLayout, NodeSettings
+from pd_cache import CacheEngineBuilder, CacheMetadata, KVLayout, NodeSettings, PromptCache
 
 LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM = 4, 128, 16, 8, 64
 PROMPT = list(range(1000))  # token ids: three chunks of 256, and 232 that are no whole chunk
@@ -29,9 +29,12 @@ try:
     decode = CacheEngineBuilder.get_or_create("decode", settings, metadata, layout)
     prefill.wait_available(timeout=30)  # an engine that serves need not wait: without its pool, everything is a miss
     decode.wait_available(timeout=30)
-    stored = prefill.store(PROMPT, kv_caches=prefill_kv, slot_mapping=prefill_slots, timeout=30)  # seconds, all in all
-    found = decode.lookup(PROMPT, timeout=30)
-    loaded = decode.retrieve(PROMPT, kv_caches=decode_kv, slot_mapping=decode_slots, timeout=30)
+    stored = PromptCache(prefill).store(
+        PROMPT, kv_caches=prefill_kv, slot_mapping=prefill_slots, timeout=30
+    )  # seconds, all in all
+    prompts = PromptCache(decode)
+    found = prompts.lookup(PROMPT, timeout=30)
+    loaded = prompts.retrieve(PROMPT, kv_caches=decode_kv, slot_mapping=decode_slots, timeout=30)
 finally:
     CacheEngineBuilder.destroy("prefill")
     CacheEngineBuilder.destroy("decode")

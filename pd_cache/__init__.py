@@ -9,20 +9,27 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pd_cache.blocks import BlockCache, Slots, StoreOutcome
+    from pd_cache.client.cache import ServerCache
+    from pd_cache.client.identity import EngineIdentity
+    from pd_cache.client.lookup import RpcLookupClient, ServerLookupClient
+    from pd_cache.client.scheduler_adapter import SchedulerAdapter
+    from pd_cache.client.worker_adapter import LoadStoreOp, WorkerAdapter
     from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier, NodeSettings
     from pd_cache.engine import CacheEngine, CacheEngineBuilder
     from pd_cache.errors import ConfigError, LayoutError, PdCacheError
     from pd_cache.layout import KVLayout, PageKind
-    from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient, RpcLookupClient, RpcLookupServer
+    from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
     from pd_cache.metrics import CacheMetrics
-    from pd_cache.server.scheduler_adapter import SchedulerAdapter
-    from pd_cache.server.worker_adapter import LoadStoreOp, WorkerAdapter
+    from pd_cache.prompts import PromptCache
+    from pd_cache.server.lookup_server import RpcLookupServer
     from pd_cache.tokens import CacheMetadata
     from transfer import PoolUnavailableError, TransferSettings
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockCache",
     "BypassLookupClient",
     "CacheConfig",
     "CacheEngine",
@@ -31,6 +38,7 @@ __all__ = [
     "CacheMetrics",
     "ConfigError",
     "DiskTier",
+    "EngineIdentity",
     "KVLayout",
     "LayoutError",
     "LoadStoreOp",
@@ -42,30 +50,68 @@ __all__ = [
     "PageKind",
     "PdCacheError",
     "PoolUnavailableError",
+    "PromptCache",
     "RpcLookupClient",
     "RpcLookupServer",
     "SchedulerAdapter",
+    "ServerCache",
+    "ServerLookupClient",
+    "Slots",
+    "StoreOutcome",
     "TransferSettings",
     "WorkerAdapter",
 ]
 
 _MODULES = {
-    "pd_cache.config": ("CacheConfig", "DiskTier", "LocalTier", "MooncakeTier", "NodeSettings"),
-    "pd_cache.engine": ("CacheEngine", "CacheEngineBuilder"),
-    "pd_cache.errors": ("ConfigError", "LayoutError", "PdCacheError"),
-    "pd_cache.layout": ("KVLayout", "PageKind"),
+    "pd_cache.blocks": (
+        "BlockCache",
+        "Slots",
+        "StoreOutcome",
+    ),
+    "pd_cache.client.cache": ("ServerCache",),
+    "pd_cache.client.identity": ("EngineIdentity",),
+    "pd_cache.client.lookup": (
+        "RpcLookupClient",
+        "ServerLookupClient",
+    ),
+    "pd_cache.client.scheduler_adapter": ("SchedulerAdapter",),
+    "pd_cache.client.worker_adapter": (
+        "LoadStoreOp",
+        "WorkerAdapter",
+    ),
+    "pd_cache.config": (
+        "CacheConfig",
+        "DiskTier",
+        "LocalTier",
+        "MooncakeTier",
+        "NodeSettings",
+    ),
+    "pd_cache.engine": (
+        "CacheEngine",
+        "CacheEngineBuilder",
+    ),
+    "pd_cache.errors": (
+        "ConfigError",
+        "LayoutError",
+        "PdCacheError",
+    ),
+    "pd_cache.layout": (
+        "KVLayout",
+        "PageKind",
+    ),
     "pd_cache.lookup": (
         "BypassLookupClient",
         "LookupClient",
         "MooncakeLookupClient",
-        "RpcLookupClient",
-        "RpcLookupServer",
     ),
     "pd_cache.metrics": ("CacheMetrics",),
-    "pd_cache.server.scheduler_adapter": ("SchedulerAdapter",),
-    "pd_cache.server.worker_adapter": ("LoadStoreOp", "WorkerAdapter"),
+    "pd_cache.prompts": ("PromptCache",),
+    "pd_cache.server.lookup_server": ("RpcLookupServer",),
     "pd_cache.tokens": ("CacheMetadata",),
-    "transfer": ("PoolUnavailableError", "TransferSettings"),
+    "transfer": (
+        "PoolUnavailableError",
+        "TransferSettings",
+    ),
 }
 """The imports above, at run time; a test holds the two together."""
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -72,7 +73,7 @@ HOMES = {
     "torch.cuda": ("pd_cache/paged/cuda.py", "pd_cache/wire/sharing.py"),
     "vllm": ("pd_cache/vllm/",),
     "huggingface_hub": ("pd_cache/vllm/model.py",),
-    "transformers": ("launch/engines/reference/",),
+    "transformers": ("launch/engines/reference/huggingface.py", "launch/engines/reference/tokenizer.py"),
     "aiohttp": ("launch/proxy/", "launch/engines/reference/"),
     # what others wrote is decoded with one error; the reference engine refuses NaN, the demo reads its own model's file
     "msgspec.json.decode": ("pd_cache/decoding.py",),
@@ -94,8 +95,13 @@ HOMES = {
 _BY_ATTRIBUTE = ("torch.cuda", *(name for name in HOMES if name.startswith(("json.", "msgspec."))))
 
 
-def imported(file: Path) -> Iterator[str]:
+@functools.cache
+def imported(file: Path) -> tuple[str, ...]:
     """Dotted names that a file imports, also inside functions; some by attribute, too."""
+    return tuple(_imported(file))
+
+
+def _imported(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -182,6 +188,11 @@ def test_no_module_reads_the_environment_when_it_is_imported(file: Path) -> None
         ("pd_cache.cluster", ("torch", "mooncake", "zmq")),
         ("transfer", ("torch", "mooncake")),
         ("launch.cli", ("torch", "mooncake", "aiohttp", "transformers")),
+        ("launch.roles", ("torch", "mooncake", "aiohttp", "transformers", "grpc", "zmq", "prometheus_client", "rich")),
+        ("launch.status", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
+        ("launch.doctor", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
+        ("launch.proxy.app", ("torch", "mooncake", "transformers", "grpc", "rich")),
+        ("launch.engines.reference", ("mooncake", "transformers", "grpc", "rich")),
         ("pd_cache.engine", ("mooncake", "triton", "zmq", "yaml", "aiohttp", "pd_cache.cluster")),
         ("pd_cache.vllm.scheduler", ("vllm", "mooncake")),
         ("pd_cache.vllm.worker", ("vllm", "mooncake", "zmq")),

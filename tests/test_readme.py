@@ -51,6 +51,8 @@ def test_the_engine_of_the_example_finds_what_it_has_stored(pool: Pool) -> None:
         "kv_caches": make_cache(blocks=64, block_size=16),
         "tokens": tokens,
         "slot_mapping": torch.arange(len(tokens)),
+        "blocks": list(range(48)),
+        "per_chunk": 16,
     }
     try:
         first = run(code, given)
@@ -75,8 +77,7 @@ def test_the_adapters_of_the_example_find_and_load_what_an_engine_stored(pool: P
             {
                 "ipc:///run/pd-cache.sock": server.url,
                 "my-model@3f2a": "readme",
-                "16\n": f"{BLOCK}\n",
-                "16)": f"{BLOCK})",
+                "block_size=16)": f"block_size={BLOCK})",
             },
         )
         given = {

@@ -109,6 +109,12 @@ class _Loader(yaml.SafeLoader):
         self._depth = 0
         self._composed = 0
 
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        """Refuses a bracket too many where it is read: the scanner looks 1024 characters ahead, and for each of them at every level."""
+        if self.flow_level >= DEEPEST:
+            raise _OutOfBounds(f"is nested more than {DEEPEST} levels deep", self.get_mark())
+        super().fetch_flow_collection_start(token)
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "tag", None) is not None:

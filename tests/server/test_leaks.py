@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def serve(engine: Engine, requests: int) -> None:
         request = f"request-{index}"
         engine.scheduler.maybe_submit_lookup_request(request, token_ids=TOKENS)
         while engine.scheduler.check_lookup_result(request) is None:
-            pass
+            time.sleep(0.0001)  # to spin would take a core from the server
         engine.scheduler.cleanup_lookup_result(request)
         if index % 10:
             engine.scheduler.end_session(request)

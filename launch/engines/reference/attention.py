@@ -1,6 +1,6 @@
 """Attention over pages: the one place where the engine's KV lies, and the function that makes a model read it.
 
-A model of transformers calls `paged_attention` in each layer. It writes the step's new keys and values into the pages and
+A model calls `paged_attention` in each layer. It writes the step's new keys and values into the pages and
 then reads the keys and values of each request's whole context back from them, through the request's block table. Nothing
 else keeps KV, so what the cache loads into a page is what the model attends to.
 
@@ -17,16 +17,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.nn import functional
 
-from launch.engines.reference.errors import UnsupportedModelError
 from pd_cache.layout import KVLayout, PageKind
-
-ATTENTION_NAME = "pd_cache_paged"
-"""The name under which transformers knows `paged_attention`."""
 
 ROW_QUANTUM = 16
 CONTEXT_QUANTUM = 256
@@ -133,26 +128,23 @@ def attending(step: PagedStep) -> Iterator[None]:
         _current_step.reset(token)
 
 
-def paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: `query [1, heads, rows, head_dim]`, `key` and `value` `[1, kv_heads, ...]`.
-
-    Returns `[1, rows, heads, head_dim]`. UnsupportedModelError for a variant of attention that pages cannot serve.
-    """
+def current_step() -> PagedStep:
+    """The step that `attending` began in this thread."""
     step = _current_step.get()
     if step is None:
         raise RuntimeError("paged attention was called outside of a step")
+    return step
+
+
+def paged_attention(
+    layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Attention of one layer in the current step: `query [1, heads, rows, head_dim]`, `key` and `value` `[1, kv_heads, ...]`.
+
+    Returns `[1, rows, heads, head_dim]`.
+    """
+    step = current_step()
     kv = step.kv
-    layer = getattr(module, "layer_idx", None)
-    _refuse_variants(step, module, key, value, attention_mask, kwargs)
-    assert isinstance(layer, int)
     step.layers_seen.add(layer)
     rows = step.slots.numel()
     kv.write(layer, step.slots, key[0, :, :rows].transpose(0, 1), value[0, :, :rows].transpose(0, 1))
@@ -161,7 +153,7 @@ def paged_attention(
     for index, segment in enumerate(step.segments):
         stop = segment.start + segment.rows
         out[0, segment.start : stop] = _attend(step, index, query[0, :, segment.start : stop], layer, scaling)
-    return out, None
+    return out
 
 
 def _attend(step: PagedStep, index: int, query: torch.Tensor, layer: int, scaling: float | None) -> torch.Tensor:
@@ -189,36 +181,3 @@ def _causal_mask(segment: Segment, rows: int, context: int, dtype: torch.dtype) 
     positions = (segment.position + torch.arange(rows)).clamp(max=segment.context - 1)
     mask = torch.zeros(rows, context, dtype=dtype)
     return mask.masked_fill_(torch.arange(context) > positions.unsqueeze(1), float("-inf"))
-
-
-_CHANGES_ATTENTION = ("softcap", "s_aux", "position_bias", "head_mask", "block_mask")
-
-
-def _refuse_variants(
-    step: PagedStep,
-    module: torch.nn.Module,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    kwargs: dict[str, Any],
-) -> None:
-    kv = step.kv
-    if not isinstance(getattr(module, "layer_idx", None), int):
-        raise UnsupportedModelError("its attention modules do not say which layer they are")
-    rows = key.shape[2]
-    expected = (1, kv.kv_heads, rows, kv.head_dim)
-    if tuple(key.shape) != expected or tuple(value.shape) != expected:
-        raise UnsupportedModelError(
-            f"its attention makes keys {list(key.shape)} and values {list(value.shape)}, not {list(expected)} "
-            "(latent attention, or heads that differ by layer)"
-        )
-    if attention_mask is not None:
-        raise UnsupportedModelError("it brings a mask of its own to attention")
-    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise UnsupportedModelError("its attention is not causal")
-    window = kwargs.get("sliding_window")
-    if window is not None and window < step.max_context:
-        raise UnsupportedModelError(f"it attends to a sliding window of {window} tokens only")
-    for name in _CHANGES_ATTENTION:
-        if kwargs.get(name) is not None:
-            raise UnsupportedModelError(f"its attention uses {name}")

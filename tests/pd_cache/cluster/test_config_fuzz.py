@@ -108,6 +108,9 @@ def merge_bomb(levels: int) -> str:
         (merge_bomb(9), r"c\.yaml:\d+: its aliases stand for more than"),
         ("[" * 2000, f"c.yaml:1: is nested more than {DEEPEST} levels deep"),
         ("x: " + "[" * 100_000, f"c.yaml:1: is nested more than {DEEPEST} levels deep"),
+        # a scanner that read on would find what no token starts with first; each bracket would cost it a look at all before
+        ("[" * (DEEPEST + 1) + "@", f"c.yaml:1: is nested more than {DEEPEST} levels deep"),
+        ("[" * DEEPEST + "@", "c.yaml:1: is not valid YAML: found character '@' that cannot start any token"),
         ("- " * 2000, f"c.yaml:1: is nested more than {DEEPEST} levels deep"),
         ("{a: " * 2000, f"c.yaml:1: is nested more than {DEEPEST} levels deep"),
         ("\n".join(f"k{n}: 1" for n in range(MOST_NODES)), "has more than 20000 keys and values"),

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 from launch.engines.reference import GenerationRequest, ReferenceEngine, load_model
+from launch.engines.reference.model import StepPart
 from pd_cache.cluster import HandoffConfig, ModelConfig, RandomModel, ReferenceEngineConfig
 from tests.support.waiting import PATIENCE_S, wait_for
-
-disable_progress_bar()  # each bar of a model that is saved or loaded would start a thread that stays
 
 TINY = RandomModel(vocab_size=300, hidden_size=64, intermediate_size=96, layers=2, heads=4, kv_heads=2)
 
@@ -34,6 +32,19 @@ def request_of(length: int, seed: int = 1, **fields) -> GenerationRequest:
 
 def tokens_of(generation) -> list[int]:
     return [event.token for event in generation]
+
+
+def paged_greedy(paged, prompt, count: int, step: int = 16) -> tuple[list[torch.Tensor], list[int]]:
+    blocks = list(range(40, 8, -1))
+    logits, produced = [], []
+    for start in range(0, len(prompt), step):
+        end = min(start + step, len(prompt))
+        row = paged.step([StepPart(prompt[start:end], start, blocks, end == len(prompt))])
+    for position in range(len(prompt), len(prompt) + count):
+        logits.append(row[0])
+        produced.append(int(row[0].argmax()))
+        row = paged.step([StepPart(produced[-1:], position, blocks, True)])
+    return logits, produced
 
 
 class SlowModel:
