@@ -13,7 +13,7 @@ from aiohttp import web
 from launch.proxy.direct import DirectRule, Pool
 from pd_cache.block_hashes import BlockHasher, describe_hashes
 from pd_cache.lookup import LookupClient
-from pd_cache.tokens import salt_keys
+from pd_cache.tokens import ChunkedTokenDatabase, salt_keys
 from tests.support.proxy import (
     NAMESPACE,
     Behaviour,
@@ -30,17 +30,33 @@ class Lookups(LookupClient):
     """Answers `found`, after `gate` was opened."""
 
     def __init__(self, found: int) -> None:
-        super().__init__()
+        super().__init__(ChunkedTokenDatabase(NAMESPACE))
         self.found = found
         self.gate = threading.Event()
         self.gate.set()
         self.asked: list[tuple[object, object]] = []
         self.closed = False
 
-    def _lookup(self, token_ids: Any, block_hashes: Any, held: int, extra_keys: Any, lookup_id: Any) -> int:
+    @property
+    def available(self) -> bool:
+        return True
+
+    def lookup(
+        self,
+        token_ids: Any = None,
+        lookup_id: str | None = None,
+        request_configs: Any = None,
+        *,
+        block_hashes: Any = None,
+        at_hand: int = 0,
+    ) -> int:
+        extra_keys = (request_configs or {}).get("extra_keys", ())
         self.asked.append((block_hashes if token_ids is None else len(token_ids), extra_keys))
         self.gate.wait(60)
         return self.found
+
+    def _find(self, names: Any, at_hand: int, lookup_id: str) -> int:
+        raise NotImplementedError
 
     def close(self) -> None:
         self.closed = True
@@ -158,6 +174,27 @@ async def test_the_tokens_of_a_text_are_asked_of_a_node() -> None:
         assert asked == [{"prompt": "x" * 5000}, chat]
         assert c.prefill[0].bodies == []
         assert [len(node.bodies) for node in c.decode] == [1, 1], "asking for tokens takes nobody's turn"
+
+
+@scenario
+async def test_both_hops_get_the_tokens_that_the_proxy_was_told() -> None:
+    """No node turns the text into tokens a second time."""
+    async with cluster(direct=rule(Lookups(0))) as c:
+        c.decode[0].tokenize = answers(200, {"tokens": [7] * 1000})
+        async with c.post({"prompt": "x" * 5000, "seed": 3}) as response:
+            assert response.status == 200
+        assert c.prefill[0].bodies[0]["prompt"] == c.decode[0].bodies[0]["prompt"] == [7] * 1000
+        assert c.decode[0].bodies[0]["seed"] == 3
+
+
+@pytest.mark.parametrize("field", [{"echo": True}, {"suffix": "end"}], ids=["echo", "suffix"])
+@scenario
+async def test_a_text_that_the_answer_depends_on_goes_as_it_is(field: dict[str, Any]) -> None:
+    async with cluster(direct=rule(Lookups(0))) as c:
+        c.decode[0].tokenize = answers(200, {"tokens": [7] * 1000})
+        async with c.post({"prompt": "x" * 5000, **field}) as response:
+            assert response.status == 200
+        assert c.prefill[0].bodies[0]["prompt"] == c.decode[0].bodies[0]["prompt"] == "x" * 5000
 
 
 @pytest.mark.parametrize(
