@@ -24,6 +24,7 @@ import msgspec
 
 from bench.lib.about import about, machine
 from bench.lib.fleet import Fleet, FleetOptions, Place, Site, conduct, fleet_options, step
+from bench.lib.kv import size
 from bench.lib.link import link_of
 from bench.lib.pool import bench_transfer, own_master
 from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
@@ -369,14 +370,11 @@ def _ratio(value: float | None, limit: float | None) -> float | None:
     return value / limit if value is not None and limit else None
 
 
-def _size(context: click.Context, option: click.Parameter, text: str) -> ByteSize:
-    try:
-        size = ByteSize.parse(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error), context, option) from None
-    if not 4096 <= size <= 1 << 30:
-        raise click.BadParameter(f"{size}: 4KiB to 1GiB are allowed", context, option)
-    return size
+def _size(context: click.Context, parameter: click.Parameter, text: str) -> ByteSize:
+    parsed = size(context, parameter, text)
+    if not 4096 <= parsed <= 1 << 30:
+        raise click.BadParameter(f"{parsed}: 4KiB to 1GiB are allowed", context, parameter)
+    return parsed
 
 
 @click.command()

@@ -114,6 +114,8 @@ def open_socket(kind: int) -> zmq.Socket[bytes]:
 
 def close_socket(socket: zmq.Socket[bytes]) -> None:
     """Closes it with all sockets of its context, when what was sent has left or two seconds have passed. Idempotent."""
+    if not socket.closed:
+        socket.disable_monitor()  # before what listens to it is closed: libzmq aborts where an event meets a closed listener
     socket.context.destroy(_LINGER_MS)
 
 

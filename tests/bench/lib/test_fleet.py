@@ -36,7 +36,6 @@ from bench.lib.fleet.messages import (
     open_socket,
 )
 from bench.lib.fleet.participant import Link
-from bench.lib.fleet.rendezvous import listen
 from launch.process import end
 from tests.support.echo_bench import Echo
 from tests.support.etcd import Etcd
@@ -212,11 +211,9 @@ def test_with_etcd_a_number_of_participants_is_enough(start: Start, tmp_path: Pa
         folder.mkdir()
         file = cluster(folder, name, name=f"count-{os.getpid()}", discovery=discovery)  # it knows of no other
         machines[name] = start("-c", file, "--node", name, "--nodes", 3)
-    status, out, err = machines["x"].end()
-    assert status == 0, err
-    assert list(json.loads(out)["words"]) == ["x", "y", "z"]
-    for name in ("y", "z"):
-        assert machines[name].end()[0] == 0
+    ended = {name: machine.end() for name, machine in machines.items()}
+    assert [status for status, _, _ in ended.values()] == [0, 0, 0], ended
+    assert list(json.loads(ended["x"][1])["words"]) == ["x", "y", "z"]
     client = etcd.client()
     try:
         prefix = f"/pd-cache/count-{os.getpid()}/"
@@ -321,13 +318,12 @@ def test_strangers_are_refused_and_the_bench_goes_on(start: Start, tmp_path: Pat
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
     """A coordinator in this process, which takes silence of half a second for the end of a participant."""
-    listener = listen("127.0.0.1", 0)
-    listener.setsockopt(zmq.HEARTBEAT_IVL, 100)
-    listener.setsockopt(zmq.HEARTBEAT_TIMEOUT, 500)
-    address = listener.getsockopt_string(zmq.LAST_ENDPOINT)
-    listener.unbind(address)
-    listener.bind(address)  # what was set counts from now on
+    listener = open_socket(zmq.ROUTER)
     try:
+        listener.setsockopt(zmq.HEARTBEAT_IVL, 100)
+        listener.setsockopt(zmq.HEARTBEAT_TIMEOUT, 500)
+        listener.bind("tcp://127.0.0.1:*")
+        address = str(listener.getsockopt_string(zmq.LAST_ENDPOINT))
         yield Fleet(listener, "echo", replace(Place.here(), host=address), frozenset({"a"}))
     finally:
         close_socket(listener)
