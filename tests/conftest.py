@@ -142,9 +142,13 @@ def raw_client(any_pool: Pool) -> Iterator[Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests go first: at the end of a parallel run nobody waits for a worker that began a long one last."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)  # stable: otherwise as collected
+    """Files with slow tests go first, those that take longest before all: at the end of a parallel run nobody waits for a worker
+    that began a long one last, and what mostly waits does so beside what computes."""
+    seconds: dict[Path, float] = {}
+    for item in items:
+        for mark in item.iter_markers("slow"):
+            seconds[item.path] = max(seconds.get(item.path, 0), mark.kwargs.get("seconds", 60))
+    items.sort(key=lambda item: -seconds.get(item.path, 0))  # stable: otherwise as collected
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -192,7 +192,6 @@ def test_no_module_reads_the_environment_when_it_is_imported(file: Path) -> None
         ("launch.status", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
         ("launch.doctor", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
         ("launch.proxy.app", ("torch", "mooncake", "transformers", "grpc", "rich")),
-        ("launch.engines.reference", ("mooncake", "transformers", "grpc", "rich")),
         ("pd_cache.engine", ("mooncake", "triton", "zmq", "yaml", "aiohttp", "pd_cache.cluster")),
         ("pd_cache.vllm.scheduler", ("vllm", "mooncake")),
         ("pd_cache.vllm.worker", ("vllm", "mooncake", "zmq")),
