@@ -30,7 +30,7 @@ _FRESH_S = 1.0
 _SYNC_S = 2.0
 
 
-class Target(msgspec.Struct, frozen=True):
+class PeerAddress(msgspec.Struct, frozen=True):
     """One address to connect to."""
 
     peer: str
@@ -44,7 +44,7 @@ class Target(msgspec.Struct, frozen=True):
 class Reach(msgspec.Struct, frozen=True):
     """The outcome of connecting to a target."""
 
-    target: Target
+    target: PeerAddress
     error: str = ""
     """Why there is no connection; empty if it was made."""
 
@@ -63,7 +63,7 @@ class PeerReport(msgspec.Struct, frozen=True):
 
 def targets_of(
     config: ClusterConfig, view: View, segments: Iterable[Segment] = (), leader: str | None = None
-) -> list[Target]:
+) -> list[PeerAddress]:
     """Returns everything that a node of this cluster may have to connect to over TCP.
 
     `leader`: the name of the leading master, if one of several is elected; the others take no calls.
@@ -76,27 +76,27 @@ def targets_of(
     ]
     hosts = {host_of(record.address) for record in view.nodes} | {node.host for node in config.nodes}
     found += [
-        Target(segment.segment_name, "segment", segment.te_endpoint)
+        PeerAddress(segment.segment_name, "segment", segment.te_endpoint)
         for segment in segments
         if host_of(segment.te_endpoint) in hosts and port_of(segment.te_endpoint)
     ]
     metadata = config.transfer.metadata
     if "://" in metadata:
         port = port_of(metadata) or (443 if metadata.startswith("https") else 80)
-        found.append(Target("metadata server", "metadata", f"{host_of(metadata)}:{port}"))
+        found.append(PeerAddress("metadata server", "metadata", f"{host_of(metadata)}:{port}"))
     if isinstance(config.discovery, EtcdDiscovery):
-        found += [Target("etcd", "discovery", endpoint) for endpoint in config.discovery.endpoints]
+        found += [PeerAddress("etcd", "discovery", endpoint) for endpoint in config.discovery.endpoints]
     return list(dict.fromkeys(found))
 
 
-def _targets_of_node(record: NodeRecord) -> Iterator[Target]:
+def _targets_of_node(record: NodeRecord) -> Iterator[PeerAddress]:
     places = [("metrics", record.metrics)]
     # a store's address is the name of its segment, at which only a `mooncake_client` listens; the master reports the real one
     if record.role != "store" and not record.address.startswith("ipc://"):
         places.insert(0, ("service", record.address))
     for what, address in places:
         if address and host_of(address) and port_of(address):
-            yield Target(record.name, what, f"{host_of(address)}:{port_of(address)}")
+            yield PeerAddress(record.name, what, f"{host_of(address)}:{port_of(address)}")
 
 
 def read_peers(body: bytes) -> PeerReport:
@@ -104,11 +104,11 @@ def read_peers(body: bytes) -> PeerReport:
     return decode_json(body, PeerReport)
 
 
-async def reach(targets: Iterable[Target]) -> list[Reach]:
+async def reach(targets: Iterable[PeerAddress]) -> list[Reach]:
     """Try to connect to each, some at a time; nothing is sent."""
     places = asyncio.Semaphore(_AT_A_TIME)
 
-    async def one(target: Target) -> Reach:
+    async def one(target: PeerAddress) -> Reach:
         host, port = host_of(target.address), port_of(target.address)
         async with places:
             try:
@@ -151,7 +151,7 @@ class PeerChecks:
         finally:
             self._looked_at = time.monotonic()
 
-    def _targets(self) -> list[Target]:
+    def _targets(self) -> list[PeerAddress]:
         with open_directory(self._config) as directory:
             directory.wait_synced(_SYNC_S)
             view = directory.view()

@@ -11,4 +11,8 @@ class LayoutError(PdCacheError, ValueError):
     """KV tensors of a shape, stride or type that pages cannot be moved in and out of."""
 
 
-__all__ = ["ConfigError", "LayoutError", "PdCacheError"]
+class UnsupportedModelError(PdCacheError, ValueError):
+    """A model that an engine cannot serve with a cache; the message names the model and the reason."""
+
+
+__all__ = ["ConfigError", "LayoutError", "PdCacheError", "UnsupportedModelError"]

@@ -18,7 +18,7 @@ import torch
 from pd_cache.backends import PutOutcome, Staged, StorageBackend
 from pd_cache.blocks import StoreOutcome
 from pd_cache.metrics import CacheMetrics
-from pd_cache.paged import ChunkSlots, Completion, PagedCopier
+from pd_cache.paged import ChunkSlots, PagedCopier, PendingCopy
 from pd_cache.tokens import ChunkedTokenDatabase
 from transfer.errors import Status
 from transfer.locks import Condition
@@ -56,12 +56,12 @@ class ChunkRun(NamedTuple):
         shards = len(self.copiers)
         return ChunkRun(self.keys[first * shards : end * shards], self.chunks[first:end], self.copiers)
 
-    def gather(self, index: int, payload: torch.Tensor) -> Completion:
+    def gather(self, index: int, payload: torch.Tensor) -> PendingCopy:
         """Begin to copy the tokens of the object with the key of this index into `payload`."""
         chunk, shard = divmod(index, len(self.copiers))
         return self.copiers[shard].gather(self.chunks[chunk], payload)
 
-    def scatter(self, index: int, payload: torch.Tensor) -> Completion:
+    def scatter(self, index: int, payload: torch.Tensor) -> PendingCopy:
         """Begin to copy the object with the key of this index to where its tokens belong."""
         chunk, shard = divmod(index, len(self.copiers))
         return self.copiers[shard].scatter(self.chunks[chunk], payload)
@@ -195,7 +195,7 @@ class ChunkMover:
         as its bytes are there, so that any later change of the memory is detected.
         """
         staged: list[Staged] = []
-        copies: list[Completion] = []
+        copies: list[PendingCopy] = []
         try:
             for index in indices:
                 memory = self.backend.stage(timeout=0.0 if staged else deadline.left())

@@ -57,7 +57,7 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     close_ms: Milliseconds = 5_000
 
 
-class Breaker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BreakerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When the pool counts as down: calls then answer at once, and one probe per interval finds it back."""
 
     failures: Positive = 3
@@ -102,7 +102,7 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Transfer calls in flight at once, in each direction. One saturates TCP; give RDMA 2 to 4."""
     timeouts: Timeouts = Timeouts()
-    breaker: Breaker = Breaker()
+    breaker: BreakerSettings = BreakerSettings()
 
     def __post_init__(self) -> None:
         if self.metadata != "P2PHANDSHAKE" and not self.metadata.startswith(("http://", "https://", "etcd://")):

@@ -55,13 +55,13 @@ def _madvise(address: int, nbytes: int, advice: int) -> int:
     return int(madvise(address, nbytes, advice))
 
 
-class Memory(Protocol):
+class RegistersMemory(Protocol):
     """Registers memory for transfers; negative ints are codes."""
 
     def register_buffer(self, address: int, size: int) -> int: ...
 
 
-class Registrar(Memory, Protocol):
+class Registrar(RegistersMemory, Protocol):
     """The methods of a Mooncake client that staging memory needs; negative ints are codes."""
 
     def unregister_buffer(self, address: int) -> int: ...
@@ -131,7 +131,7 @@ class Slot:
         """Note that the slot does not wait for a peer any more, so that its quota has room for another. Idempotent."""
         self._pool._settle(self)
 
-    def forfeit(self, client: Memory) -> None:
+    def forfeit(self, client: RegistersMemory) -> None:
         """Does `StagingPool.forfeit` for this slot."""
         self._pool.forfeit([self], client)
 
@@ -258,7 +258,7 @@ class StagingPool:
         """Returns a slot if one is free now, beyond the headroom."""
         return self.lease(0.0, quota)
 
-    def forfeit(self, slots: Sequence[Slot], client: Memory) -> None:
+    def forfeit(self, slots: Sequence[Slot], client: RegistersMemory) -> None:
         """Never hand out the memory of these leased slots again, because a transfer that was given up may still use it.
 
         Other memory takes its place, as long as less than `_FORFEITS` times the pool's size was given up; after that the pool

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from bench.lib.trace import BLOCK_TOKENS, Request
 
 
-class BlockCache(Protocol):
+class SimulatedCache(Protocol):
     """A cache in simulation."""
 
     def use(self, blocks: Sequence[int]) -> int:
@@ -70,7 +70,7 @@ def _leading(blocks: Sequence[B], held: Container[B]) -> int:
     return found
 
 
-def hit_rate(requests: Iterable[Request], cache: BlockCache) -> float:
+def hit_rate(requests: Iterable[Request], cache: SimulatedCache) -> float:
     """Of a trace, from 0 to 1."""
     hit = total = 0
     for request in requests:

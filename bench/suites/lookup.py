@@ -143,7 +143,7 @@ class Asked(msgspec.Struct, frozen=True):
     latencies: Histogram
 
 
-class LookupClient(Site):
+class TimedLookups(Site):
     """One client, in a process of its own."""
 
     def __init__(self, place: Place) -> None:
@@ -217,7 +217,7 @@ class LookupSite(Site):
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
-        self._crew = Crew(LookupClient, place)
+        self._crew = Crew(TimedLookups, place)
 
     @step
     def grow(self, job: Growing) -> Nothing:
@@ -225,14 +225,14 @@ class LookupSite(Site):
         before = len(self._crew)
         self._crew.grow(job.clients)
         if before < job.clients:
-            self._crew.run(LookupClient.open, job.opening, timeout_s=_OPEN_S + _MARGIN_S, of=range(before, job.clients))
+            self._crew.run(TimedLookups.open, job.opening, timeout_s=_OPEN_S + _MARGIN_S, of=range(before, job.clients))
         return Nothing()
 
     @step
     def ask(self, job: Level) -> Rate:
         """Have them ask, all at the same time."""
         timeout = job.asking.seconds + _MARGIN_S
-        asked = self._crew.run(LookupClient.ask, job.asking, timeout_s=timeout, of=range(job.clients))
+        asked = self._crew.run(TimedLookups.ask, job.asking, timeout_s=timeout, of=range(job.clients))
         rate = sum(one.latencies.count / one.seconds for one in asked)
         return Rate(rate, Histogram.of(one.latencies for one in asked))
 

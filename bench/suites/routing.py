@@ -22,7 +22,7 @@ import click
 from bench.lib.report import Check, finish, option, output_options, progress
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, read_trace
-from launch.proxy.prefixes import PrefixIndex, Prompt
+from launch.proxy.prefixes import PrefixIndex, RoutedPrompt
 from launch.proxy.routing import NodePool, Policy, Target
 
 _POLICIES: tuple[Policy, ...] = ("round_robin", "least_loaded", "prefix_aware")
@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
 
 class _Waiting(NamedTuple):
     arrived: float
-    prompt: Prompt
+    prompt: RoutedPrompt
     done: ExitStack
     """Tells the router that the node is through with it."""
 
@@ -83,7 +83,7 @@ def simulate(requests: Iterable[Request], policy: Policy, nodes: int, cache_toke
     for request in requests:
         now = request.timestamp / 1000
         finish_until(now)
-        prompt = Prompt(request.input_length, request.hash_ids, BLOCK_TOKENS)
+        prompt = RoutedPrompt(request.input_length, request.hash_ids, BLOCK_TOKENS)
         url = pool.pick(now, prompt)
         assert url is not None
         done = ExitStack()

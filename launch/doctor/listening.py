@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from launch.doctor.finding import Finding, ok, skipped, warning
-from launch.reachability import Reach, Target, reach
+from launch.reachability import PeerAddress, Reach, reach
 from pd_cache.cluster import Node
 
 _CHECK = "network.listening"
@@ -32,7 +32,7 @@ def listening_findings(nodes: Iterable[Node], root: Path = Path("/")) -> Iterato
     written = {address for node in nodes if (address := _resolved(node.host)) is not None}
     others = sorted(own_addresses(root) - written)[:_MOST_ADDRESSES]
     targets = [
-        Target("mooncake", "segment", f"[{other}]:{port}" if ":" in other else f"{other}:{port}")
+        PeerAddress("mooncake", "segment", f"[{other}]:{port}" if ":" in other else f"{other}:{port}")
         for other in others
         for port in sorted(ports)[:_MOST_PORTS]
     ]

@@ -11,7 +11,7 @@ from launch.access import NOBODY, Access
 from launch.asking import fetch
 from launch.doctor.finding import Finding, broken, ok, skipped
 from launch.masters import Segment
-from launch.reachability import PeerReport, Reach, Target, reach, read_peers
+from launch.reachability import PeerAddress, PeerReport, Reach, reach, read_peers
 from launch.status import NodeStatus
 from pd_cache.cluster import Node
 from pd_cache.cluster.addresses import host_of, is_bindable, ports_of
@@ -55,7 +55,7 @@ def reach_findings(reached: Sequence[Reach]) -> Iterator[Finding]:
             yield broken(check, found, one.target.peer, why=_WHY_HERE, repair=_open(one.target))
 
 
-def reach_from_here(targets: Iterable[Target]) -> list[Reach]:
+def reach_from_here(targets: Iterable[PeerAddress]) -> list[Reach]:
     """Connects to each target."""
     return asyncio.run(reach(targets))
 
@@ -135,7 +135,7 @@ def _only_here(host: str) -> bool:
     return address.is_loopback or address.is_unspecified
 
 
-def _named(target: Target) -> str:
+def _named(target: PeerAddress) -> str:
     return (
         f"{target.what} of {target.peer} at {target.address}"
         if target.what != "segment"
@@ -143,7 +143,7 @@ def _named(target: Target) -> str:
     )
 
 
-def _open(target: Target) -> str:
+def _open(target: PeerAddress) -> str:
     host, _, port = target.address.rpartition(":")
     if target.what == "segment":
         return f"let {port}/tcp through the firewall of {host}; {MOONCAKE_PORTS}"

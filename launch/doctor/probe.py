@@ -22,7 +22,7 @@ from pd_cache.cluster import ClusterConfig, MasterNode
 from pd_cache.cluster.memory import shown_bytes
 from transfer import ByteSize, MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
 from transfer.errors import TransferError
-from transfer.settings import Breaker, Placement, Timeouts
+from transfer.settings import BreakerSettings, Placement, Timeouts
 
 PREFIX = "pdc1/doctor"
 _OBJECT = 4 << 20
@@ -96,7 +96,7 @@ def _open(config: ClusterConfig, host: str) -> tuple[MooncakeStore, StagingPool]
         staging_size=ByteSize(_OBJECT * _OBJECTS),
         prefault=True,
         timeouts=Timeouts(exist_ms=2000, get_ms=deadline, put_ms=deadline, close_ms=1000),
-        breaker=Breaker(failures=1_000_000),  # one segment's failure says nothing about the next
+        breaker=BreakerSettings(failures=1_000_000),  # one segment's failure says nothing about the next
     )
     store = MooncakeStore(settings, master=config.master_address, host=host, segment_size=0)
     try:

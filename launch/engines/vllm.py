@@ -16,7 +16,7 @@ from pd_cache.cluster import (
     PrefillNode,
     VllmEngineConfig,
 )
-from pd_cache.vllm.health import NAMESPACE_FILE, TellNamespace
+from pd_cache.vllm.namespace_file import NAMESPACE_FILE, TellNamespace
 
 
 def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path, namespace_file: Path) -> list[str]:

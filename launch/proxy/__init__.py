@@ -16,6 +16,6 @@ request says). `edge` answers whatever happens, `requests` takes a request from 
 `bodies` reads it, `completions` takes it over the two hops, `models` lists models, `delivery` ends it. `overview` reports on the proxy. `hops` talks to nodes, `health` checks them, `app` holds it all together.
 """
 
-from launch.proxy.app import Proxy
+from launch.proxy.proxy import Proxy
 
 __all__ = ["Proxy"]

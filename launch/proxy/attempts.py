@@ -12,7 +12,7 @@ have answered nobody for a while do not count here: a broken group of prefill no
 from __future__ import annotations
 
 from launch.proxy.budget import RetryBudget
-from launch.proxy.prefixes import Prompt
+from launch.proxy.prefixes import RoutedPrompt
 from launch.proxy.routing import NO_PROMPT, NodePool, Reason
 
 _MOST = 2
@@ -36,7 +36,9 @@ class Trial:
 class Attempts:
     """One request's way through a pool: each node at most once."""
 
-    def __init__(self, pool: NodePool, trial: Trial, prompt: Prompt = NO_PROMPT, model: str | None = None) -> None:
+    def __init__(
+        self, pool: NodePool, trial: Trial, prompt: RoutedPrompt = NO_PROMPT, model: str | None = None
+    ) -> None:
         self._pool = pool
         self._trial = trial
         self._prompt = prompt

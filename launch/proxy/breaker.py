@@ -7,7 +7,7 @@ from enum import Enum
 _FIRST_SKIP_S, _LAST_SKIP_S = 1.0, 10.0
 
 
-class Fault(Enum):
+class Blame(Enum):
     """How bad a failed request looks for its node."""
 
     UNREACHABLE = "unreachable"
@@ -16,7 +16,7 @@ class Fault(Enum):
     """It failed this request, which may be the request's fault: it is skipped after several in a row."""
 
 
-class Breaker:
+class NodeBreaker:
     """Skips a node for 1, 2, 4 … 10 s; then one request a second is let through, until one is answered."""
 
     def __init__(self, failures: int) -> None:
@@ -49,14 +49,14 @@ class Breaker:
         self._skip_until = 0.0
         self._on_trial = self.unreachable = False
 
-    def failed(self, fault: Fault, now: float) -> None:
+    def failed(self, fault: Blame, now: float) -> None:
         """Note a failure."""
         self._failures += 1
-        if fault is not Fault.UNREACHABLE and self._failures < self._limit:
+        if fault is not Blame.UNREACHABLE and self._failures < self._limit:
             return
         if now < self._skip_until and not self._on_trial:
             return  # requests that fail together count once
         self._on_trial = False
-        self.unreachable = fault is Fault.UNREACHABLE
+        self.unreachable = fault is Blame.UNREACHABLE
         self._opened += 1
         self._skip_until = now + min(_LAST_SKIP_S, _FIRST_SKIP_S * 2.0 ** min(self._opened - 1, 8))

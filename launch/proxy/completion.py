@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from launch.proxy.answers import ApiError
-from launch.proxy.prefixes import Prompt, is_token_ids, read_prompt
+from launch.proxy.prefixes import RoutedPrompt, is_token_ids, read_prompt
 from pd_cache.decoding import UndecodableError, decode_json
 
 _TRANSFER = "kv_transfer_params"
@@ -46,7 +46,7 @@ _NOT_FOR_PREFILL = ("stream_options", "min_tokens")
 """Fields that contradict `stream: false` and `max_tokens: 1`; nodes refuse them together with those."""
 
 
-class Handoff(msgspec.Struct, frozen=True):
+class HandedOver(msgspec.Struct, frozen=True):
     """The part of a prefill node's answer that the decode node gets."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
@@ -98,7 +98,7 @@ class Completion:
                 400, f"`{name}` must be an integer of at least 0, not {shown}", param=name, code="invalid_value"
             )
 
-    def prompt(self) -> Prompt:
+    def prompt(self) -> RoutedPrompt:
         """What routing needs to know of the prompt."""
         return read_prompt(self._prompt, b"\0".join(bytes(self._fields.get(name, b"")) for name in _ISOLATION))
 
@@ -152,7 +152,7 @@ class Completion:
         fields |= {"max_tokens": _ONE, "stream": msgspec.Raw(b"false"), _TRANSFER: _REMOTE_DECODE}
         return msgspec.json.encode(fields)
 
-    def for_decode(self, handoff: Handoff | None) -> bytes:
+    def for_decode(self, handoff: HandedOver | None) -> bytes:
         """Returns the client's body, with what the prefill node handed over."""
         return msgspec.json.encode({**self._fields, **({_TRANSFER: handoff.kv_transfer_params} if handoff else {})})
 
@@ -175,6 +175,6 @@ def read_models(answer: bytes) -> list[msgspec.Raw]:
     return decode_json(answer, _Models).data
 
 
-def read_handoff(answer: bytes) -> Handoff:
+def read_handoff(answer: bytes) -> HandedOver:
     """Reads a prefill node's answer. Raises ValueError for anything else."""
-    return decode_json(answer, Handoff)
+    return decode_json(answer, HandedOver)

@@ -13,14 +13,14 @@ from aiohttp import web
 
 from launch.proxy.answers import ApiError, overloaded, passed_on
 from launch.proxy.attempts import Attempts
-from launch.proxy.completion import Completion, Handoff, read_handoff, read_tokens
+from launch.proxy.completion import Completion, HandedOver, read_handoff, read_tokens
 from launch.proxy.direct import DirectRule
 from launch.proxy.exchange import ID_HEADER, ClientGone, Exchange
 from launch.proxy.fleet import Fleet
 from launch.proxy.hops import HopError, Refusal, check_status, client_headers, read_all, read_some, refusal_of
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.nodes import Nodes
-from launch.proxy.prefixes import Prompt
+from launch.proxy.prefixes import RoutedPrompt
 from pd_cache.cluster import LARGEST_BODY
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Completions:
         if not self._pools["decode"].count(exchange.model):
             raise overloaded("No decode node could answer")
         exchange.trial.budget.asked(time.monotonic())
-        handoff: Handoff | None = None
+        handoff: HandedOver | None = None
         why = await self._direct.why(completion, prompt, exchange.id, lambda: self._tokenize(exchange, completion))
         if why is not None:
             result: str = why
@@ -97,7 +97,7 @@ class Completions:
 
     # --- the prefill hop -----------------------------------------------------------------------------------------
 
-    async def _prefill(self, exchange: Exchange, body: bytes, prompt: Prompt) -> Refusal | Handoff | None:
+    async def _prefill(self, exchange: Exchange, body: bytes, prompt: RoutedPrompt) -> Refusal | HandedOver | None:
         """Returns what a prefill node handed over, or its refusal of the request; None if all of them failed."""
         until = time.monotonic() + self._prefill_timeout_s
         pool = self._pools["prefill"]
@@ -114,11 +114,11 @@ class Completions:
             except HopError as error:
                 self._nodes.failed(exchange, "prefill", node, attempts, error)
             else:
-                attempts.answered(node, time.monotonic(), well=isinstance(answer, Handoff))
+                attempts.answered(node, time.monotonic(), well=isinstance(answer, HandedOver))
                 return answer
         return None
 
-    async def _prefill_at(self, exchange: Exchange, node: str, body: bytes) -> Refusal | Handoff:
+    async def _prefill_at(self, exchange: Exchange, node: str, body: bytes) -> Refusal | HandedOver:
         answer = await self._nodes.send(exchange, "prefill", node, "POST", body)
         try:
             await check_status(answer)

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from launch.proxy.completion import Completion
 from launch.proxy.patience import within
-from launch.proxy.prefixes import Prompt
+from launch.proxy.prefixes import RoutedPrompt
 from pd_cache.block_hashes import BlockHasher
 from pd_cache.lookup import LookupClient
 from pd_cache.tokens import Namespace, salt_keys
@@ -114,7 +114,7 @@ class DirectRule:
     async def why(
         self,
         completion: Completion,
-        prompt: Prompt,
+        prompt: RoutedPrompt,
         request_id: str,
         tokenize: Callable[[], Awaitable[list[int] | None]],
     ) -> Why | None:

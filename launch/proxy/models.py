@@ -27,7 +27,7 @@ _MOST = 4
 """Most nodes that are asked for one model."""
 
 
-class Models:
+class ModelList:
     """Serves the list of models."""
 
     def __init__(self, nodes: Nodes) -> None:

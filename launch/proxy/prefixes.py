@@ -19,7 +19,7 @@ _LEAST_BLOCK_TOKENS = 64
 """A block counts at least this, so that the size of an index is bounded whatever prompts look like."""
 
 
-class Prompt(NamedTuple):
+class RoutedPrompt(NamedTuple):
     """What routing knows of a prompt."""
 
     tokens: int
@@ -30,7 +30,7 @@ class Prompt(NamedTuple):
     """Tokens a block."""
 
 
-def read_prompt(text: bytes, isolation: bytes = b"") -> Prompt:
+def read_prompt(text: bytes, isolation: bytes = b"") -> RoutedPrompt:
     """The prompt whose JSON is `text`. Prompts of different `isolation` (model, salt) share nothing."""
     tokens = count_tokens(text)
     digest = hashlib.blake2b(isolation, digest_size=8)
@@ -40,7 +40,7 @@ def read_prompt(text: bytes, isolation: bytes = b"") -> Prompt:
     for end in range(_BLOCK_BYTES, len(text) + 1, _BLOCK_BYTES):
         digest.update(view[end - _BLOCK_BYTES : end])
         blocks.append(digest.copy().digest())
-    return Prompt(tokens, blocks, max(_LEAST_BLOCK_TOKENS, tokens * _BLOCK_BYTES / max(1, len(text))))
+    return RoutedPrompt(tokens, blocks, max(_LEAST_BLOCK_TOKENS, tokens * _BLOCK_BYTES / max(1, len(text))))
 
 
 def is_token_ids(text: bytes) -> bool:
@@ -67,7 +67,7 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def match(self, prompt: Prompt) -> int:
+    def match(self, prompt: RoutedPrompt) -> int:
         """How many tokens from the start of the prompt the node has seen; at most all of them."""
         known = self._blocks
         matched = 0
@@ -77,7 +77,7 @@ class PrefixIndex:
             matched += 1
         return min(prompt.tokens, int(matched * prompt.block_tokens))
 
-    def add(self, prompt: Prompt) -> None:
+    def add(self, prompt: RoutedPrompt) -> None:
         """Note that the node computes this prompt."""
         known, size = self._blocks, max(_LEAST_BLOCK_TOKENS, round(prompt.block_tokens))
         # last block first: what is evicted first is then the end of a prompt, not the beginning that others share

@@ -19,7 +19,7 @@ from launch.proxy.edge import request_id
 from launch.proxy.exchange import ClientGone, Exchange
 from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.models import LIST_S, Models
+from launch.proxy.models import LIST_S, ModelList
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Requests:
         self,
         config: ProxyConfig,
         completions: Completions,
-        models: Models,
+        models: ModelList,
         *,
         keys: Keys,
         admission: Admission,

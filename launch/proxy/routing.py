@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
-from launch.proxy.breaker import Breaker, Fault
-from launch.proxy.prefixes import PrefixIndex, Prompt
+from launch.proxy.breaker import Blame, NodeBreaker
+from launch.proxy.prefixes import PrefixIndex, RoutedPrompt
 
 Hop = Literal["prefill", "decode"]
 Policy = Literal["round_robin", "least_loaded", "prefix_aware"]
@@ -26,7 +26,7 @@ Reason = Literal["unreachable", "disconnected", "timeout", "busy", "error", "gar
 """How a node can fail a request: no connection; it broke before the answer; too slow; 503; another error status; an invalid answer.
 `exhausted` is the proxy's own failure: it has no file descriptor or port left for a connection."""
 
-NO_PROMPT = Prompt(1)
+NO_PROMPT = RoutedPrompt(1)
 
 
 class Target(NamedTuple):
@@ -47,7 +47,7 @@ class Target(NamedTuple):
 class _Node:
     def __init__(self, target: Target, failures: int, cache_tokens: int) -> None:
         self.target = target
-        self.breaker = Breaker(failures)
+        self.breaker = NodeBreaker(failures)
         self.alive = True
         """What the last health check said."""
         self.load = 0.0
@@ -69,7 +69,7 @@ class NodePool:
     ) -> None:
         """`cache_tokens`: the size assumed for a node's own cache if the node does not report it."""
         self._hop = hop
-        costs: dict[Policy, Callable[[_Node, Prompt], float]] = {
+        costs: dict[Policy, Callable[[_Node, RoutedPrompt], float]] = {
             "round_robin": lambda node, prompt: 0.0,
             "least_loaded": lambda node, prompt: node.load,
             "prefix_aware": self._prefix_cost if hop == "prefill" else self._room_cost,
@@ -116,7 +116,7 @@ class NodePool:
     def pick(
         self,
         now: float,
-        prompt: Prompt = NO_PROMPT,
+        prompt: RoutedPrompt = NO_PROMPT,
         tried: frozenset[str] | set[str] = frozenset(),
         model: str | None = None,
         *,
@@ -159,7 +159,7 @@ class NodePool:
         return None if found is None else found.target.url
 
     @contextmanager
-    def working(self, url: str, prompt: Prompt = NO_PROMPT) -> Iterator[None]:
+    def working(self, url: str, prompt: RoutedPrompt = NO_PROMPT) -> Iterator[None]:
         """The node has the request while the block runs."""
         node = self._nodes.get(url)
         if node is None:  # it left since it was picked
@@ -178,7 +178,7 @@ class NodePool:
         """Count a failure against the node."""
         node = self._nodes.get(url)
         if node is not None:
-            node.breaker.failed(Fault.UNREACHABLE if reason == "unreachable" else Fault.FAILED, now)
+            node.breaker.failed(Blame.UNREACHABLE if reason == "unreachable" else Blame.FAILED, now)
 
     def suspect(self, url: str) -> bool:
         """Note a failure that may be the request's fault. Returns whether the node was trustworthy until then: it had failed fewer
@@ -215,8 +215,8 @@ class NodePool:
         wait = min((node.breaker.wait(now) for node in self._nodes.values() if node.takes(model)), default=0.0)
         return max(1, -int(-wait // 1))
 
-    def _room_cost(self, node: _Node, prompt: Prompt) -> float:
+    def _room_cost(self, node: _Node, prompt: RoutedPrompt) -> float:
         return node.load / max(1, node.target.max_running)
 
-    def _prefix_cost(self, node: _Node, prompt: Prompt) -> float:
+    def _prefix_cost(self, node: _Node, prompt: RoutedPrompt) -> float:
         return node.load + prompt.tokens - node.prefixes.match(prompt)

@@ -13,7 +13,7 @@ from launch.errors import RoleError
 from launch.signals import stop_on_signals
 from pd_cache.cluster import CacheServerNode, ClusterConfig
 from pd_cache.metrics import CacheMetrics
-from pd_cache.server.app import CacheServer
+from pd_cache.server.cache_server import CacheServer
 
 
 def run_cache_server(

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import msgspec
 
 from launch.discovery import View, known_master, open_directory
-from launch.proxy.app import Proxy
 from launch.proxy.capacity import fitted
 from launch.proxy.connections import Connections
 from launch.proxy.direct import DirectRule, Pool
 from launch.proxy.files import WatchedFiles
 from launch.proxy.listener import Listener
+from launch.proxy.proxy import Proxy
 from launch.proxy.tls import ServerTls
 from launch.reachability import PeerChecks
 from launch.signals import stop_signals

@@ -16,7 +16,7 @@ from launch.process import LocalProcesses, Program
 from launch.signals import stop_on_signals
 from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig, dump_config
 from pd_cache.runtime import temporary_folder
-from pd_cache.vllm.health import read_namespace
+from pd_cache.vllm.namespace_file import read_namespace
 
 _REFUSAL = re.compile(r"\bpd_cache\.[\w.]+Error: (.+)")
 

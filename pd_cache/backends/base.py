@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from transfer.errors import Status
 
 if TYPE_CHECKING:
-    from pd_cache.backends.memory import ObjectMemory
+    from pd_cache.backends.slots import ObjectMemory
 
 
 class Staged(Protocol):

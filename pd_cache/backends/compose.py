@@ -9,9 +9,9 @@ from pd_cache.backends.base import StorageBackend
 from pd_cache.backends.disk import LocalDiskBackend
 from pd_cache.backends.hybrid import HybridBackend, Tier
 from pd_cache.backends.local import open_local
-from pd_cache.backends.memory import ObjectMemory, slots_of
 from pd_cache.backends.objects import TRAILER_BYTES
 from pd_cache.backends.pipelined import PipelinedBackend
+from pd_cache.backends.slots import ObjectMemory, slots_of
 from pd_cache.config import DiskTier, LocalTier, MooncakeTier, NodeSettings
 from pd_cache.metrics import CacheMetrics, TierMetrics
 from transfer.staging import Pin, StagingPool

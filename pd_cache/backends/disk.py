@@ -31,11 +31,11 @@ from pd_cache.backends.disk_sweeper import DiskSweeper
 from pd_cache.backends.disk_writer import DiskWriter, WriteUnderWay
 from pd_cache.backends.eviction import PolicyName, make_policy
 from pd_cache.backends.faults import name_of
-from pd_cache.backends.folder import PAGE, Found, ObjectFolder, digest_of
+from pd_cache.backends.folder import PAGE, FolderContents, ObjectFolder, digest_of
 from pd_cache.backends.index import EvictingIndex, Pin, Removal, Room
-from pd_cache.backends.memory import FetchedObject, ObjectMemory, StagedObject
 from pd_cache.backends.objects import Damage, inspect
 from pd_cache.backends.places import Place, Share
+from pd_cache.backends.slots import FetchedObject, ObjectMemory, StagedObject
 from pd_cache.metrics import TierMetrics
 from transfer.calls import Call, CallThreads
 from transfer.errors import PoolUnavailableError, Status
@@ -370,7 +370,7 @@ class LocalDiskBackend(StorageBackend):
             self._metrics.budget(self.index.capacity * self.folder.file_bytes)
         self.sweeper.sweep()
 
-    def _take_in(self, found: Found) -> None:
+    def _take_in(self, found: FolderContents) -> None:
         """Fill the index with what was there, oldest first."""
         for digest, name in found.objects:
             room, evicted, place = self.index.reserve(digest)

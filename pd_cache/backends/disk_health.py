@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import logging
 
-from pd_cache.backends.faults import MAY_NOT, Fault, fault_of, name_of
+from pd_cache.backends.faults import MAY_NOT, DiskFault, fault_of, name_of
 from pd_cache.backends.folder import ObjectFolder
 from pd_cache.metrics import TierMetrics
 from transfer.errors import Status
@@ -85,14 +85,14 @@ class DiskHealth:
     def judge(self, what: str, error: OSError, *, writing: bool) -> Status:
         """Returns what an error means for its call: INTERNAL if it concerns one file. An error of the folder changes the state."""
         fault = fault_of(error)
-        if fault in (Fault.OBJECT, Fault.UNCLEAR):
+        if fault in (DiskFault.OBJECT, DiskFault.UNCLEAR):
             trouble = self._asked(writing)
             if trouble is not None:
                 what, error, fault = f"{what} failed, and then a check", trouble, fault_of(trouble)
-            elif fault is Fault.OBJECT or self._strike() < _STRIKES:
+            elif fault is DiskFault.OBJECT or self._strike() < _STRIKES:
                 self._metrics.spoiled(what, name_of(error), str(error))
                 return Status.INTERNAL
-        if fault is Fault.PROCESS:
+        if fault is DiskFault.PROCESS:
             self._metrics.spoiled(what, name_of(error), str(error))
             return Status.OVERLOADED
         self._worsen(state_of(error), f"{what} failed: {error}", name_of(error))
@@ -126,7 +126,9 @@ class DiskHealth:
         try:
             self._folder.check()
         except OSError as trouble:
-            if writing or (fault_of(trouble) not in (Fault.NO_ROOM, Fault.TOO_LARGE) and trouble.errno not in MAY_NOT):
+            if writing or (
+                fault_of(trouble) not in (DiskFault.NO_ROOM, DiskFault.TOO_LARGE) and trouble.errno not in MAY_NOT
+            ):
                 return trouble
         return None
 
@@ -155,6 +157,6 @@ class DiskHealth:
 
 def state_of(error: OSError) -> DiskState:
     """Returns how a folder that gives this error can be used."""
-    if fault_of(error) in (Fault.NO_ROOM, Fault.TOO_LARGE):
+    if fault_of(error) in (DiskFault.NO_ROOM, DiskFault.TOO_LARGE):
         return DiskState.FULL
     return DiskState.READ_ONLY if error.errno in MAY_NOT else DiskState.OFF

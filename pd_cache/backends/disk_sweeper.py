@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from pd_cache.backends.disk_health import DiskHealth
-from pd_cache.backends.faults import Fault, fault_of, name_of
+from pd_cache.backends.faults import DiskFault, fault_of, name_of
 from pd_cache.backends.folder import ObjectFolder
 from pd_cache.backends.index import EvictingIndex
 from pd_cache.metrics import TierMetrics
@@ -84,7 +84,7 @@ class DiskSweeper:
             self._folder.unlink(name)
         except OSError as error:
             self.fit()
-            if fault_of(error) is Fault.OBJECT:
+            if fault_of(error) is DiskFault.OBJECT:
                 self._metrics.spoiled("a deletion", name_of(error), str(error))
             elif (status := self._health.judge("a deletion", error, writing=True)) is not Status.INTERNAL:
                 return status

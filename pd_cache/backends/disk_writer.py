@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeVar
 
 from pd_cache.backends.disk_health import DiskHealth, DiskState
 from pd_cache.backends.disk_sweeper import DiskSweeper
-from pd_cache.backends.faults import Fault, fault_of
+from pd_cache.backends.faults import DiskFault, fault_of
 from pd_cache.backends.folder import ObjectFolder
 from pd_cache.backends.index import EvictingIndex, Removal, Room
-from pd_cache.backends.memory import StagedObject
 from pd_cache.backends.places import Place, Share
+from pd_cache.backends.slots import StagedObject
 from pd_cache.metrics import TierMetrics
 from transfer.calls import Call, CallThreads
 from transfer.errors import Status
@@ -137,7 +137,7 @@ class DiskWriter:
             try:
                 return write()
             except OSError as error:
-                if fault_of(error) is not Fault.NO_ROOM or not self._give_up_one(error):
+                if fault_of(error) is not DiskFault.NO_ROOM or not self._give_up_one(error):
                     raise
         return write()
 

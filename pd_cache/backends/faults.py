@@ -6,7 +6,7 @@ import enum
 import errno
 
 
-class Fault(enum.Enum):
+class DiskFault(enum.Enum):
     """What an error says, as far as its number tells."""
 
     OBJECT = "object"
@@ -23,14 +23,14 @@ class Fault(enum.Enum):
 
 
 _FAULTS = {
-    Fault.OBJECT: (
+    DiskFault.OBJECT: (
         errno.EACCES, errno.EPERM, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENAMETOOLONG,
         errno.ENOTDIR, errno.ENOTEMPTY, errno.ENXIO, errno.ETXTBSY, errno.EXDEV,
     ),
-    Fault.NO_ROOM: (errno.ENOSPC, errno.EDQUOT),
-    Fault.TOO_LARGE: (errno.EFBIG,),
-    Fault.READ_ONLY: (errno.EROFS,),
-    Fault.PROCESS: (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN),
+    DiskFault.NO_ROOM: (errno.ENOSPC, errno.EDQUOT),
+    DiskFault.TOO_LARGE: (errno.EFBIG,),
+    DiskFault.READ_ONLY: (errno.EROFS,),
+    DiskFault.PROCESS: (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN),
 }  # fmt: skip
 _BY_NUMBER = {number: fault for fault, numbers in _FAULTS.items() for number in numbers}
 
@@ -38,9 +38,9 @@ MAY_NOT = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 """Error numbers of a folder that can be read but not written."""
 
 
-def fault_of(error: OSError) -> Fault:
+def fault_of(error: OSError) -> DiskFault:
     """Returns what an error, met at one file, says."""
-    return _BY_NUMBER.get(error.errno or 0, Fault.UNCLEAR)
+    return _BY_NUMBER.get(error.errno or 0, DiskFault.UNCLEAR)
 
 
 def name_of(error: OSError) -> str:

@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pd_cache.backends.faults import MAY_NOT, Fault, fault_of
+from pd_cache.backends.faults import MAY_NOT, DiskFault, fault_of
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def digest_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
-class Found(NamedTuple):
+class FolderContents(NamedTuple):
     """The contents of the folder when it was opened."""
 
     objects: list[tuple[str, str]]
@@ -96,10 +96,10 @@ class ObjectFolder:
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             return False
 
-    def open(self) -> Found:
+    def open(self) -> FolderContents:
         """Take a folder and list its contents. While a folder is taken, further calls list nothing."""
         if self.is_held:
-            return Found([], 0, 0)
+            return FolderContents([], 0, 0)
         self.close()
         self._left.clear()  # the contents of the next folder are listed anyway
         self._lock = self._take()
@@ -205,7 +205,7 @@ class ObjectFolder:
             try:
                 descriptor = self._open_lock(root)
             except OSError as error:
-                if fault_of(error) is not Fault.OBJECT:
+                if fault_of(error) is not DiskFault.OBJECT:
                     raise
                 refused = refused or error  # something else is there
                 continue
@@ -239,7 +239,7 @@ class ObjectFolder:
             self._writable = True
         return descriptor
 
-    def _scan(self) -> Found:
+    def _scan(self) -> FolderContents:
         torn = self._clear() if self._writable else 0
         seen: list[tuple[int, str, str]] = []
         foreign = 0
@@ -274,7 +274,7 @@ class ObjectFolder:
             if (older := newest.pop(digest, None)) is not None:
                 self._delete_found(str(self.path_of(older)))
             newest[digest] = name
-        return Found(list(newest.items()), foreign, torn)
+        return FolderContents(list(newest.items()), foreign, torn)
 
     def _clear(self) -> int:
         """Delete what is left of writes that never ended. Returns how many there were. A file that cannot be deleted stays."""

@@ -22,8 +22,8 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 from pd_cache.backends.base import Fetched, PutOutcome, Settled, Staged, StorageBackend
-from pd_cache.backends.memory import FetchedObject, StagedObject
 from pd_cache.backends.places import Place, Taken, wait_for
+from pd_cache.backends.slots import FetchedObject, StagedObject
 from pd_cache.metrics import TierMetrics
 from transfer.errors import PoolUnavailableError, Status
 from transfer.locks import Condition

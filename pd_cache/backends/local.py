@@ -22,8 +22,8 @@ from typing import Generic, Protocol, TypeVar
 from pd_cache.backends.base import Fetched, PutOutcome, Settled, Staged, StorageBackend
 from pd_cache.backends.eviction import PolicyName, make_policy
 from pd_cache.backends.index import EvictingIndex, Pin, Removal, Room
-from pd_cache.backends.memory import FetchedObject, ObjectMemory, StagedObject, slots_of
 from pd_cache.backends.objects import inspect
+from pd_cache.backends.slots import FetchedObject, ObjectMemory, StagedObject, slots_of
 from pd_cache.metrics import TierMetrics
 from transfer.errors import Status
 from transfer.settings import Timeouts

@@ -11,8 +11,8 @@ from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from pd_cache.backends.base import Fetched, PutOutcome, Staged, StorageBackend
-from pd_cache.backends.memory import FetchedObject, ObjectMemory, StagedObject, slots_of
 from pd_cache.backends.objects import TRAILER_BYTES, Damage, inspect
+from pd_cache.backends.slots import FetchedObject, ObjectMemory, StagedObject, slots_of
 from pd_cache.config import MooncakeTier, NodeSettings
 from pd_cache.metrics import CacheMetrics, TierMetrics
 from transfer.errors import Status

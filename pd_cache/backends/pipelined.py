@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 
 from pd_cache.backends.base import Fetched, PutOutcome, Staged, StorageBackend
-from pd_cache.backends.memory import FetchedObject
 from pd_cache.backends.places import Place, Taken, wait_for
+from pd_cache.backends.slots import FetchedObject
 from transfer.errors import Status
 from transfer.locks import Condition
 

@@ -42,7 +42,7 @@ def needs(config: ClusterConfig, nodes: Iterable[Node]) -> list[Need]:
     return [need for need in found if need.total]
 
 
-class Memory(NamedTuple):
+class MachineMemory(NamedTuple):
     """Bytes that this process and its children may have."""
 
     total: int
@@ -52,7 +52,7 @@ class Memory(NamedTuple):
     """`the machine` or `its cgroup`: what sets the total."""
 
 
-def machine_memory(root: Path = Path("/")) -> Memory:
+def machine_memory(root: Path = Path("/")) -> MachineMemory:
     """Returns the memory of the machine whose `/proc` and `/sys` are below `root`, as far as this process's cgroups allow it."""
     info = meminfo(root)
     total, free, limiter = info.get("MemTotal", 0), info.get("MemAvailable", 0), "the machine"
@@ -60,10 +60,10 @@ def machine_memory(root: Path = Path("/")) -> Memory:
         if limit < total:
             total, limiter = limit, "its cgroup"
         free = min(free, max(0, limit - used))
-    return Memory(total, free, limiter)
+    return MachineMemory(total, free, limiter)
 
 
-def shortage(wanted: Sequence[Need], memory: Memory) -> str | None:
+def shortage(wanted: Sequence[Need], memory: MachineMemory) -> str | None:
     """Returns why a machine can never hold what its nodes need, whatever else runs there; None if it can."""
     everything = sum(need.total for need in wanted)
     if everything <= memory.total:

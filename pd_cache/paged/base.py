@@ -28,7 +28,7 @@ class ChunkSlots(NamedTuple):
     """int64 `[chunk_size]`, on the CPU: `block * block_size + offset` of each token."""
 
 
-class Completion(Protocol):
+class PendingCopy(Protocol):
     """A gather or scatter that may still be running on a device."""
 
     def wait(self) -> None:
@@ -40,7 +40,7 @@ class _Done:
         return
 
 
-DONE: Completion = _Done()
+DONE: PendingCopy = _Done()
 
 
 class PagedCopier(ABC):
@@ -54,11 +54,11 @@ class PagedCopier(ABC):
         self.layout = layout
 
     @abstractmethod
-    def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> Completion:
+    def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
         """Copy the chunk's tokens into `out`, a contiguous uint8 CPU tensor of exactly the chunk's bytes."""
 
     @abstractmethod
-    def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> Completion:
+    def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
         """Copy `source`, laid out as `gather` leaves it, into the chunk's slots. Other slots are untouched."""
 
     def close(self) -> None:  # noqa: B027 - only copiers with device resources have something to do

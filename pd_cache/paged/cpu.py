@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from pd_cache.layout import KVLayout
-from pd_cache.paged.base import DONE, ChunkSlots, Completion, PagedCopier, chunk_blocks, plane_bytes
+from pd_cache.paged.base import DONE, ChunkSlots, PagedCopier, PendingCopy, chunk_blocks, plane_bytes
 
 Array = npt.NDArray[Any]
 
@@ -39,7 +39,7 @@ class CpuPagedCopier(PagedCopier):
         self._dtype = _widest([layout.piece_bytes, layout.page_bytes, *places])
         self._groups = [group.numpy().view(self._dtype) for group in _stack(planes)]
 
-    def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> Completion:
+    def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
         done = 0
         target = self._object(chunk, out)
         for group in self._groups:
@@ -58,7 +58,7 @@ class CpuPagedCopier(PagedCopier):
                 pages.transpose(0, 2, 1, 3)[...] = picked.reshape(-1, self.layout.block_size, *picked.shape[1:])
         return DONE
 
-    def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> Completion:
+    def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
         left = self.layout.planes
         pages_of_all = self._object(chunk, source)
         # backwards: the object's checksum was just made, and its end is what the processor's cache still holds

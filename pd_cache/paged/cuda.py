@@ -33,7 +33,7 @@ import triton.language as tl
 
 from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVLayout
-from pd_cache.paged.base import ChunkSlots, Completion, PagedCopier, chunk_blocks, plane_bytes
+from pd_cache.paged.base import ChunkSlots, PagedCopier, PendingCopy, chunk_blocks, plane_bytes
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class CudaPagedCopier(PagedCopier):
         self._out = _Direction(planes, layout)
         self._in = _Direction(planes, layout)
 
-    def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> Completion:
+    def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
         chunk_blocks(chunk, out, self.layout)
         caller = torch.cuda.current_stream(self._device)
         with self._out.current():
@@ -226,7 +226,7 @@ class CudaPagedCopier(PagedCopier):
             out.view(-1).copy_(bounce, non_blocking=out.is_pinned())
             return _Recorded(self._out.stream)
 
-    def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> Completion:
+    def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
         chunk_blocks(chunk, source, self.layout)
         caller = torch.cuda.current_stream(self._device)
         with self._in.current():

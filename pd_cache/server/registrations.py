@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pd_cache.mover import ChunkRun
 from pd_cache.paged import plan
-from pd_cache.server.models import Group, Model, Models
+from pd_cache.server.served_models import Group, Model, ServedModels
 from pd_cache.wire.channel import Incoming
 from pd_cache.wire.fence import FenceView
 from pd_cache.wire.lifeline import LifelineServer
@@ -80,7 +80,7 @@ class Client:
             raise RefusalError("unknown_client", "register the KV tensors first")
         return worker
 
-    def register(self, request: Register, models: Models, lifeline: LifelineServer) -> Answer:
+    def register(self, request: Register, models: ServedModels, lifeline: LifelineServer) -> Answer:
         """Map its tensors, in place of what it had registered before. The descriptors have come.
 
         Raises RefusalError, SharingError, SealError or LayoutError, with nothing left open, if they cannot be served.
@@ -113,7 +113,7 @@ class Client:
             finally:
                 self.registering.release()
 
-    def _map(self, request: Register, descriptors: list[int], models: Models) -> None:
+    def _map(self, request: Register, descriptors: list[int], models: ServedModels) -> None:
         """Call with `registering`."""
         self._unmap(_UNMAP_S)
         tensors = MappedTensors(request, descriptors[1:], FenceView(descriptors[0]), self.hello.shards_per_rank)

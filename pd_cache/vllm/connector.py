@@ -42,16 +42,16 @@ from pd_cache.block_hashes import describe_hashes
 from pd_cache.client.lookup import RpcLookupClient, ServerLookupClient
 from pd_cache.config import NodeSettings
 from pd_cache.engine import CacheEngineBuilder
-from pd_cache.errors import ConfigError
+from pd_cache.errors import ConfigError, UnsupportedModelError
 from pd_cache.layout import KVLayout
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.vllm.cache import WorkerCache, open_cache
 from pd_cache.vllm.compat import check_version
 from pd_cache.vllm.events import describe_chunks
-from pd_cache.vllm.health import write_namespace
 from pd_cache.vllm.messages import Handshake, StepMetadata, WorkerReport
-from pd_cache.vllm.model import UnsupportedModelError, check_supported, model_identity, place_of
+from pd_cache.vllm.model import check_supported, model_identity, place_of
+from pd_cache.vllm.namespace_file import write_namespace
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings, read_settings
 from pd_cache.vllm.stats import CacheStats, CacheStatsSource, PromCacheMetrics

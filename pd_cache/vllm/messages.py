@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pd_cache.tokens import CacheMetadata
-from pd_cache.vllm.steps import Report, Step
+from pd_cache.vllm.steps import Step, StepReport
 
 
 @dataclass
@@ -28,7 +28,7 @@ class StepMetadata(KVConnectorMetadata):
 class WorkerReport(KVConnectorWorkerMetadata):
     """From a worker, with each step in which something ended."""
 
-    report: Report
+    report: StepReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Of all ranks together."""

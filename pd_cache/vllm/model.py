@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
-from pd_cache.errors import LayoutError, PdCacheError
+from pd_cache.errors import LayoutError, UnsupportedModelError
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.tokens import CacheMetadata
 from pd_cache.weights import WeightsError, weights_digest
@@ -19,10 +19,6 @@ _VOLATILE = frozenset(("_name_or_path", "transformers_version", "torch_dtype", "
 """Of a model's configuration: what differs between two copies of one model."""
 _NO_KV_DRAFTS = frozenset(("ngram", "ngram_gpu", "suffix"))
 """Ways of speculative decoding that have no KV cache of their own."""
-
-
-class UnsupportedModelError(PdCacheError):
-    """A model whose KV cannot be restored faithfully."""
 
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -102,7 +98,7 @@ def _weights(vllm_config: VllmConfig) -> str:
         ) from error
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Which part of each chunk a rank holds."""
 
     metadata: CacheMetadata
@@ -110,7 +106,9 @@ class Place(NamedTuple):
     """False for a rank that holds the same as another one before it."""
 
 
-def place_of(model: str, layout: KVLayout, name: str, *, rank: int, ranks: int, replicas: int, shards: int) -> Place:
+def place_of(
+    model: str, layout: KVLayout, name: str, *, rank: int, ranks: int, replicas: int, shards: int
+) -> RankPlace:
     """The place of tensor-parallel rank `rank` of `ranks`, of which `replicas` in a row hold the same KV.
 
     UnsupportedModelError if chunks cannot be cut into `shards` parts (0: one for each rank).
@@ -134,4 +132,4 @@ def place_of(model: str, layout: KVLayout, name: str, *, rank: int, ranks: int, 
             f"{name}: nodes of different tensor-parallel size are to share chunks of {shards} parts, but {error}. Give all "
             "nodes the same tensor-parallel size, or choose an attention backend with the KV cache layout LBHNC (HND)"
         ) from error
-    return Place(metadata, stores=rank % replicas == 0)
+    return RankPlace(metadata, stores=rank % replicas == 0)

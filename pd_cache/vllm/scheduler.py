@@ -19,7 +19,7 @@ from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey
 from pd_cache.vllm.settings import Settings
-from pd_cache.vllm.steps import LoadOp, Report, Step, StoreOp
+from pd_cache.vllm.steps import LoadOp, Step, StepReport, StoreOp
 
 if TYPE_CHECKING:  # so that its tests replay histories without vLLM
     from vllm.distributed.kv_events import BlockStored, KVCacheEvent
@@ -202,7 +202,7 @@ class SchedulerSide:
                 certain = -request.num_in_flight_tokens if self._options.load == "sync" else scheduled
                 step.stores += self._plan_stores(tracked, request.num_computed_tokens + certain)
 
-    def take_report(self, report: Report) -> None:
+    def take_report(self, report: StepReport) -> None:
         """What the workers have done since."""
         for job, (ranks, outcomes) in report.jobs.items():
             self._advance(job, ranks, outcomes)

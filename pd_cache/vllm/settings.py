@@ -42,7 +42,7 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     host: str = "127.0.0.1"
     """Without a node: the address that the pool's other nodes reach this one at."""
     namespace_file: str | None = None
-    """Where to write the namespace of the cache once it is known, for who has started this vLLM (`pd_cache.vllm.health`)."""
+    """Where to write the namespace of the cache once it is known, for who has started this vLLM (`pd_cache.vllm.namespace_file`)."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,14 +40,14 @@ class Step:
 
 
 @dataclass
-class Report:
+class StepReport:
     """From a worker, with each step in which something ended."""
 
     jobs: dict[int, tuple[int, list[StoreOutcome]]] = field(default_factory=dict)
     """Store jobs: how many ranks are done, and what became of each chunk."""
     failed_loads: set[str] = field(default_factory=set)
 
-    def together(self, other: Report) -> Report:
+    def together(self, other: StepReport) -> StepReport:
         """Returns the report of both."""
         jobs = dict(self.jobs)
         for job, (ranks, outcomes) in other.jobs.items():
@@ -57,4 +57,4 @@ class Report:
                 jobs[job] = (before + ranks, both)
             else:
                 jobs[job] = (ranks, outcomes)
-        return Report(jobs, self.failed_loads | other.failed_loads)
+        return StepReport(jobs, self.failed_loads | other.failed_loads)

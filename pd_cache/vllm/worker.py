@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from pd_cache.blocks import BlockCache, StoreOutcome
-from pd_cache.vllm.steps import LoadOp, Report, Step, StoreOp
+from pd_cache.vllm.steps import LoadOp, Step, StepReport, StoreOp
 from transfer.locks import Condition
 
 _LOADERS = 2
@@ -33,7 +33,7 @@ class _Store(NamedTuple):
     """The mark at the end of the step that computes the chunks."""
 
 
-class LoadResult(NamedTuple):
+class EndedLoads(NamedTuple):
     """Loads that ended since the last step."""
 
     finished: set[str]
@@ -66,7 +66,7 @@ class WorkerSide:
         """Requests whose load is queued or running."""
         self._ended_loads: set[str] = set()
         self._bad_blocks: set[int] = set()
-        self._report = Report()
+        self._report = StepReport()
         self._closing = False
         self._threads = [
             threading.Thread(target=target, name=f"pd-cache-{name}", daemon=True)
@@ -108,7 +108,7 @@ class WorkerSide:
             if self._stores:
                 self._store_queue.put(_Store(op, after))
 
-    def take_loads(self, step: Step, finished: set[str]) -> LoadResult:
+    def take_loads(self, step: Step, finished: set[str]) -> EndedLoads:
         """Returns what ended. Loads of `finished` requests that have not begun are given up."""
         with self._changed:
             self._wanted -= finished
@@ -116,14 +116,14 @@ class WorkerSide:
                 self._changed.wait(_IDLE_WAIT_S)
             ended, self._ended_loads = self._ended_loads, set()
             bad, self._bad_blocks = self._bad_blocks, set()
-        return LoadResult(ended, bad)
+        return EndedLoads(ended, bad)
 
-    def take_report(self) -> Report | None:
+    def take_report(self) -> StepReport | None:
         """For the scheduler; None if nothing ended."""
         with self._changed:
             if not self._report.jobs and not self._report.failed_loads:
                 return None
-            report, self._report = self._report, Report()
+            report, self._report = self._report, StepReport()
             return report
 
     def close(self, timeout: float) -> bool:

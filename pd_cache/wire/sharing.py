@@ -18,7 +18,7 @@ import torch
 
 from pd_cache.errors import LayoutError, PdCacheError
 from pd_cache.layout import KVLayout, PageKind, layer_tensors, shard_tensors
-from pd_cache.paged import ChunkSlots, Completion, PagedCopier, open_copier
+from pd_cache.paged import ChunkSlots, PagedCopier, PendingCopy, open_copier
 from pd_cache.paged.base import DONE
 from pd_cache.wire.fence import AbandonedError, FenceView
 from pd_cache.wire.messages import CpuStorage, CudaStorage, Register, Storage, TensorView
@@ -280,12 +280,12 @@ class FencedCopier(PagedCopier):
         self._event = event
         self._until = until
 
-    def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> Completion:
+    def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
         with self._inside() as copier:
             copier.gather(chunk, out).wait()
         return DONE
 
-    def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> Completion:
+    def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
         with self._inside() as copier:
             copier.scatter(chunk, source).wait()
         return DONE

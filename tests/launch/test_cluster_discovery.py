@@ -189,7 +189,7 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
 VLLM = """#!{python}
 import http.server, json, pathlib, signal, sys, time
 from pd_cache.tokens import Namespace
-from pd_cache.vllm.health import write_namespace
+from pd_cache.vllm.namespace_file import write_namespace
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):

@@ -11,7 +11,7 @@ import pytest
 
 from launch.doctor.finding import Verdict
 from launch.doctor.listening import listening_findings, own_addresses, verdict, wide_ports
-from launch.reachability import Reach, Target
+from launch.reachability import PeerAddress, Reach
 from tests.support.cluster import cluster_file
 from tests.support.hosts import Network, why_not
 from tests.support.pool import ROOT, Node
@@ -72,7 +72,7 @@ def test_addresses_that_other_machines_could_use_are_found(root: Path) -> None:
 
 
 def test_what_takes_connections_is_a_warning_with_the_rule_that_ends_it() -> None:
-    target = Target("mooncake", "segment", "198.51.100.7:15096")
+    target = PeerAddress("mooncake", "segment", "198.51.100.7:15096")
     open_there = verdict([Reach(target)], ["10.0.0.7"])
     assert open_there.verdict is Verdict.WARNING
     assert "198.51.100.7" in open_there.found

@@ -56,7 +56,7 @@ def test_the_connector_is_told_its_file_node_and_role(
             "namespace_file": str(tmp_path / "n"),
         },
     }
-    assert "--middleware=pd_cache.vllm.health.TellNamespace" in argv
+    assert "--middleware=pd_cache.vllm.namespace_file.TellNamespace" in argv
 
 
 SHOW = """\

@@ -21,7 +21,7 @@ from pd_cache.client.worker_adapter import LoadStoreOp, WorkerAdapter
 from pd_cache.config import CacheConfig
 from pd_cache.layout import PageKind, shard_tensors
 from pd_cache.prompts import PromptCache
-from pd_cache.server.app import CacheServer
+from pd_cache.server.cache_server import CacheServer
 from pd_cache.tokens import CacheMetadata
 from pd_cache.wire.channel import CacheServerError, RefusedError
 from tests.support.engines import BLOCK, BLOCKS, CHUNK

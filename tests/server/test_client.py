@@ -18,7 +18,7 @@ from pd_cache.client.lookup import ServerLookupClient
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
-from pd_cache.server.app import CacheServer
+from pd_cache.server.cache_server import CacheServer
 from pd_cache.tokens import CacheMetadata
 from pd_cache.wire.channel import RefusedError
 from pd_cache.wire.messages import Answer, Loaded, Retrieve, Store, Stored

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pd_cache.server.app import CacheServer
+from pd_cache.server.cache_server import CacheServer
 from tests.support.engines import CHUNK
 from tests.support.pool import ROOT, Pool
 from tests.support.server import Engine, ServerProcess, same_tensors, served, status_of, store_surely, troubles

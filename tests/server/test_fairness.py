@@ -21,9 +21,9 @@ from pd_cache.client.connection import ServerConnection
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
-from pd_cache.server import app, moves, questions
-from pd_cache.server.app import CacheServer
-from pd_cache.server.models import Models
+from pd_cache.server import answerer, cache_server, moves
+from pd_cache.server.cache_server import CacheServer
+from pd_cache.server.served_models import ServedModels
 from pd_cache.wire import channel
 from pd_cache.wire.channel import RefusedError
 from pd_cache.wire.messages import MAX_FRAME, Done, Hello, Lookup, RefusalError, Refused, StatusQuery, Welcome, encode
@@ -55,7 +55,7 @@ def lent_files() -> int:
 
 
 def test_registrations_without_descriptors_keep_no_thread(server: CacheServer, monkeypatch: Any) -> None:
-    monkeypatch.setattr(app, "_DESCRIPTORS_S", 600.0)
+    monkeypatch.setattr(cache_server, "_DESCRIPTORS_S", 600.0)
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(Stranger(server.url)) for _ in range(20)]
         for one in strangers:
@@ -117,7 +117,7 @@ def test_a_descriptor_that_takes_long_to_close_holds_nobody_up(server: CacheServ
 
 
 def test_clients_without_a_lifeline_give_their_place_to_newcomers(server: CacheServer, monkeypatch: Any) -> None:
-    monkeypatch.setattr(app, "_MAX_CLIENTS", 8)
+    monkeypatch.setattr(cache_server, "_MAX_CLIENTS", 8)
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(Stranger(server.url)) for _ in range(8)]
         for one in strangers:
@@ -132,7 +132,7 @@ def test_clients_without_a_lifeline_give_their_place_to_newcomers(server: CacheS
 
 
 def test_where_every_client_has_a_lifeline_one_more_is_refused(server: CacheServer, monkeypatch: Any) -> None:
-    monkeypatch.setattr(app, "_MAX_CLIENTS", 3)
+    monkeypatch.setattr(cache_server, "_MAX_CLIENTS", 3)
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(Stranger(server.url)).hello(lifeline=True)
@@ -153,7 +153,7 @@ def test_a_client_has_one_name(server: CacheServer) -> None:
 
 
 def test_a_lookup_in_many_steps_finds_what_one_step_finds(server: CacheServer, monkeypatch: Any) -> None:
-    monkeypatch.setattr(questions, "STEP_KEYS", 2)
+    monkeypatch.setattr(answerer, "STEP_KEYS", 2)
     with Engine(server.url) as engine:
         store_surely(engine, TOKENS)
         before = [server.metrics.registry.get_sample_value("pd_cache_tokens_total", tags) or 0 for tags in COUNTED]
@@ -168,7 +168,7 @@ COUNTED = [{"op": "lookup", "outcome": "requested"}, {"op": "lookup", "outcome":
 
 
 def test_what_one_lookup_asks_for_is_bounded(server: CacheServer, monkeypatch: Any) -> None:
-    monkeypatch.setattr(questions, "MOST_KEYS", 4)
+    monkeypatch.setattr(answerer, "MOST_KEYS", 4)
     with Engine(server.url) as engine:
         engine.store("a", TOKENS)
         wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK or engine.store("a", TOKENS), 30)
@@ -236,18 +236,18 @@ class FakeBackend:
 
 
 @pytest.fixture
-def models(pool: Pool) -> Models:
+def models(pool: Pool) -> ServedModels:
     settings = pool.settings(CacheConfig(chunk_size=CHUNK), segment_size=16 << 20)
-    return Models(settings, CacheMetrics(), FakeBackend)  # type: ignore[arg-type]
+    return ServedModels(settings, CacheMetrics(), FakeBackend)  # type: ignore[arg-type]
 
 
-def come(models: Models, heads: int, client: str) -> Any:
+def come(models: ServedModels, heads: int, client: str) -> Any:
     """An engine registers whose chunks are as large as it has heads."""
     hello = Hello(uuid.uuid4().hex, "worker", "x", f"model of {heads}", 1, 0, BLOCK)
     return models.serve(models.group(hello), KVLayout.from_tensors(make_cache(heads=heads, block_size=BLOCK)), client)
 
 
-def test_the_backend_of_engines_that_have_left_makes_room_for_another_size(models: Models) -> None:
+def test_the_backend_of_engines_that_have_left_makes_room_for_another_size(models: ServedModels) -> None:
     first = come(models, 1, "a")
     others = [come(models, heads, "b") for heads in (2, 3, 4)]
     with pytest.raises(RefusalError, match="would be the 5th size"):
@@ -263,7 +263,7 @@ def test_the_backend_of_engines_that_have_left_makes_room_for_another_size(model
         come(models, 3, "b")
 
 
-def test_the_backend_with_the_segment_goes_last_and_the_next_one_has_it(models: Models) -> None:
+def test_the_backend_with_the_segment_goes_last_and_the_next_one_has_it(models: ServedModels) -> None:
     everyone = [come(models, heads, "a") for heads in (1, 2, 3, 4)]
     assert [bool(one.mover.backend.segment_size) for one in everyone] == [True, False, False, False]
     for one in everyone:
@@ -278,7 +278,7 @@ def test_the_backend_with_the_segment_goes_last_and_the_next_one_has_it(models: 
     assert last.mover.backend.segment_size
 
 
-def test_the_memory_of_a_size_that_no_engine_has_any_more_is_let_go_of_after_a_while(models: Models) -> None:
+def test_the_memory_of_a_size_that_no_engine_has_any_more_is_let_go_of_after_a_while(models: ServedModels) -> None:
     with_segment, idle, used = (come(models, heads, "a") for heads in (1, 2, 3))
     for one in (with_segment, idle):
         one.workers.clear()
@@ -291,7 +291,7 @@ def test_the_memory_of_a_size_that_no_engine_has_any_more_is_let_go_of_after_a_w
     assert come(models, 2, "b").mover.backend is not idle.mover.backend
 
 
-def test_the_size_that_was_used_last_keeps_its_memory_while_there_is_no_engine_at_all(models: Models) -> None:
+def test_the_size_that_was_used_last_keeps_its_memory_while_there_is_no_engine_at_all(models: ServedModels) -> None:
     everyone = [come(models, heads, "a") for heads in (1, 2, 3)]
     for one in everyone:
         one.workers.clear()
@@ -300,7 +300,7 @@ def test_the_size_that_was_used_last_keeps_its_memory_while_there_is_no_engine_a
     assert [one.mover.backend.closed for one in everyone] == [False, True, False]
 
 
-def test_the_time_without_engines_begins_anew_when_one_comes_back(models: Models) -> None:
+def test_the_time_without_engines_begins_anew_when_one_comes_back(models: ServedModels) -> None:
     _, idle, _ = (come(models, heads, "a") for heads in (1, 2, 3))
     idle.workers.clear()
     models.release_idle(600, now=1000.0)
@@ -314,7 +314,7 @@ def test_the_time_without_engines_begins_anew_when_one_comes_back(models: Models
     assert idle.mover.backend.closed
 
 
-def test_the_time_without_engines_begins_anew_also_where_one_came_and_left_unseen(models: Models) -> None:
+def test_the_time_without_engines_begins_anew_also_where_one_came_and_left_unseen(models: ServedModels) -> None:
     _, idle, _ = (come(models, heads, "a") for heads in (1, 2, 3))
     idle.workers.clear()
     models.release_idle(600, now=1000.0)
@@ -324,7 +324,7 @@ def test_the_time_without_engines_begins_anew_also_where_one_came_and_left_unsee
     assert not idle.mover.backend.closed
 
 
-def test_others_register_while_a_backend_is_closed_that_nobody_uses(models: Models) -> None:
+def test_others_register_while_a_backend_is_closed_that_nobody_uses(models: ServedModels) -> None:
     _, idle, _ = (come(models, heads, "a") for heads in (1, 2, 3))
     idle.workers.clear()
     came: list[Any] = []
@@ -334,7 +334,7 @@ def test_others_register_while_a_backend_is_closed_that_nobody_uses(models: Mode
     assert came
 
 
-def test_groups_whose_engines_have_left_are_not_remembered_without_end(models: Models) -> None:
+def test_groups_whose_engines_have_left_are_not_remembered_without_end(models: ServedModels) -> None:
     for index in range(100):
         hello = Hello(uuid.uuid4().hex, "worker", "x", f"model {index}", 1, 0, BLOCK)
         layout = KVLayout.from_tensors(make_cache(heads=1, block_size=BLOCK))

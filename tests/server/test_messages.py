@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cache.client.connection import ServerConnection
-from pd_cache.server.app import CacheServer
+from pd_cache.server.cache_server import CacheServer
 from pd_cache.wire import messages
 from pd_cache.wire.messages import (
     CpuStorage,
@@ -221,7 +221,7 @@ def test_who_has_not_said_hello_is_told_to(exchange: Any) -> None:
 def test_a_registration_without_file_descriptors_is_refused(
     server: CacheServer, exchange: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("pd_cache.server.app._DESCRIPTORS_S", 0.1)
+    monkeypatch.setattr("pd_cache.server.cache_server._DESCRIPTORS_S", 0.1)
     assert isinstance(exchange(encode(1, Hello(exchange.name, "worker", "test", "m", 1, 0, 4))), Welcome)
     answer = exchange(encode(2, REQUESTS[1]))
     assert (answer.reason, "no file descriptors came" in answer.message) == ("invalid", True)

@@ -14,10 +14,10 @@ from pd_cache.backends.disk import LocalDiskBackend
 from pd_cache.backends.eviction import PolicyName
 from pd_cache.backends.hybrid import HybridBackend, Promotion, Tier
 from pd_cache.backends.local import DeviceShelf, LocalBackend, open_local
-from pd_cache.backends.memory import ObjectMemory
 from pd_cache.backends.mooncake import MooncakeBackend
 from pd_cache.backends.objects import TRAILER_BYTES
 from pd_cache.backends.pipelined import PipelinedBackend
+from pd_cache.backends.slots import ObjectMemory
 from pd_cache.config import NodeSettings
 from pd_cache.metrics import CacheMetrics
 from transfer.errors import Status

@@ -19,7 +19,7 @@ from pd_cache.client.worker_adapter import LoadStoreOp, WorkerAdapter
 from pd_cache.cluster import CacheServerNode
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout, PageKind
-from pd_cache.server.app import CacheServer
+from pd_cache.server.cache_server import CacheServer
 from pd_cache.wire.messages import StatusReport
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import holds_token, make_cache, write_prompt

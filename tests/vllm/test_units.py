@@ -131,7 +131,8 @@ def test_latents_are_stored_once_whatever_the_size() -> None:
     ],
 )
 def test_sizes_that_cannot_share_are_refused(kind: PageKind, ranks: int, shards: int, message: str) -> None:
-    from pd_cache.vllm.model import UnsupportedModelError, place_of
+    from pd_cache.errors import UnsupportedModelError
+    from pd_cache.vllm.model import place_of
 
     with pytest.raises(UnsupportedModelError, match=message):
         place_of("m", layout(kind), "llama", rank=0, ranks=ranks, replicas=1, shards=shards)
@@ -139,10 +140,10 @@ def test_sizes_that_cannot_share_are_refused(kind: PageKind, ranks: int, shards:
 
 def test_reports_of_ranks_add_up() -> None:
     from pd_cache.vllm.messages import WorkerReport
-    from pd_cache.vllm.steps import Report
+    from pd_cache.vllm.steps import StepReport
 
-    one = Report({1: (1, [StoreOutcome.NEW, StoreOutcome.NEW]), 2: (1, [StoreOutcome.NEW])}, {"a"})
-    two = Report({1: (1, [StoreOutcome.BEFORE, StoreOutcome.NOT])}, {"b"})
+    one = StepReport({1: (1, [StoreOutcome.NEW, StoreOutcome.NEW]), 2: (1, [StoreOutcome.NEW])}, {"a"})
+    two = StepReport({1: (1, [StoreOutcome.BEFORE, StoreOutcome.NOT])}, {"b"})
     both = WorkerReport(one).aggregate(WorkerReport(two)).report
     assert both.jobs == {1: (2, [StoreOutcome.NEW, StoreOutcome.NOT]), 2: (1, [StoreOutcome.NEW])}
     assert both.failed_loads == {"a", "b"}

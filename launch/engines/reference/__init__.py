@@ -9,18 +9,17 @@ reserves `blocks`, has the `cache` load the prefix on `workers`, computes the re
 (`attention`), has the chunks stored, and draws tokens (`sampling`) into the `generation` that the server reads from.
 """
 
-from launch.engines.reference.app import run_engine, serve
 from launch.engines.reference.engine import CacheFactory, ReferenceEngine
 from launch.engines.reference.errors import (
     EngineClosedError,
     GenerationError,
     QueueFullError,
-    UnsupportedModelError,
 )
 from launch.engines.reference.generation import Generation
 from launch.engines.reference.model import PagedModel, load_model
 from launch.engines.reference.request import GenerationRequest, GenerationStats, TokenEvent
 from launch.engines.reference.sampling import SamplingParams
+from launch.engines.reference.serve import run_engine, serve
 from launch.engines.reference.server import make_app
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "ReferenceEngine",
     "SamplingParams",
     "TokenEvent",
-    "UnsupportedModelError",
     "load_model",
     "make_app",
     "run_engine",

@@ -73,7 +73,7 @@ class PagedKV:
 
 
 @dataclass(frozen=True)
-class Segment:
+class ContextRows:
     """Rows of one request in a step, none on the other side of a multiple of `CONTEXT_QUANTUM`."""
 
     start: int
@@ -90,13 +90,13 @@ class Segment:
         return self.position + self.rows
 
 
-def cut_segments(start: int, position: int, rows: int, blocks: Sequence[int], block_size: int) -> Iterator[Segment]:
+def cut_segments(start: int, position: int, rows: int, blocks: Sequence[int], block_size: int) -> Iterator[ContextRows]:
     """The segments of `rows` tokens from `position` on, of a request that owns `blocks`; the first is row `start`."""
     end = position + rows
     while position < end:
         stop = min(end, round_up(position + 1, CONTEXT_QUANTUM))
         table = torch.tensor(blocks[: round_up(stop, block_size) // block_size], dtype=torch.int64)
-        yield Segment(start, stop - position, position, table)
+        yield ContextRows(start, stop - position, position, table)
         start += stop - position
         position = stop
 
@@ -108,7 +108,7 @@ class PagedStep:
     kv: PagedKV
     slots: torch.Tensor
     """int64 `[rows]`: where each real row's KV goes. Rows beyond are padding."""
-    segments: tuple[Segment, ...]
+    segments: tuple[ContextRows, ...]
     max_context: int
     """Longest context of the engine, in tokens: a sliding window at least this wide is none."""
     layers_seen: set[int] = field(default_factory=set)
@@ -176,7 +176,7 @@ def _attend(step: PagedStep, index: int, query: torch.Tensor, layer: int, scalin
     return attended.view(heads, padded, head_dim)[:, :rows].transpose(0, 1)
 
 
-def _causal_mask(segment: Segment, rows: int, context: int, dtype: torch.dtype) -> torch.Tensor:
+def _causal_mask(segment: ContextRows, rows: int, context: int, dtype: torch.dtype) -> torch.Tensor:
     """`[rows, context]`, 0 where a row may look and -inf elsewhere; padding rows look where the last real one does."""
     positions = (segment.position + torch.arange(rows)).clamp(max=segment.context - 1)
     mask = torch.zeros(rows, context, dtype=dtype)

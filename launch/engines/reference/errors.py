@@ -7,10 +7,6 @@ from typing import Literal
 from pd_cache.errors import PdCacheError
 
 
-class UnsupportedModelError(PdCacheError, ValueError):
-    """A model that cannot be loaded, or whose attention cannot read its KV from pages; names the model and the reason."""
-
-
 class QueueFullError(PdCacheError):
     """As many requests are waiting as may wait; try again later."""
 

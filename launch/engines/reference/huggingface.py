@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from launch.engines.reference.attention import PagedStep, current_step, paged_attention
 from launch.engines.reference.causal import ModelShape
-from launch.engines.reference.errors import UnsupportedModelError
+from pd_cache.errors import UnsupportedModelError
 
 _ATTENTION_NAME = "pd_cache_paged"
 """The name under which transformers knows `_attention`."""

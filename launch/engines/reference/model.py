@@ -13,17 +13,17 @@ import torch
 
 from launch.engines.reference.attention import (
     ROW_QUANTUM,
+    ContextRows,
     PagedKV,
     PagedStep,
-    Segment,
     attending,
     cut_segments,
     round_up,
 )
 from launch.engines.reference.causal import CausalLM
-from launch.engines.reference.errors import UnsupportedModelError
 from launch.engines.reference.llama import RandomLlama
 from pd_cache.cluster import ModelConfig, RandomModel, ReferenceEngineConfig
+from pd_cache.errors import UnsupportedModelError
 from pd_cache.weights import weights_digest
 
 _PROBE_TOKENS = 20
@@ -69,7 +69,7 @@ class PagedModel:
     def _step(self, kv: PagedKV, parts: Sequence[StepPart]) -> tuple[torch.Tensor, set[int]]:
         tokens: list[int] = []
         positions: list[int] = []
-        segments: list[Segment] = []
+        segments: list[ContextRows] = []
         slots: list[torch.Tensor] = []
         wanted: list[int] = []
         for part in parts:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from launch.engines.reference.errors import UnsupportedModelError
+from pd_cache.errors import UnsupportedModelError
 
 _REPLACEMENT = "\ufffd"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from launch.proxy.admission import Admission
 from launch.proxy.answers import ApiError
-from launch.proxy.breaker import Breaker, Fault
-from launch.proxy.completion import Completion, Handoff, read_handoff
-from launch.proxy.prefixes import PrefixIndex, Prompt, count_tokens, read_prompt
+from launch.proxy.breaker import Blame, NodeBreaker
+from launch.proxy.completion import Completion, HandedOver, read_handoff
+from launch.proxy.prefixes import PrefixIndex, RoutedPrompt, count_tokens, read_prompt
 from launch.proxy.routing import Hop, NodePool, Policy, Target
 
 TIMES = st.integers(0, 24).map(lambda eighths: eighths / 8)
@@ -23,8 +23,8 @@ TIMES = st.integers(0, 24).map(lambda eighths: eighths / 8)
 
 
 def test_an_unreachable_node_is_skipped_for_a_second_then_tried_once_a_second() -> None:
-    breaker = Breaker(5)
-    breaker.failed(Fault.UNREACHABLE, 10.0)
+    breaker = NodeBreaker(5)
+    breaker.failed(Blame.UNREACHABLE, 10.0)
     assert not breaker.allows(10.9)
     assert breaker.allows(11.0)
     breaker.sent(11.0)
@@ -33,35 +33,35 @@ def test_an_unreachable_node_is_skipped_for_a_second_then_tried_once_a_second() 
 
 
 def test_the_skip_doubles_up_to_ten_seconds_and_an_answer_ends_it() -> None:
-    breaker, now, skips = Breaker(5), 0.0, []
+    breaker, now, skips = NodeBreaker(5), 0.0, []
     for _ in range(6):
         breaker.sent(now)
-        breaker.failed(Fault.UNREACHABLE, now)
+        breaker.failed(Blame.UNREACHABLE, now)
         skips.append(breaker.wait(now))
         now += skips[-1]
         assert breaker.allows(now)
     assert skips == [1, 2, 4, 8, 10, 10]
     breaker.succeeded()
-    breaker.failed(Fault.UNREACHABLE, now)
+    breaker.failed(Blame.UNREACHABLE, now)
     assert breaker.wait(now) == 1
 
 
 def test_requests_that_fail_together_count_as_one_failure() -> None:
-    breaker = Breaker(5)
+    breaker = NodeBreaker(5)
     for now in (5.0, 5.1, 5.9):
-        breaker.failed(Fault.UNREACHABLE, now)
+        breaker.failed(Blame.UNREACHABLE, now)
     assert breaker.wait(5.9) == pytest.approx(0.1)
 
 
 def test_a_node_that_fails_requests_is_skipped_after_several_in_a_row() -> None:
-    breaker = Breaker(3)
+    breaker = NodeBreaker(3)
     for _ in range(2):
-        breaker.failed(Fault.FAILED, 0)
+        breaker.failed(Blame.FAILED, 0)
     breaker.succeeded()
     for _ in range(2):
-        breaker.failed(Fault.FAILED, 0)
+        breaker.failed(Blame.FAILED, 0)
     assert breaker.allows(0)
-    breaker.failed(Fault.FAILED, 0)
+    breaker.failed(Blame.FAILED, 0)
     assert not breaker.allows(0.9)
 
 
@@ -69,7 +69,7 @@ def test_a_node_that_fails_requests_is_skipped_after_several_in_a_row() -> None:
 def test_no_skip_is_longer_than_ten_seconds_and_an_answer_always_ends_it(
     limit: int, events: list[tuple[str, float]]
 ) -> None:
-    breaker, now, in_a_row = Breaker(limit), 0.0, 0
+    breaker, now, in_a_row = NodeBreaker(limit), 0.0, 0
     for event, passed in events:
         now += passed
         if event == "ok":
@@ -79,7 +79,7 @@ def test_no_skip_is_longer_than_ten_seconds_and_an_answer_always_ends_it(
         elif event == "sent":
             breaker.sent(now)
         else:
-            breaker.failed(Fault(event), now)
+            breaker.failed(Blame(event), now)
             in_a_row += 1
             assert event == "failed" or not breaker.allows(now)
             assert in_a_row < limit or not breaker.allows(now)
@@ -122,13 +122,13 @@ def test_prompts_of_different_isolation_share_nothing() -> None:
 
 def test_an_index_knows_what_was_computed_and_forgets_ends_before_beginnings() -> None:
     index = PrefixIndex(1000)
-    index.add(Prompt(1000, ["a", "b", "c", "d"], 250))
-    assert index.match(Prompt(1200, ["a", "b", "c", "x"], 250)) == 750
-    assert index.match(Prompt(1200, ["x", "b"], 250)) == 0
-    index.add(Prompt(500, ["y", "z"], 250))
-    assert index.match(Prompt(1000, ["a", "b", "c", "d"], 250)) == 500
-    assert index.match(Prompt(500, ["y", "z"], 250)) == 500
-    assert index.match(Prompt(400, ["y", "z"], 250)) == 400, "never more than the prompt"
+    index.add(RoutedPrompt(1000, ["a", "b", "c", "d"], 250))
+    assert index.match(RoutedPrompt(1200, ["a", "b", "c", "x"], 250)) == 750
+    assert index.match(RoutedPrompt(1200, ["x", "b"], 250)) == 0
+    index.add(RoutedPrompt(500, ["y", "z"], 250))
+    assert index.match(RoutedPrompt(1000, ["a", "b", "c", "d"], 250)) == 500
+    assert index.match(RoutedPrompt(500, ["y", "z"], 250)) == 500
+    assert index.match(RoutedPrompt(400, ["y", "z"], 250)) == 400, "never more than the prompt"
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 30), max_size=20), st.floats(0, 500))), st.integers(1, 3000))
@@ -137,7 +137,7 @@ def test_an_index_is_bounded_and_never_wrong_about_its_own_last_prompt(
 ) -> None:
     index = PrefixIndex(capacity)
     for blocks, size in prompts:
-        prompt = Prompt(10**6, list(dict.fromkeys(blocks)), size)
+        prompt = RoutedPrompt(10**6, list(dict.fromkeys(blocks)), size)
         index.add(prompt)
         assert len(index) * 64 <= capacity
         fits = capacity // max(64, round(size))
@@ -175,7 +175,11 @@ def test_what_is_known_of_a_node_is_kept_until_it_is_started_anew() -> None:
 
 def test_the_least_loaded_prefill_node_has_the_fewest_tokens_to_compute() -> None:
     pool = pool_of("a", "b", policy="least_loaded")
-    with pool.working("a", Prompt(1000)), pool.working("b", Prompt(300)), pool.working("b", Prompt(300)):
+    with (
+        pool.working("a", RoutedPrompt(1000)),
+        pool.working("b", RoutedPrompt(300)),
+        pool.working("b", RoutedPrompt(300)),
+    ):
         assert pool.loads() == {"a": 1000, "b": 600}
         assert pool.pick(0) == "b"
     assert pool.loads() == {"a": 0, "b": 0}
@@ -185,7 +189,7 @@ def test_the_decode_node_with_room_is_taken() -> None:
     pool = NodePool("decode", "prefix_aware")
     pool.update([Target("small", max_running=2), Target("large", max_running=8)])
     with pool.working("small"), pool.working("large"), pool.working("large"):
-        assert pool.pick(0, Prompt(5)) == "large"
+        assert pool.pick(0, RoutedPrompt(5)) == "large"
 
 
 def test_a_prompt_goes_where_its_beginning_was_computed() -> None:
@@ -205,9 +209,9 @@ def test_a_queue_that_is_longer_than_what_the_cache_saves_sends_it_elsewhere() -
     known = read_prompt(ids(2000))
     with pool.working("a", known):
         pass
-    with pool.working("a", Prompt(1000)):
+    with pool.working("a", RoutedPrompt(1000)):
         assert pool.pick(0, known) == "a"
-    with pool.working("a", Prompt(3000)):
+    with pool.working("a", RoutedPrompt(3000)):
         assert pool.pick(0, known) == "b"
 
 
@@ -256,10 +260,10 @@ def test_a_node_is_picked_exactly_if_one_is_well_and_all_work_is_given_back(
             pool.update(Target(url) for url in sorted(there))
         else:
             well = {url for url, up in pool.health(now).items() if up}
-            picked = pool.pick(now, Prompt(100, ["x", node]))
+            picked = pool.pick(now, RoutedPrompt(100, ["x", node]))
             assert (picked in well) if well else picked is None
             if picked is not None:
-                with pool.working(picked, Prompt(100, ["x", node])):
+                with pool.working(picked, RoutedPrompt(100, ["x", node])):
                     pool.update(Target(url) for url in sorted(there))
         assert set(pool.loads()) == there
         assert set(pool.loads().values()) <= {0.0}
@@ -388,4 +392,4 @@ def test_the_decode_node_is_sent_what_the_client_sent(fields: dict[str, object],
     handoff = read_handoff(json.dumps({"kv_transfer_params": params}).encode())
     expected = fields if params is None else {**fields, "kv_transfer_params": params}
     assert json.loads(completion.for_decode(handoff)) == expected
-    assert not Handoff()
+    assert not HandedOver()

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from pd_cache.backends.base import PutOutcome
-from pd_cache.backends.faults import Fault, fault_of
+from pd_cache.backends.faults import DiskFault, fault_of
 from pd_cache.backends.folder import PAGE, ObjectFolder, digest_of
 from tests.support.backends import TIMEOUTS
 from tests.support.disks import OBJECT, Open, disk_of, file_of, files, value
@@ -275,13 +275,13 @@ def test_a_process_without_descriptors_loses_no_object(open_disk: Open, monkeypa
 
 def test_errors_are_told_apart_by_their_numbers() -> None:
     found = {number: fault_of(OSError(number, "")) for number in errno.errorcode}
-    assert found[errno.ENOSPC] is found[errno.EDQUOT] is Fault.NO_ROOM
-    assert found[errno.EROFS] is Fault.READ_ONLY
-    assert found[errno.EMFILE] is Fault.PROCESS
-    assert found[errno.EACCES] is found[errno.ELOOP] is found[errno.ENOTDIR] is Fault.OBJECT
+    assert found[errno.ENOSPC] is found[errno.EDQUOT] is DiskFault.NO_ROOM
+    assert found[errno.EROFS] is DiskFault.READ_ONLY
+    assert found[errno.EMFILE] is DiskFault.PROCESS
+    assert found[errno.EACCES] is found[errno.ELOOP] is found[errno.ENOTDIR] is DiskFault.OBJECT
     for number in (errno.EIO, errno.ENODEV, errno.ENOTCONN, errno.ESTALE, errno.ENOENT):
-        assert found[number] is Fault.UNCLEAR
-    assert fault_of(OSError("no number")) is Fault.UNCLEAR
+        assert found[number] is DiskFault.UNCLEAR
+    assert fault_of(OSError("no number")) is DiskFault.UNCLEAR
 
 
 # --- what may stand in a folder's place ------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pd_cache.blocks import StoreOutcome
-from pd_cache.vllm.steps import Report
+from pd_cache.vllm.steps import StepReport
 from tests.pd_cache.vllm.histories import CHUNK, METADATA, PER_CHUNK, Request, Scene
 
 NEW, NOT = StoreOutcome.NEW, StoreOutcome.NOT
@@ -81,7 +81,7 @@ def test_blocks_of_a_store_outlive_the_preemption_of_their_request() -> None:
     scene.manager.free(request)
     assert scene.manager.block_pool.used == set(range(10, 10 + 3 * PER_CHUNK)), "the store still reads these"
     assert scene.side.frees_blocks
-    scene.side.take_report(Report({store.job: (1, [NEW] * 3)}))
+    scene.side.take_report(StepReport({store.job: (1, [NEW] * 3)}))
     assert not scene.manager.block_pool.used
     assert not scene.side.storing
 
@@ -91,7 +91,7 @@ def test_what_was_stored_before_a_preemption_is_matched_after_it() -> None:
     scene.side.matched_tokens(request, 0)  # type: ignore[arg-type]
     scene.manager.allocate(request, 10)
     (store,) = scene.step(a=len(PROMPT)).stores
-    scene.side.take_report(Report({store.job: (1, [NEW] * 3)}))
+    scene.side.take_report(StepReport({store.job: (1, [NEW] * 3)}))
     scene.manager.free(request)
     assert scene.side.matched_tokens(request, 0) == (3 * CHUNK, True)  # type: ignore[arg-type]
     assert scene.lookups.asked == [0], "without another lookup"
@@ -101,7 +101,7 @@ def test_after_a_failed_load_the_prompt_is_computed_and_stored_and_not_loaded_ag
     scene, request = Scene(), Request("a", PROMPT)
     hit(scene, request, 3)
     scene.step()
-    scene.side.take_report(Report(failed_loads={"a"}))
+    scene.side.take_report(StepReport(failed_loads={"a"}))
     assert scene.side.matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
     (store,) = scene.step(a=len(PROMPT)).stores
     assert store.names == scene.names(request)
@@ -114,12 +114,12 @@ def test_an_abort_during_a_store_gives_the_blocks_back_when_all_ranks_have_ended
     (store,) = scene.step(a=3 * CHUNK).stores
     scene.side.finished(request)  # type: ignore[arg-type]
     scene.manager.free(request)
-    scene.side.take_report(Report({store.job: (1, [NEW] * 3)}))
+    scene.side.take_report(StepReport({store.job: (1, [NEW] * 3)}))
     assert scene.manager.block_pool.used, "the other rank still reads them"
-    scene.side.take_report(Report({store.job: (1, [NEW, NOT, NEW])}))
+    scene.side.take_report(StepReport({store.job: (1, [NEW, NOT, NEW])}))
     assert not scene.manager.block_pool.used
     assert list(scene.side.take_events()) == [("a", 0), ("a", 2)], "events of chunks that all ranks have stored"
-    scene.side.take_report(Report({store.job: (1, [NEW] * 3)}))  # told again: nothing happens
+    scene.side.take_report(StepReport({store.job: (1, [NEW] * 3)}))  # told again: nothing happens
 
 
 def test_with_asynchronous_scheduling_tokens_in_flight_are_not_stored_before_a_sync_load_is_known_to_be_good() -> None:
@@ -158,7 +158,7 @@ def test_a_lost_server_is_a_miss_and_its_stores_are_not_taken_for_stored() -> No
     assert scene.metrics.totals()["troubles", "lookup", "error_ConnectionError"] == 1
     scene.manager.allocate(request, 10)
     (store,) = scene.step(a=len(PROMPT)).stores
-    scene.side.take_report(Report({store.job: (1, [NOT] * 3)}))
+    scene.side.take_report(StepReport({store.job: (1, [NOT] * 3)}))
     scene.manager.free(request)
     assert scene.side.matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
     assert not list(scene.side.take_events())

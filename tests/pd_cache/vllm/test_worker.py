@@ -10,7 +10,7 @@ import pytest
 
 from pd_cache.blocks import StoreOutcome
 from pd_cache.metrics import CacheMetrics
-from pd_cache.vllm.steps import LoadOp, Report, Step, StoreOp
+from pd_cache.vllm.steps import LoadOp, Step, StepReport, StoreOp
 from pd_cache.vllm.worker import WorkerSide
 from tests.pd_cache.vllm.histories import Clock
 from tests.support.waiting import PATIENCE_S, wait_for
@@ -98,8 +98,8 @@ def finished(side: WorkerSide, *requests: str) -> set[int]:
     return bad
 
 
-def reported(side: WorkerSide) -> Report:
-    found: list[Report] = []
+def reported(side: WorkerSide) -> StepReport:
+    found: list[StepReport] = []
 
     def there() -> bool:
         report = side.take_report()

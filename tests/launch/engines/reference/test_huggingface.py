@@ -7,9 +7,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from launch.engines.reference import UnsupportedModelError, load_model
+from launch.engines.reference import load_model
 from launch.engines.reference.llama import RandomLlama
 from pd_cache.cluster import ModelConfig
+from pd_cache.errors import UnsupportedModelError
 
 from .conftest import TINY, paged_greedy, prompt_of, tiny_config
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from launch.engines.reference import UnsupportedModelError
 from launch.engines.reference.tokenizer import ByteTokenizer, FolderTokenizer, open_tokenizer
+from pd_cache.errors import UnsupportedModelError
 
 
 def pieces(tokenizer, tokens) -> list[str]:

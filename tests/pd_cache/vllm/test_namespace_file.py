@@ -11,7 +11,7 @@ import pytest
 
 import pd_cache
 from pd_cache.tokens import Namespace
-from pd_cache.vllm.health import NAMESPACE_FILE, TellNamespace, read_namespace, write_namespace
+from pd_cache.vllm.namespace_file import NAMESPACE_FILE, TellNamespace, read_namespace, write_namespace
 
 NAMESPACE = Namespace(
     model="m", kv_dtype="bfloat16", layout="l", layers=2, block_size=16, page_bytes=64, chunk_size=32, shards=1, hash_mode="blocks"

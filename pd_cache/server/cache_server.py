@@ -27,12 +27,12 @@ from pd_cache.config import NodeSettings, ServerSettings
 from pd_cache.errors import LayoutError
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.address import own_address
-from pd_cache.server.models import Models, OpenBackend
+from pd_cache.server.answerer import Answerer, Question
 from pd_cache.server.moves import MoveJob
-from pd_cache.server.questions import Answerer, Question
 from pd_cache.server.queueing import FairQueue, Item, Lane
 from pd_cache.server.receiving import Receiver, failed
 from pd_cache.server.registrations import Client, PendingRegistration, Worker
+from pd_cache.server.served_models import OpenBackend, ServedModels
 from pd_cache.server.sessions import Sessions
 from pd_cache.wire.channel import Incoming, ServerChannel
 from pd_cache.wire.fence import AbandonedError
@@ -100,7 +100,7 @@ class CacheServer:
         self.node = node
         self.metrics = metrics or CacheMetrics()
         self.sessions = Sessions()
-        self.models = Models(settings, self.metrics, backend, self.sessions.end_backend)
+        self.models = ServedModels(settings, self.metrics, backend, self.sessions.end_backend)
         self._answerer = Answerer(self.sessions, self.metrics, node.session_s)
         self._renew_s = max(0.1, lease_s / 3)
         self._server = uuid.uuid4().hex

@@ -22,7 +22,7 @@ from launch.proxy.health import HealthChecks
 from launch.proxy.hops import new_session
 from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.models import Models
+from launch.proxy.models import ModelList
 from launch.proxy.nodes import Nodes
 from launch.proxy.overview import Overview, Peers
 from launch.proxy.requests import Requests
@@ -65,7 +65,7 @@ class Proxy:
         self._requests = Requests(
             config,
             Completions(self._nodes, self._fleet, self._direct, self.metrics, config.prefill_timeout_s),
-            Models(self._nodes),
+            ModelList(self._nodes),
             keys=self._keys,
             admission=self._admission,
             bodies=self._bodies,

@@ -69,7 +69,7 @@ class Model:
         return self._shards[rank]
 
 
-class Models:
+class ServedModels:
     """All models of a server. Thread-safe."""
 
     def __init__(

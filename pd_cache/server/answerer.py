@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from pd_cache.metrics import CacheMetrics
-from pd_cache.server.models import Model
 from pd_cache.server.receiving import failed
+from pd_cache.server.served_models import Model
 from pd_cache.server.sessions import Sessions
 from pd_cache.wire.messages import Answer, Found
 from transfer.errors import Status
