@@ -8,6 +8,9 @@ INPUTS ?= 1000000
 SEED ?= $(shell date +%s)
 BIN := $(VENV)/bin
 
+# the tests start hundreds of processes: each would compile our sources again
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install demo test install-vllm test-vllm wheel test-wheel fuzz check format clean
 
 install: $(VENV)/.installed
