@@ -15,12 +15,12 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from pd_cache.sparse_log import SparseLog
 from transfer.errors import Status
 
 log = logging.getLogger(__name__)
 
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-_LOG_INTERVAL = 10.0
 
 
 class TierMetrics:
@@ -161,7 +161,7 @@ class CacheMetrics:
             "pd_cache_tier_ignored_files", "Files that are no whole objects", ["tier", "kind"], registry=registry
         )
         self._tiers: dict[str, TierMetrics] = {}
-        self._logged: dict[tuple[str, str], tuple[float, int]] = {}
+        self._log = SparseLog()
         self._lock = threading.Lock()
 
     def tokens(self, op: str, outcome: str, count: int) -> None:
@@ -184,14 +184,9 @@ class CacheMetrics:
 
     def say(self, what: str, reason: str, chunks: int, detail: str = "", unit: str = "chunks") -> None:
         """Write a log line, at most one in ten seconds for each pair of subject and reason."""
-        now = time.monotonic()
-        with self._lock:
-            last, silent = self._logged.get((what, reason), (-_LOG_INTERVAL, 0))
-            if now - last < _LOG_INTERVAL:
-                self._logged[what, reason] = (last, silent + chunks)
-                return
-            self._logged[what, reason] = (now, 0)
-        log.warning("%s: %d %s: %s%s", what, chunks + silent, unit, reason, detail and f" ({detail})")
+        total = self._log.admit((what, reason), chunks)
+        if total is not None:
+            log.warning("%s: %d %s: %s%s", what, total, unit, reason, detail and f" ({detail})")
 
     def tier(self, name: str) -> TierMetrics:
         """The counters of one storage tier."""

@@ -28,6 +28,7 @@ LAYERS = (
         "weights",
         "decoding",
         "blocks",
+        "sparse_log",
     ),
     ("paged", "backends", "lookup"),
     ("mover", "prompts"),
@@ -39,7 +40,7 @@ LAYERS = (
 """Inside pd_cache: a module imports from its own layer and those before it."""
 
 LAUNCH_LAYERS = (
-    ("errors", "signals", "access", "descriptors", "_guardian", "_tethered"),
+    ("errors", "signals", "access", "openai", "descriptors", "_guardian", "_tethered"),
     ("process", "foreign", "asking", "topology"),
     ("masters", "discovery", "supervisor"),
     ("reachability", "status", "up"),

@@ -31,12 +31,12 @@ from bench.lib.report import Check, finish, option, output_options, progress
 from bench.lib.svg import Bars, bar_plot, line_plot
 from pd_cache.backends.base import StorageBackend
 from pd_cache.backends.compose import open_backend
-from pd_cache.backends.eviction import PolicyName, make_policy
+from pd_cache.backends.eviction import make_policy
 from pd_cache.backends.hybrid import HybridBackend
 from pd_cache.backends.index import EvictingIndex
 from pd_cache.backends.mooncake import MooncakeBackend
 from pd_cache.backends.objects import TRAILER_BYTES
-from pd_cache.config import CacheConfig, DiskTier, LocalTier, NodeSettings, StorageTier
+from pd_cache.config import CacheConfig, DiskTier, EvictionName, LocalTier, NodeSettings, StorageTier
 from pd_cache.engine import CacheEngineBuilder
 from pd_cache.tokens import CacheMetadata
 from transfer.errors import Status
@@ -45,7 +45,7 @@ from transfer.staging import StagingPool
 
 Seconds = dict[str, list[float]]
 
-POLICIES: tuple[PolicyName, ...] = ("lru", "lfu", "s3fifo")
+POLICIES: tuple[EvictionName, ...] = ("lru", "lfu", "s3fifo")
 PAGE = 4096
 
 
@@ -370,7 +370,7 @@ def measure_pool(tokens: int, rounds: int) -> dict[str, Any]:
 # --- eviction --------------------------------------------------------------------------------------------------------
 
 
-def measure_eviction(entries: int, policy: PolicyName, least: int, slices: int = 20) -> float:
+def measure_eviction(entries: int, policy: EvictionName, least: int, slices: int = 20) -> float:
     """Microseconds of processor time to evict one entry and take in another, in an index that holds `entries`.
 
     At least `least` are replaced, and each once; the median over slices of that.

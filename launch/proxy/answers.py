@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
+from launch.openai import error_body
 from launch.proxy.hops import Refusal
 from pd_cache.errors import PdCacheError
 
@@ -31,9 +32,7 @@ class ApiError(PdCacheError):
 
     def body(self) -> bytes:
         """`{"error": {...}}`"""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode(error_body(self.message, self.status, param=self.param, code=self.code))
 
     def response(self) -> web.Response:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}

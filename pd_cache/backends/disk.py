@@ -29,13 +29,14 @@ from pd_cache.backends.base import Fetched, PutOutcome, Staged, StorageBackend
 from pd_cache.backends.disk_health import DiskHealth, DiskState, state_of
 from pd_cache.backends.disk_sweeper import DiskSweeper
 from pd_cache.backends.disk_writer import DiskWriter, WriteUnderWay
-from pd_cache.backends.eviction import PolicyName, make_policy
+from pd_cache.backends.eviction import make_policy
 from pd_cache.backends.faults import name_of
 from pd_cache.backends.folder import PAGE, FolderContents, ObjectFolder, digest_of
 from pd_cache.backends.index import EvictingIndex, Pin, Removal, Room
 from pd_cache.backends.objects import Damage, inspect
 from pd_cache.backends.places import Place, Share
 from pd_cache.backends.slots import FetchedObject, ObjectMemory, StagedObject
+from pd_cache.config import EvictionName
 from pd_cache.metrics import TierMetrics
 from transfer.calls import Call, CallThreads
 from transfer.errors import PoolUnavailableError, Status
@@ -81,7 +82,7 @@ class LocalDiskBackend(StorageBackend):
         path: Path,
         capacity: int,
         *,
-        policy: PolicyName,
+        policy: EvictionName,
         direct: bool,
         sync: bool,
         threads: int,

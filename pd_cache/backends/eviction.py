@@ -9,9 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Literal
 
-PolicyName = Literal["lru", "lfu", "s3fifo"]
+from pd_cache.config import EvictionName
 
 Pinned = Callable[[str], bool]
 
@@ -187,7 +186,7 @@ class S3FIFO(EvictionPolicy):
         return None
 
 
-def make_policy(name: PolicyName, capacity: int) -> EvictionPolicy:
+def make_policy(name: EvictionName, capacity: int) -> EvictionPolicy:
     """The policy of that name, for at most `capacity` entries."""
     if name == "lru":
         return LRU()

@@ -20,10 +20,11 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from pd_cache.backends.base import Fetched, PutOutcome, Settled, Staged, StorageBackend
-from pd_cache.backends.eviction import PolicyName, make_policy
+from pd_cache.backends.eviction import make_policy
 from pd_cache.backends.index import EvictingIndex, Pin, Removal, Room
 from pd_cache.backends.objects import inspect
 from pd_cache.backends.slots import FetchedObject, ObjectMemory, StagedObject, slots_of
+from pd_cache.config import EvictionName
 from pd_cache.metrics import TierMetrics
 from transfer.errors import Status
 from transfer.settings import Timeouts
@@ -157,7 +158,7 @@ class LocalBackend(StorageBackend, Generic[H]):
         memory: ObjectMemory,
         shelf: Shelf[H],
         capacity: int,
-        policy: PolicyName,
+        policy: EvictionName,
         timeouts: Timeouts,
         metrics: TierMetrics,
     ) -> None:
@@ -314,7 +315,7 @@ class LocalBackend(StorageBackend, Generic[H]):
 def open_local(
     memory: ObjectMemory,
     capacity: int,
-    policy: PolicyName,
+    policy: EvictionName,
     timeouts: Timeouts,
     metrics: TierMetrics,
     *,

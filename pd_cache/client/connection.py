@@ -21,6 +21,7 @@ import torch
 import pd_cache
 from pd_cache.client.identity import EngineIdentity
 from pd_cache.layout import PageKind
+from pd_cache.sparse_log import SparseLog
 from pd_cache.tokens import ExtraKey, Tokens, hash_tokens, stride_hashes
 from pd_cache.wire.channel import (
     CacheServerError,
@@ -56,7 +57,6 @@ _REGISTER_S = 120.0
 """Mapping and touching a large cache, and opening the backend for it, take a while."""
 _AGAIN_S = 0.2
 _WATCH_S = 0.5
-_LOG_EVERY_S = 10.0
 _MOST_STORAGES = 200
 
 
@@ -143,7 +143,7 @@ class ServerConnection:
         self._closing = False
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Set to wake the keeper."""
-        self._logged = -_LOG_EVERY_S
+        self._errors_logged = SparseLog()
         try:
             self._channel = ClientChannel(url, context, self.client, self._forgotten)
         except BaseException:
@@ -346,8 +346,7 @@ class ServerConnection:
                     self._problem = problem
                     self._changed.notify_all()
             log.debug("cache server %s: %s", self.url, problem)
-            if lasting and time.monotonic() - self._logged > _LOG_EVERY_S:
-                self._logged = time.monotonic()
+            if lasting and self._errors_logged.admit() is not None:
                 log.error("cache server %s does not take this engine: %s", self.url, problem)
             return
         with self._changed:

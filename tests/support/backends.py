@@ -11,14 +11,13 @@ import msgspec
 
 from pd_cache.backends.base import StorageBackend
 from pd_cache.backends.disk import LocalDiskBackend
-from pd_cache.backends.eviction import PolicyName
 from pd_cache.backends.hybrid import HybridBackend, Promotion, Tier
 from pd_cache.backends.local import DeviceShelf, LocalBackend, open_local
 from pd_cache.backends.mooncake import MooncakeBackend
 from pd_cache.backends.objects import TRAILER_BYTES
 from pd_cache.backends.pipelined import PipelinedBackend
 from pd_cache.backends.slots import ObjectMemory
-from pd_cache.config import NodeSettings
+from pd_cache.config import EvictionName, NodeSettings
 from pd_cache.metrics import CacheMetrics
 from transfer.errors import Status
 from transfer.settings import Timeouts
@@ -124,7 +123,7 @@ def make_local(
     memory: ObjectMemory,
     objects: int,
     *,
-    policy: PolicyName = "lru",
+    policy: EvictionName = "lru",
     metrics: CacheMetrics | None = None,
     on_device: bool = False,
 ) -> LocalBackend[Any]:
@@ -162,7 +161,7 @@ def make_subject(
     *,
     objects: int = 64,
     slots: int = 16,
-    policy: PolicyName = "lru",
+    policy: EvictionName = "lru",
     blocking: bool = True,
     promote: Promotion = "always",
 ) -> Subject:

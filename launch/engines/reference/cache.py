@@ -12,19 +12,19 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from pd_cache.blocks import BlockCache
+from pd_cache.sparse_log import SparseLog
 from pd_cache.tokens import salt_keys
 
 _logger = logging.getLogger(__name__)
 
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.020
-_LOG_EVERY_S = 10.0
 
 
 class LoadOutcome(enum.Enum):
@@ -76,7 +76,7 @@ class PrefixCache:
             raise ValueError(f"the cache's chunk_size must be positive, got {self.chunk_size}")
         self._cache = cache
         self._kv_caches = kv_caches
-        self._log = _SparseLog()
+        self._log = SparseLog()
 
     def prefix(self, prompt: array.array[int], blocks: Sequence[int], salt: str | None) -> Prefix | None:
         """Returns the part of a prompt that the cache can hold; None if there is none. `blocks` are those of the prompt."""
@@ -95,7 +95,7 @@ class PrefixCache:
         try:
             return self._load(prefix, announced, wait_s, cancelled)
         except Exception as error:  # noqa: BLE001 - whatever the cache raises, the prompt is computed instead
-            self._log.warning("loading from the cache failed, the prompt is computed", error)
+            self._warn("loading from the cache failed, the prompt is computed", error)
             return LoadResult(LoadOutcome.FAILED, 0)
 
     def store(self, prefix: Prefix, loaded: int) -> bool:
@@ -104,7 +104,7 @@ class PrefixCache:
         try:
             self._cache.store(prefix.names[first:], prefix.blocks(first, len(prefix.names)), kv_caches=self._kv_caches)
         except Exception as error:  # noqa: BLE001 - whatever the cache raises, serving goes on
-            self._log.warning("storing in the cache failed", error)
+            self._warn("storing in the cache failed", error)
             return False
         return True
 
@@ -140,21 +140,6 @@ class PrefixCache:
             return LoadResult(LoadOutcome.HIT, loaded * self.chunk_size)
         return LoadResult(LoadOutcome.NOTHING if cache.available else LoadOutcome.UNAVAILABLE, 0)
 
-
-class _SparseLog:
-    """At most one line in `_LOG_EVERY_S` seconds, with the number of those left out."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._next = float("-inf")
-        self._left_out = 0
-
-    def warning(self, message: str, error: Exception) -> None:
-        with self._lock:
-            now = self._clock()
-            if now < self._next:
-                self._left_out += 1
-                return
-            self._next, left_out, self._left_out = now + _LOG_EVERY_S, self._left_out, 0
-        _logger.warning("%s: %s: %s (%d more not shown)", message, type(error).__name__, error, left_out)
+    def _warn(self, what: str, error: Exception) -> None:
+        if (times := self._log.admit()) is not None:
+            _logger.warning("%s, %d times: %s: %s", what, times, type(error).__name__, error)

@@ -133,12 +133,6 @@ def parse_completion(body: bytes, model: str) -> CompletionRequest:
     )
 
 
-def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 class AnswerBuilder:
     """The JSON objects of one answer: the same in every chunk but for text and tokens."""
 

@@ -22,10 +22,10 @@ from launch.engines.reference.protocol import (
     AnswerBuilder,
     BadRequest,
     CompletionRequest,
-    error_body,
     parse_completion,
 )
 from launch.engines.reference.request import GenerationRequest
+from launch.openai import error_body
 
 _logger = logging.getLogger(__name__)
 

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pd_cache.backends.eviction import LFU, LRU, S3FIFO, EvictionPolicy, PolicyName, make_policy
+from pd_cache.backends.eviction import LFU, LRU, S3FIFO, EvictionPolicy, make_policy
 from pd_cache.backends.index import EvictingIndex, Pin, Removal, Room
 from pd_cache.backends.places import Place
+from pd_cache.config import EvictionName
 
-POLICIES: tuple[PolicyName, ...] = ("lru", "lfu", "s3fifo")
+POLICIES: tuple[EvictionName, ...] = ("lru", "lfu", "s3fifo")
 
 
 def nobody(key: str) -> bool:
@@ -91,7 +92,7 @@ def test_s3fifo_gives_the_main_queue_a_second_round_for_each_use() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_a_victim_is_never_pinned_and_everyone_goes_once(name: PolicyName, data: st.DataObject) -> None:
+def test_a_victim_is_never_pinned_and_everyone_goes_once(name: EvictionName, data: st.DataObject) -> None:
     capacity = data.draw(st.integers(1, 30))
     policy = make_policy(name, capacity)
     held: set[str] = set()
@@ -118,7 +119,7 @@ def test_a_victim_is_never_pinned_and_everyone_goes_once(name: PolicyName, data:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_scans_of_new_keys_do_not_grow_what_a_policy_remembers(name: PolicyName) -> None:
+def test_scans_of_new_keys_do_not_grow_what_a_policy_remembers(name: EvictionName) -> None:
     policy = make_policy(name, 50)
     for n in range(5_000):
         if len(policy) == 50:
@@ -131,7 +132,7 @@ def test_scans_of_new_keys_do_not_grow_what_a_policy_remembers(name: PolicyName)
 class IndexModel(RuleBasedStateMachine):
     """The index beside a dictionary of what it should hold."""
 
-    policy: PolicyName = "lru"
+    policy: EvictionName = "lru"
 
     @initialize(capacity=st.integers(0, 6))
     def start(self, capacity: int) -> None:
@@ -242,7 +243,7 @@ class IndexModel(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_index_agrees_with_a_dictionary(name: PolicyName) -> None:
+def test_the_index_agrees_with_a_dictionary(name: EvictionName) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     machine: Any = type("Machine", (IndexModel,), {"policy": name})
