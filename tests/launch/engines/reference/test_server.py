@@ -348,7 +348,7 @@ def test_a_request_that_takes_too_long_is_504(make_engine):
 
 def test_the_prefill_answer_does_not_wait_for_the_store(make_engine):
     cache = HangingCache(["store"])
-    cache.lookup = lambda tokens, extra_keys=(): 0
+    cache.lookup = lambda names, session="": 0
 
     async def run():
         async with served(make_engine(cache)) as client:
