@@ -29,7 +29,7 @@ def _reached(send: Callable[[int, int], None], pid: int, signum: int) -> bool:
 
 
 def _gone(leader: int) -> bool:
-    """Whether a leader ended. Its new parent may take its time to reap it, so a zombie counts as gone."""
+    """Returns whether a leader ended. Its new parent may take its time to reap it, so a zombie counts as gone."""
     try:
         with open(f"/proc/{leader}/stat", "rb") as stat:
             return stat.read().rpartition(b")")[2].split()[0] in b"ZX"
@@ -49,7 +49,7 @@ def follow(lines: Iterable[bytes]) -> set[int]:
 
 
 def end(groups: set[int], grace_s: float) -> None:
-    """Stop process groups that are not ours any more; returns when all are gone or killed."""
+    """Stops process groups that are not ours any more; returns when all are gone or killed."""
     for group in groups:
         _reached(os.kill, group, signal.SIGTERM)
     deadline = time.monotonic() + grace_s

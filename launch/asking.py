@@ -28,7 +28,8 @@ class Answer(NamedTuple):
 
 
 def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> bytes:
-    """Returns the body of `ask`'s answer. Raises OSError (urllib's HTTPError for a status other than 2xx) or ValueError if there is none."""
+    """Returns the body of `ask`'s answer. Raises OSError (urllib's HTTPError for a status other than 2xx) or ValueError if there is
+    none."""
     answer = ask(url, timeout, access)
     if not 200 <= answer.status < 300:
         raise urllib.error.HTTPError(url, answer.status, answer.reason, answer.headers, io.BytesIO(answer.body))
@@ -36,7 +37,7 @@ def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> byte
 
 
 def healthy(host: str, port: int) -> bool:
-    """Whether a node answers at that address that it is well."""
+    """Returns whether a node answers at that address that it is well."""
     try:
         fetch(f"http://{host}:{port}/health")
     except (OSError, ValueError):

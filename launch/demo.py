@@ -100,7 +100,7 @@ def prompts(vocabulary: int, chunk_size: int, longest: int) -> list[list[int]]:
 
 
 def run_demo(file: Path, *, as_json: bool) -> bool:
-    """Run everything and print the outcome. Returns False if any output differs. Takes well under a minute."""
+    """Runs everything and prints the outcome. Returns False if any output differs. Takes well under a minute."""
     config, source = read_config(file)
     engine = config.engine
     proxies = config.by_role("proxy")

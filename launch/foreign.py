@@ -65,7 +65,7 @@ class ForeignProgram:
         hint: Callable[[], str],
         again: bool = False,
     ) -> None:
-        """Return when `serving()` is true, or `stop` is set.
+        """Returns when `serving()` is true, or `stop` is set.
 
         Raises RoleError if it ends by itself, or does not serve by `deadline` (`time.monotonic()`). `hint` names a likely
         cause. With `again` it is started anew if it ends before it has served.

@@ -64,10 +64,10 @@ class Process(Protocol):
         """The exit status (negative: the signal's number) once it ended and all of its output was passed on."""
 
     def terminate(self) -> None:
-        """Ask it to stop. No error if it has ended already."""
+        """Asks it to stop. No error if it has ended already."""
 
     def kill(self) -> None:
-        """End it and its process group. No error if it has ended already."""
+        """Ends it and its process group. No error if it has ended already."""
 
 
 class Endable(Protocol):
@@ -147,12 +147,12 @@ def spawn_child(
     blocked: Iterable[signal.Signals] = (),
     **popen: Any,
 ) -> subprocess.Popen[bytes]:
-    """Start a foreign binary that cannot be taught `die_with_parent`; it is sent `death_signal` when we end.
+    """Starts a foreign binary that cannot be taught `die_with_parent`; it is sent `death_signal` when we end.
 
     It stays in our process group, so that whoever ends the group ends it, and starts with SIGINT ignored: a Ctrl-C is
-    ours to handle. `blocked` are signals that it starts with blocked, for one that waits for them itself. `popen` goes to `subprocess.Popen`; stdin is /dev/null unless given. FileNotFoundError if there is no
-    such program. Call this on a thread that lives as long as the process (the main thread): the kernel takes the end of
-    the *thread* that started a child for the end of its parent.
+    ours to handle. `blocked` are signals that it starts with blocked, for one that waits for them itself. `popen` goes to
+    `subprocess.Popen`; stdin is /dev/null unless given. Raises FileNotFoundError if there is no such program. Call this on a thread that
+    lives as long as the process (the main thread): the kernel takes the end of the *thread* that started a child for the end of its parent.
     """
     popen.setdefault("stdin", subprocess.DEVNULL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -181,7 +181,7 @@ class LocalProcesses:
         self._guardian: _Guardian | None = None
 
     def spawn(self, program: Program, on_line: OnLine) -> Process:
-        """Start `program`, in a session of its own. OSError if it cannot be started."""
+        """Starts `program`, in a session of its own. Raises OSError if it cannot be started."""
         if self._guardian is None:
             self._guardian = _Guardian(self._grace_s)
         child = _Child(program, on_line, self._guardian.forget)
@@ -190,7 +190,7 @@ class LocalProcesses:
         return child
 
     def close(self) -> None:
-        """Let the guardian go. Processes that still run are ended by it."""
+        """Lets the guardian go. Processes that still run are ended by it."""
         guardian, self._guardian = self._guardian, None
         if guardian is not None:
             guardian.close()

@@ -105,7 +105,7 @@ def read_peers(body: bytes) -> PeerReport:
 
 
 async def reach(targets: Iterable[PeerAddress]) -> list[Reach]:
-    """Try to connect to each, some at a time; nothing is sent."""
+    """Tries to connect to each, some at a time; nothing is sent."""
     places = asyncio.Semaphore(_AT_A_TIME)
 
     async def one(target: PeerAddress) -> Reach:

@@ -24,7 +24,7 @@ class StopFlag:
         os.set_blocking(self._write, False)
 
     def set(self) -> None:
-        """Wake every waiter, now and from now on."""
+        """Wakes every waiter, now and from now on."""
         self._set = True
         try:
             os.write(self._write, b"!")
@@ -35,7 +35,7 @@ class StopFlag:
         return self._set
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` seconds, for ever by default. True if it is set."""
+        """Waits up to `timeout` seconds, for ever by default. True if it is set."""
         if not self._set:
             select.select([self._read], [], [], timeout)
         return self._set

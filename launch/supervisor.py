@@ -124,7 +124,7 @@ class Supervisor:
         return {w.program.name: w.process.pid for w in self._all() if w.process is not None}
 
     def start(self, programs: Sequence[Program | Sequence[Program]], stop_event: StopEvent | None = None) -> bool:
-        """Start programs one after the other, each when the one before is ready; those of an inner list together.
+        """Starts programs one after the other, each when the one before is ready; those of an inner list together.
 
         True once all are ready, False if `stop_event` was set first. SupervisorError, with everything stopped, if one cannot
         be started, ends (also one of an earlier group), or is not ready within `ready_timeout_s` of its start.
@@ -149,7 +149,7 @@ class Supervisor:
         return True
 
     def wait(self, stop_event: StopEvent, *, restart: bool = False) -> None:
-        """Watch until `stop_event` is set. The programs still run then; leaving the `with` block stops them.
+        """Watches until `stop_event` is set. The programs still run then; leaving the `with` block stops them.
 
         A program that ends is logged, and with `restart` started again after 1, 2, 4 … 30 s (from 1 s again once it ran for
         60 s); without, everything is stopped and SupervisorError raised.
@@ -163,7 +163,7 @@ class Supervisor:
             raise
 
     def stop(self) -> None:
-        """Stop everything, the last group first: SIGTERM, and SIGKILL after `stop_grace_s`. Does nothing the second time.
+        """Stops everything, the last group first: SIGTERM, and SIGKILL after `stop_grace_s`. Does nothing the second time.
 
         On return no process and no thread of ours is left.
         """

@@ -74,7 +74,7 @@ def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
 
 
 def _shares_memory(config: ClusterConfig, node: Node) -> bool:
-    """Whether the node's process has to know the address of its host's `mooncake_client` from the file."""
+    """Returns whether the node's process has to know the address of its host's `mooncake_client` from the file."""
     transfer = config.transfer
     return transfer.client == "host" and not transfer.client_address and node in config.caching_nodes()
 

@@ -50,7 +50,7 @@ def running(
     stop: StopEvent | None = None,
     sink: Callable[[str], None] = to_stderr,
 ) -> Iterator[Cluster]:
-    """Start this machine's nodes, each when those it needs are ready; stop them in reverse order at the end.
+    """Starts this machine's nodes, each when those it needs are ready; stop them in reverse order at the end.
 
     Every process runs `pd-cache launch ROLE` on a copy of the file in which each port is chosen. Raises ConfigError or SupervisorError
     if they cannot all be started, after stopping those that were, and RuntimeFolderError if this user has no runtime folder of their

@@ -53,18 +53,18 @@ class BlockCache(Protocol):
 
     @property
     def chunk_size(self) -> int:
-        """Tokens a chunk."""
+        """Tokens per chunk."""
 
     @property
     def block_size(self) -> int:
-        """Tokens a block of the paged cache."""
+        """Tokens per block of the paged cache."""
 
     @property
     def available(self) -> bool:
         """False while the pool or the server is known to be away: every call is then a miss, at once."""
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """Use these KV tensors, one a layer, in layer order, where a call names no others."""
+        """Uses these KV tensors, one per layer, in layer order, where a call names no others."""
 
     def name_chunks(
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None = None, extra_keys: Iterable[ExtraKey] = ()
@@ -89,7 +89,7 @@ class BlockCache(Protocol):
         after: Any = None,
         timeout: float | None = None,
     ) -> list[StoreOutcome]:
-        """Store chunks that lie in `blocks` of `kv_caches`, or of the registered tensors; returns what became of each.
+        """Stores chunks that lie in `blocks` of `kv_caches`, or of the registered tensors; returns what became of each.
 
         `after` is a `mark` after which they are computed.
         """
@@ -103,17 +103,17 @@ class BlockCache(Protocol):
         session: str = "",
         timeout: float | None = None,
     ) -> int:
-        """Load chunks into `blocks`; returns how many of them, from the first, lie there now.
+        """Loads chunks into `blocks`; returns how many of them, from the first, lie there now.
 
         The first blocks may be -1: they are left out. Blocks of chunks that were not loaded may have been overwritten; all other
         blocks are untouched.
         """
 
     def end(self, session: str) -> None:
-        """Let go of what a session keeps. Nothing happens if there is none."""
+        """Lets go of what a session keeps. Nothing happens if there is none."""
 
     def mark(self) -> Any:
         """Marks the work that the calling thread has given the device so far, for a store to come after."""
 
     def close(self) -> None:
-        """Let go of the cache and of the KV tensors. Idempotent."""
+        """Lets go of the cache and of the KV tensors. Idempotent."""

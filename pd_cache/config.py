@@ -82,7 +82,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     """The `cache` section: what a chunk is, and where chunks live. All nodes that are to share hits must agree on it."""
 
     chunk_size: Positive = 256
-    """Tokens a chunk; a multiple of the engine's block size."""
+    """Tokens per chunk; a multiple of the engine's block size."""
     hash_mode: Literal["auto", "tokens", "blocks"] = "auto"
     """Name chunks by hashing tokens, or by the engine's own block hashes; `auto` is blocks for vLLM, else tokens."""
     hash_seed: LineOrEmpty = ""

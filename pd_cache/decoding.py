@@ -1,7 +1,7 @@
 """Decodes JSON and msgpack that other processes wrote; the one place that does.
 
-msgspec reports wrong bytes in three ways: MsgspecError for a wrong syntax or schema, UnicodeDecodeError for a text that is not UTF-8,
-and RecursionError for deep nesting. If a caller catches only some of them, one bad record ends its work. Here all of them become
+msgspec reports wrong bytes in three ways: Raises MsgspecError for a wrong syntax or schema, UnicodeDecodeError for a text that is not
+UTF-8, and RecursionError for deep nesting. If a caller catches only some of them, one bad record ends its work. Here all of them become
 `UndecodableError`, a ValueError whose message fits on one line of a log.
 """
 

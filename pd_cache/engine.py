@@ -47,7 +47,7 @@ class CacheEngine:
         layout: KVLayout,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Take over `backend`, which is closed with the engine. Raises ValueError if layout and metadata disagree."""
+        """Takes over `backend`, which is closed with the engine. Raises ValueError if layout and metadata disagree."""
         described = CacheMetadata.of(
             metadata.model,
             layout,
@@ -77,11 +77,11 @@ class CacheEngine:
         return not self.mover.closed and self.backend.available
 
     def wait_available(self, timeout: float) -> None:
-        """Wait for the pool. Raises PoolUnavailableError after `timeout` seconds. Serving engines need not call this."""
+        """Waits for the pool. Raises PoolUnavailableError after `timeout` seconds. Serving engines need not call this."""
         self.backend.wait_available(timeout)
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Use these KV tensors from now on. Raises ValueError for tensors that are not of the engine's layout."""
+        """Uses these KV tensors from now on. Raises ValueError for tensors that are not of the engine's layout."""
         self._registered = self._pages(kv_caches)
 
     def name_chunks(
@@ -109,7 +109,7 @@ class CacheEngine:
         after: DeviceMark | None = None,
         timeout: float | None = None,
     ) -> list[StoreOutcome]:
-        """Store the chunks that the pool lacks. `timeout` bounds the whole; without it each transfer has the configured one."""
+        """Stores the chunks that the pool lacks. `timeout` bounds the whole; without it each transfer has the configured one."""
         run = self._run(names, blocks, kv_caches, may_leave_out=False)
         if after is not None:
             after.follow()
@@ -124,7 +124,7 @@ class CacheEngine:
         session: str = "",
         timeout: float | None = None,
     ) -> int:
-        """Load chunks up to the first that the pool lacks."""
+        """Loads chunks up to the first that the pool lacks."""
         return self.mover.load(self._run(names, blocks, kv_caches, may_leave_out=True), timeout)
 
     def end(self, session: str) -> None:
@@ -134,7 +134,7 @@ class CacheEngine:
         return DeviceMark(self._pages(None).tensors[0])
 
     def close(self) -> None:
-        """Wait for what moves, at most `transfer.timeouts.close_ms`; close the backend, let go of the KV tensors. Idempotent."""
+        """Waits for what moves, at most `transfer.timeouts.close_ms`; close the backend, let go of the KV tensors. Idempotent."""
         if not self.mover.close(self.settings.transfer.timeouts.close_ms / 1000):
             return
         with self._lock:
@@ -239,7 +239,7 @@ class CacheEngineBuilder:
 
     @classmethod
     def destroy(cls, instance_id: str) -> None:
-        """Close and forget the engine of this id; nothing happens if there is none."""
+        """Closes and forgets the engine of this id; nothing happens if there is none."""
         with cls._lock:
             engine = cls._engines.pop(instance_id, None)
         if engine is not None:

@@ -4,7 +4,7 @@ Every layout that we know comes down to one picture. The cache is a list of **pl
 array of **pages**, page b being the part of block b that lies in that plane, contiguous; and inside a page the bytes of a
 token are `pieces` runs of `piece_bytes`: a page is `[pieces, block_size, piece_bytes]`.
 
-| tensors of a layer | planes a layer | pieces |
+| tensors of a layer | planes per layer | pieces |
 |---|---|---|
 | `HEADS_FIRST` `[blocks, kv_heads, block_size, 2*head_dim]` | 1 | kv_heads |
 | `KV_OUTER` `[2, blocks, block_size, kv_heads, head_dim]` | 2 | 1 |
@@ -82,7 +82,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     blocks: int
     block_size: int
-    """Tokens a block."""
+    """Tokens per block."""
     pieces: int
     piece_bytes: int
     dtype: str
@@ -112,13 +112,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind.value}.{self.pieces}x{self.block_size}x{self.piece_bytes}"
 
     def chunk_bytes(self, chunk_size: int) -> int:
-        """Bytes of a chunk's pages. ValueError if `chunk_size` is no whole number of blocks."""
+        """Bytes of a chunk's pages. Raises ValueError if `chunk_size` is no whole number of blocks."""
         if chunk_size < 1 or chunk_size % self.block_size:
             raise ValueError(f"chunk_size {chunk_size} must be a positive multiple of block_size {self.block_size}")
         return chunk_size // self.block_size * self.block_bytes
 
     def shard(self, count: int) -> KVLayout:
-        """The layout of one of `count` equal shards of each page. LayoutError where pages cannot be cut like that."""
+        """The layout of one of `count` equal shards of each page. Raises LayoutError where pages cannot be cut like that."""
         if count == 1:
             return self
         if self.kind is not PageKind.HEADS_FIRST:
@@ -133,7 +133,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_tensors(cls, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor],
                      kind: PageKind | None = None) -> KVLayout:  # fmt: skip
-        """Derive the layout from the engine's tensors, one a layer, in layer order.
+        """Derives the layout from the engine's tensors, one per layer, in layer order.
 
         `kind` is needed only where shapes cannot tell `KV_OUTER` from `KV_INNER` (both first dimensions 2). Raises
         LayoutError for tensors that differ from each other, have an unknown shape, or pages that are not contiguous.

@@ -59,12 +59,12 @@ class TierMetrics:
             self._owner.say(f"tier {self.tier}", reason, chunks, "", "writes dropped")
 
     def healed(self) -> None:
-        """Count a damaged object that was removed, so that it is written again."""
+        """Counts a damaged object that was removed, so that it is written again."""
         self._owner._tier_healed.labels(self.tier).inc()
         self._owner.say(f"tier {self.tier}", "damaged", 1, "", "objects removed, to be stored again")
 
     def ignored(self, kind: str, files: int) -> None:
-        """Count files found at start that are not whole objects of ours."""
+        """Counts files found at start that are not whole objects of ours."""
         if files:
             self._owner._tier_ignored.labels(self.tier, kind).inc(files)
 
@@ -73,22 +73,22 @@ class TierMetrics:
         self._owner._tier_budget.labels(self.tier).set(nbytes)
 
     def shrunk(self, nbytes: int, detail: str) -> None:
-        """Set the budget to `nbytes`, because the file system has no room for all of it."""
+        """Sets the budget to `nbytes`, because the file system has no room for all of it."""
         self.budget(nbytes)
         self._owner.say(f"tier {self.tier}", "evicted, the file system is full", 1, detail)
 
     def spoiled(self, what: str, error: str, detail: str) -> None:
-        """Count a file that could not be read, written or deleted because of an `error` that concerns it alone."""
+        """Counts a file that could not be read, written or deleted because of an `error` that concerns it alone."""
         self._owner._tier_spoiled.labels(self.tier, error).inc()
         self._owner.say(f"tier {self.tier}: {what} failed", error, 1, detail, "files")
 
     def switched_off(self, reason: str) -> None:
-        """Note that the tier failed and is left alone for a while, or is only read."""
+        """Notes that the tier failed and is left alone for a while, or is only read."""
         self._off.set(1)
         self._owner._tier_failures.labels(self.tier, reason).inc()
 
     def switched_on(self) -> None:
-        """Note that the tier is in use."""
+        """Notes that the tier is in use."""
         self._off.set(0)
 
 
@@ -165,17 +165,17 @@ class CacheMetrics:
         self._lock = threading.Lock()
 
     def tokens(self, op: str, outcome: str, count: int) -> None:
-        """Count tokens; outcomes are `requested` and `hit`, `loaded` or `stored`."""
+        """Counts tokens; outcomes are `requested` and `hit`, `loaded` or `stored`."""
         if count:
             self._tokens[op, outcome].inc(count)
 
     def moved(self, op: str, nbytes: int) -> None:
-        """Count payload bytes that arrived."""
+        """Counts payload bytes that arrived."""
         if nbytes:
             self._bytes.labels(op).inc(nbytes)
 
     def trouble(self, op: str, reason: str, chunks: int = 1, *, detail: str = "") -> None:
-        """Count chunks that ended in `reason`, and say so in the log, at most once in ten seconds for each reason."""
+        """Counts chunks that ended in `reason`, and says so in the log, at most once in ten seconds for each reason."""
         if not chunks:
             return
         self.changes += 1
@@ -183,7 +183,7 @@ class CacheMetrics:
         self.say(op, reason, chunks, detail)
 
     def say(self, what: str, reason: str, chunks: int, detail: str = "", unit: str = "chunks") -> None:
-        """Write a log line, at most one in ten seconds for each pair of subject and reason."""
+        """Writes a log line, at most one in ten seconds for each pair of subject and reason."""
         now = time.monotonic()
         with self._lock:
             last, silent = self._logged.get((what, reason), (-_LOG_INTERVAL, 0))
@@ -213,7 +213,7 @@ class CacheMetrics:
         return found
 
     def outages(self, op: str, statuses: Sequence[Status]) -> None:
-        """Count every status that is neither OK nor a plain miss."""
+        """Counts every status that is neither OK nor a plain miss."""
         if statuses.count(Status.OK) + statuses.count(Status.MISSING) < len(statuses):
             for status, chunks in collections.Counter(statuses).items():
                 if status is not Status.OK and status is not Status.MISSING:
@@ -221,7 +221,7 @@ class CacheMetrics:
 
     @contextmanager
     def timed(self, op: str) -> Iterator[None]:
-        """Observe the duration of the body, however it ends."""
+        """Observes the duration of the body, however it ends."""
         start = time.perf_counter()
         try:
             yield

@@ -57,12 +57,12 @@ class ChunkRun(NamedTuple):
         return ChunkRun(self.keys[first * shards : end * shards], self.chunks[first:end], self.copiers)
 
     def gather(self, index: int, payload: torch.Tensor) -> PendingCopy:
-        """Begin to copy the tokens of the object with the key of this index into `payload`."""
+        """Begins to copy the tokens of the object with the key of this index into `payload`."""
         chunk, shard = divmod(index, len(self.copiers))
         return self.copiers[shard].gather(self.chunks[chunk], payload)
 
     def scatter(self, index: int, payload: torch.Tensor) -> PendingCopy:
-        """Begin to copy the object with the key of this index to where its tokens belong."""
+        """Begins to copy the object with the key of this index to where its tokens belong."""
         chunk, shard = divmod(index, len(self.copiers))
         return self.copiers[shard].scatter(self.chunks[chunk], payload)
 
@@ -90,7 +90,7 @@ class ChunkMover:
         return self._closed or os.getpid() != self._process
 
     def store(self, run: ChunkRun, timeout: float | None = None) -> list[StoreOutcome]:
-        """Store the objects that the backend lacks; returns what became of each chunk.
+        """Stores the objects that the backend lacks; returns what became of each chunk.
 
         `timeout` (s) bounds the whole call; without it, each transfer has the configured one.
         """
@@ -100,7 +100,7 @@ class ChunkMover:
         return [StoreOutcome.together(outcomes[at : at + shards]) for at in range(0, len(outcomes), shards)]
 
     def load(self, run: ChunkRun, timeout: float | None = None) -> int:
-        """Load chunks in order up to the first that is missing. Returns how many were loaded. `timeout` (s) bounds the whole call."""
+        """Loads chunks in order up to the first that is missing. Returns how many were loaded. `timeout` (s) bounds the whole call."""
         self.metrics.tokens("retrieve", "requested", self._tokens(run, len(run.keys)))
         with self._moving() as may_move, self.metrics.timed("retrieve"):
             if not run.keys or not may_move:
@@ -112,7 +112,7 @@ class ChunkMover:
         return loaded
 
     def close(self, timeout: float) -> bool:
-        """Begin nothing more, and wait up to `timeout` seconds for the moves under way. Returns False if it was closed before."""
+        """Begins nothing more, and waits up to `timeout` seconds for the moves under way. Returns False if it was closed before."""
         if self.closed:  # in a forked child, a thread that does not exist here may hold the lock
             return False
         with self._idle:
@@ -131,7 +131,7 @@ class ChunkMover:
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[bool]:
-        """Keep `close` waiting while bytes move. Yields False if it is closed already."""
+        """Keeps `close` waiting while bytes move. Yields False if it is closed already."""
         moves = False
         try:
             if not self.closed:
@@ -189,7 +189,7 @@ class ChunkMover:
         return statuses
 
     def _gather(self, run: ChunkRun, indices: list[int], deadline: Deadline) -> list[Staged]:
-        """Stage objects of `indices`, from the first, as far as there is memory. Stages none only if no memory came free in time.
+        """Stages objects of `indices`, from the first, as far as there is memory. Stages none only if no memory came free in time.
 
         Only the first waits for memory, so that two stores that hold some never wait for each other. Each object is sealed as soon
         as its bytes are there, so that any later change of the memory is detected.
@@ -215,7 +215,7 @@ class ChunkMover:
         return staged
 
     def _get(self, run: ChunkRun, timeout: float | None) -> int:
-        """Scatter objects in order up to the first that is missing. Returns how many were loaded."""
+        """Scatters objects in order up to the first that is missing. Returns how many were loaded."""
         loaded = 0
         deadline = Deadline(timeout)
         with contextlib.closing(self.backend.batched_get(run.keys, timeout=timeout)) as fetches:
@@ -238,7 +238,7 @@ class ChunkMover:
         return loaded
 
     def _annotate(self, deadline: Deadline) -> None:
-        """Leave the namespace's manifest beside its chunks, once."""
+        """Leaves the namespace's manifest beside its chunks, once."""
         if not self._annotated:
             key, manifest = self._database.manifest_key, self._database.namespace.manifest()
             self._annotated = self.backend.annotate(key, manifest, timeout=deadline.left()) is Status.OK

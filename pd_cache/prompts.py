@@ -61,11 +61,11 @@ class PromptCache:
         extra_keys: Iterable[ExtraKey] = (),
         timeout: float | None = None,
     ) -> int:
-        """Store the whole chunks of a prompt that the pool lacks; returns the tokens newly stored.
+        """Stores the whole chunks of a prompt that the pool lacks; returns the tokens newly stored.
 
         tokens: n ids, or `hashes`: one per block, n = blocks * block_size. mask: bool [n], `FFFTTT`, the False prefix a
         whole number of chunks that need no storing. slot_mapping: int [n], `block * block_size + offset` of each token.
-        kv_caches: the engine's tensors, one a layer; those that are registered if it is left out. timeout (s) bounds the whole;
+        kv_caches: the engine's tensors, one per layer; those that are registered if it is left out. timeout (s) bounds the whole;
         without it each transfer has the configured one.
         """
         wanted = self._wanted(tokens, mask, slot_mapping, hashes, extra_keys)
@@ -84,7 +84,7 @@ class PromptCache:
         session: str = "",
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """Load a prompt's chunks into the paged buffer, up to the first that the pool lacks.
+        """Loads a prompt's chunks into the paged buffer, up to the first that the pool lacks.
 
         Arguments as for `store`, but `timeout` (s) bounds the whole; the mask's False prefix is not wanted. The wanted
         slots may begin with whole blocks of -1, which are left as they are: the engine has them. Returns a bool tensor

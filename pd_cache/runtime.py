@@ -200,7 +200,7 @@ def _made(path: Path) -> int:
 
 
 def _locked(descriptor: int) -> bool:
-    """Whether another open file holds a lock on this one."""
+    """Returns whether another open file holds a lock on this one."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -209,7 +209,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _held(name: str, folder: int) -> bool:
-    """Whether the process that made a temporary folder still lives."""
+    """Returns whether the process that made a temporary folder still lives."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
     except OSError:
@@ -221,7 +221,7 @@ def _held(name: str, folder: int) -> bool:
 
 
 def _is_still(descriptor: int, name: str | Path, folder: int | None = None) -> bool:
-    """Whether a name still stands for the open file."""
+    """Returns whether a name still stands for the open file."""
     try:
         named = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:

@@ -133,21 +133,21 @@ class Prompt:
         )
 
     def store(self, engine: CacheEngine) -> None:
-        """Store all whole chunks, none of which the engine's pool may hold."""
+        """Stores all whole chunks, none of which the engine's pool may hold."""
         stored = PromptCache(engine).store(self.tokens, kv_caches=self.cache, slot_mapping=self.source)
         assert stored == self.whole_tokens, f"only {stored} tokens were stored"
 
     def retrieve(self, engine: CacheEngine) -> None:
-        """Load all whole chunks into the target."""
+        """Loads all whole chunks into the target."""
         mask = PromptCache(engine).retrieve(self.tokens, kv_caches=self.cache, slot_mapping=self.target)
         assert int(mask.sum()) == self.whole_tokens, f"only {int(mask.sum())} tokens were loaded"
 
     def scramble(self) -> None:
-        """Make the target differ from the source everywhere."""
+        """Makes the target differ from the source everywhere."""
         source, target = self._order
         self._bits[:, target] = self._bits[:, source] ^ 1
 
     def arrived(self) -> bool:
-        """Whether source and target hold the same bytes, as far as whole chunks reach."""
+        """Returns whether source and target hold the same bytes, as far as whole chunks reach."""
         source, target = (order[: self._whole_blocks] for order in self._order)
         return torch.equal(self._bits[:, source], self._bits[:, target])

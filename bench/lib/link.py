@@ -60,7 +60,7 @@ def _ethernet_gbit(interface: Path) -> float | None:
 
 
 def _physical(interface: Path) -> bool:
-    """Whether there is a device under it: directly, or under the interfaces that a bond, a VLAN or a bridge is made of."""
+    """Returns whether there is a device under it: directly, or under the interfaces that a bond, a VLAN or a bridge is made of."""
     if (interface / "device").exists():
         return True
     return any(_physical(interface.parent / lower.name.removeprefix("lower_")) for lower in interface.glob("lower_*"))

@@ -77,7 +77,7 @@ class Target(NamedTuple):
 async def generate(
     target: Target, arrivals: Sequence[Arrival], start: float, done: Callable[[], None] = lambda: None
 ) -> Load:
-    """Send every request when it is due, `start` being the `time.monotonic()` of due time 0. `done` is called after each.
+    """Sends every request when it is due, `start` being the `time.monotonic()` of due time 0. `done` is called after each.
 
     Ends when the last one has been answered, or has reached its deadline.
     """
@@ -217,7 +217,7 @@ async def read_stream(
     outcome: Outcome,
     gaps: Histogram,
 ) -> str:
-    """Read server-sent events to the end into `outcome` and `gaps`; the kind of error, empty for none."""
+    """Reads server-sent events to the end into `outcome` and `gaps`; the kind of error, empty for none."""
     pending = bytearray()
     async for data in answer.content.iter_any():
         now = since_due()

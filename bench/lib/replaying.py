@@ -106,7 +106,7 @@ class Replayer:
     """A client of the pool. Close it."""
 
     def __init__(self, settings: NodeSettings, job: Open, stopping: threading.Event) -> None:
-        """Begin to connect. What loops ends soon after `stopping` is set."""
+        """Begins to connect. What loops ends soon after `stopping` is set."""
         self._cache = ShrunkenCache(job.longest, job.chunk_bytes)
         self._stopping = stopping
         self._instance = f"replay-{uuid.uuid4().hex}"
@@ -155,7 +155,7 @@ class Replayer:
             tally.refused_chunks += outcomes.count(StoreOutcome.NOT)
 
     def remove(self, blocks: Sequence[int], lease_ms: int) -> None:
-        """Take chunks out of the pool, as far as that goes: those under a lease when it is over."""
+        """Takes chunks out of the pool, as far as that goes: those under a lease when it is over."""
         database = self.engine.database
         keys = [*database.all_shard_keys(_names(blocks)), database.manifest_key]
         for _ in range(2):
@@ -184,7 +184,7 @@ class ReplaySite(Site):
 
     @step
     def open(self, job: Open) -> Opened:
-        """Connect; a client from before is closed."""
+        """Connects; a client from before is closed."""
         self._disconnect()
         settings = self._settings(job)
         self._replayer = Replayer(settings, job, self.stopping)
@@ -200,14 +200,14 @@ class ReplaySite(Site):
 
     @step
     def remove(self, job: Remove) -> Nothing:
-        """Leave nothing behind in a pool that is not ours."""
+        """Leaves nothing behind in a pool that is not ours."""
         assert self._replayer is not None, "not open"
         self._replayer.remove(job.blocks, job.lease_ms)
         return Nothing()
 
     @step
     def disconnect(self, job: Nothing) -> Nothing:
-        """Disconnect: the pool is about to end."""
+        """Disconnects: the pool is about to end."""
         self._disconnect()
         return job
 

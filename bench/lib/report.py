@@ -100,7 +100,7 @@ def finish(
     report: Report | None = None,
     html: Path | None = None,
 ) -> None:
-    """Print the report; with `strict`, exit with 1 if a check failed.
+    """Prints the report; with `strict`, exit with 1 if a check failed.
 
     `results` are all figures, for JSON. `report`: how they are told to people; without one they are a table as they are.
     `html`: write it as a page, too, which needs a `report`.

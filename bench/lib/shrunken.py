@@ -35,7 +35,7 @@ class ShrunkenCache:
         self.layout = KVLayout.from_tensors(self.tensors)
 
     def fill(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Write the pages of a prompt's blocks; the slot mapping to store them from."""
+        """Writes the pages of a prompt's blocks; the slot mapping to store them from."""
         self._pages(0, len(blocks))[:] = self._bytes_of(blocks)
         return self._source[: len(blocks) * BLOCK_TOKENS]
 
@@ -45,7 +45,7 @@ class ShrunkenCache:
         return self._target[: blocks * BLOCK_TOKENS]
 
     def arrived(self, blocks: Sequence[int]) -> bool:
-        """Whether the target holds exactly the bytes of these blocks."""
+        """Returns whether the target holds exactly the bytes of these blocks."""
         return np.array_equal(self._pages(self._blocks, len(blocks)), self._bytes_of(blocks))
 
     def _pages(self, first: int, count: int) -> Words:

@@ -88,7 +88,7 @@ def own_cluster(vocabulary: int | None) -> Iterator[Server]:
 
 
 def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> Server:
-    """The first proxy that discovery finds. ConfigError if it finds none."""
+    """The first proxy that discovery finds. Raises ConfigError if it finds none."""
     with open_directory(config) as directory:
         directory.wait_synced(_FIND_S)
         view = directory.view()
@@ -112,7 +112,7 @@ def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> Server:
 
 
 def _of_engine(engine: EngineConfig | None, vocabulary: int | None) -> tuple[str, int, int]:
-    """Name, vocabulary and longest request of the model that a file names. ConfigError where it does not tell."""
+    """Name, vocabulary and longest request of the model that a file names. Raises ConfigError where it does not tell."""
     if isinstance(engine, ReferenceEngineConfig):
         if engine.model.random is not None:
             words = vocabulary or engine.model.random.vocab_size
@@ -126,7 +126,7 @@ def _of_engine(engine: EngineConfig | None, vocabulary: int | None) -> tuple[str
 
 
 def any_server(url: str, model: str | None, vocabulary: int | None, key: str) -> Server:
-    """One that is given by its address. ConfigError where it does not list its models."""
+    """One that is given by its address. Raises ConfigError where it does not list its models."""
     if vocabulary is None:
         raise ConfigError("--url needs --vocabulary: prompts are made of token ids below it")
     request = urllib.request.Request(f"{url.rstrip('/')}/v1/models")

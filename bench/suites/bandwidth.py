@@ -138,7 +138,7 @@ class BandwidthSite(Site):
 
     @step
     def transfer(self, job: Transfer) -> Timed:
-        """One batch, timed. TransferError if not all of it got there."""
+        """One batch, timed. Raises TransferError if not all of it got there."""
         keys = [f"pdc1/bench/{job.run}/{self.place.node}/{index}" for index in range(len(self._source))]
         what = f"{job.part} {'to' if job.part in ('put', 'raw_write') else 'from'} {job.to.node} ({job.to.host})"
         if job.part == "get":
@@ -246,7 +246,7 @@ def link_gbps(
 def lead(
     fleet: Fleet, object_bytes: int, objects: int, rounds: int, at_once: bool, link_gbit: float | None
 ) -> dict[str, Any]:
-    """Open everywhere, measure, close everywhere; the figures, and what there is to say about the run."""
+    """Opens everywhere, measure, close everywhere; the figures, and what there is to say about the run."""
     batch, hosts, config = object_bytes * objects, fleet.hosts, fleet.place.config
     with own_master(config, hosts[fleet.own]) as master, fleet.closing_sites(), progress() as bar:
         job = Open(master, object_bytes, objects)

@@ -113,7 +113,7 @@ class EngineSite(Site):
 
     @step
     def open(self, job: Setting) -> Nothing:
-        """Connect to the host's client."""
+        """Connects to the host's client."""
         torch.manual_seed(0)  # the same prompt in both processes, so that each can check what it got
         shape = job.shape
         self._prompt = prompt = Prompt(shape)
@@ -153,7 +153,7 @@ class EngineSite(Site):
 
     @step
     def check(self, job: Nothing) -> Took:
-        """Compare what was loaded."""
+        """Compares what was loaded."""
         return Took(0.0, self._prompt.arrived())
 
     def close(self) -> None:

@@ -153,7 +153,7 @@ class TimedLookups(Site):
 
     @step
     def open(self, job: Opening) -> Nothing:
-        """Connect, and put this client's prompts into the pool: no two clients have the same."""
+        """Connects, and puts this client's prompts into the pool: no two clients have the same."""
         self._client, database, self._raw = self._open.enter_context(
             looking_up(self.place, job.master, job.chunk, f"bench-{job.seed}")
         )
@@ -166,7 +166,7 @@ class TimedLookups(Site):
 
     @step
     def ask(self, job: Asking) -> Asked:
-        """Ask without a pause. TransferError if an answer is not that the whole prompt is there."""
+        """Asks without a pause. Raises TransferError if an answer is not that the whole prompt is there."""
         tokens, keys = self._prompts[job.tokens]
         raw, client, latencies = self._raw, self._client, Histogram()
         whole = [1] * len(keys)
@@ -221,7 +221,7 @@ class LookupSite(Site):
 
     @step
     def grow(self, job: Growing) -> Nothing:
-        """Start as many clients as are missing."""
+        """Starts as many clients as are missing."""
         before = len(self._crew)
         self._crew.grow(job.clients)
         if before < job.clients:

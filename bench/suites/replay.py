@@ -347,7 +347,8 @@ def settings_of(
     chunk_bytes: int,
     distinct: int,
 ) -> list[Setting]:
-    """All combinations; on an unbounded pool, where nothing is evicted, only the first. UsageError where a pool would be too small."""
+    """All combinations; on an unbounded pool, where nothing is evicted, only the first. Raises UsageError where a pool would be too
+    small."""
     evictions, leases = evictions or (_DEFAULT_EVICTION,), leases or (_DEFAULT_LEASE_MS,)
     slot = allotted_bytes(object_bytes(chunk_bytes))
     least = -(-MIN_SEGMENT // slot)
@@ -365,7 +366,7 @@ def settings_of(
 
 
 def pool_of(config: ClusterConfig) -> tuple[int, Eviction | None]:
-    """Bytes of memory in a cluster's pool, and how it evicts, where the file says it. ConfigError where nobody gives memory."""
+    """Bytes of memory in a cluster's pool, and how it evicts, where the file says it. Raises ConfigError where nobody gives memory."""
     with open_directory(config) as directory:
         directory.wait_synced(_FIND_S)
         capacity = sum(record.capacity.segment_bytes for record in directory.view().nodes)

@@ -51,7 +51,7 @@ class _Node:
 
 
 def simulate(requests: Iterable[Request], policy: Policy, nodes: int, cache_tokens: int, rate: float) -> Outcome:
-    """Let `nodes` nodes of `rate` tokens/s each compute the trace."""
+    """Lets `nodes` nodes of `rate` tokens/s each compute the trace."""
     pool = NodePool("prefill", policy)
     pool.update(Target(str(index), kv_tokens=cache_tokens) for index in range(nodes))
     fleet = {url: _Node(cache_tokens) for url in pool.urls()}

@@ -62,7 +62,7 @@ class Plan(NamedTuple):
     """Tokens of a prompt and its answer together."""
 
     def arrivals(self) -> list[Arrival]:
-        """In the order in which they are due. TraceError for a trace that cannot be read."""
+        """In the order in which they are due. Raises TraceError for a trace that cannot be read."""
         trace = None if self.trace is None else read_trace(self.trace, self.requests)
         count = len(trace) if trace is not None else self.requests or _REQUESTS
         if self.rate is not None:

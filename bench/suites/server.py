@@ -113,11 +113,11 @@ class Transfers:
         return self.engine.database.keys(self.engine.database.hash_tokens(self.prompt.tokens))
 
     def remove(self) -> None:
-        """Take the prompt out of the pool, so that it is stored again."""
+        """Takes the prompt out of the pool, so that it is stored again."""
         self.engine.backend.store.remove(self.keys, timeout=10, force=True)  # type: ignore[attr-defined]
 
     def wait_ready(self) -> None:
-        """Wait until both ways reach the pool."""
+        """Waits until both ways reach the pool."""
         self.engine.wait_available(30)
         _until(lambda: self.server.available, 30)
 

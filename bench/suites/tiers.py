@@ -89,7 +89,7 @@ def fill(backend: StorageBackend) -> None:
 
 
 def put(backend: StorageBackend, keys: Sequence[str]) -> None:
-    """Put whatever lies in the memory under each key."""
+    """Puts whatever lies in the memory under each key."""
     outcomes = []
     for key in keys:
         staged = backend.stage(timeout=30)
@@ -100,7 +100,7 @@ def put(backend: StorageBackend, keys: Sequence[str]) -> None:
 
 
 def get(backend: StorageBackend, keys: Sequence[str], use: Callable[[memoryview], object] | None = None) -> None:
-    """Read every key: checked, in order, each given back before the next."""
+    """Reads every key: checked, in order, each given back before the next."""
     for fetched in backend.batched_get(keys):
         assert fetched.payload is not None, fetched.reason
         if use is not None:
@@ -210,7 +210,7 @@ class RawDisk:
         self._memory = StagingPool(threads * file_bytes, file_bytes)  # as the tier's: prefaulted, in huge pages
 
     def fresh(self) -> None:
-        """Forget all files."""
+        """Forgets all files."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir()
 

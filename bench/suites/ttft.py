@@ -133,7 +133,7 @@ def arguments(positions: int) -> dict[str, Any]:
 
 @contextmanager
 def servers(model: Path, folder: Path, pool: ByteSize, positions: int) -> Iterator[Servers]:
-    """Start them one after the other: each takes all cores while it starts."""
+    """Starts them one after the other: each takes all cores while it starts."""
     config = ClusterConfig(
         name="bench",
         transfer=TransferSettings(staging_size=ByteSize(512 << 20)),

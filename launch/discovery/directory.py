@@ -48,11 +48,11 @@ class Directory:
         return self._view
 
     def wait_synced(self, timeout: float) -> bool:
-        """Wait until the view comes from a better source than the file, if there is one. Returns False after `timeout` s."""
+        """Waits until the view comes from a better source than the file, if there is one. Returns False after `timeout` s."""
         return True
 
     def close(self) -> None:
-        """Stop following."""
+        """Stops following."""
 
     def __enter__(self) -> Directory:
         return self
@@ -114,7 +114,7 @@ class Member:
         return {"version": pd_cache.__version__, **namespace}
 
     def announce(self, address: str) -> None:
-        """Announce that this node can be used, at `address`. Returns at once, whatever etcd does."""
+        """Announces that this node can be used, at `address`. Returns at once, whatever etcd does."""
         record = describe_node(self._config, self._node, address, self.namespace)
         record = msgspec.structs.replace(record, master=self.master)
         if self._registration is not None and not self._announced:
@@ -122,7 +122,7 @@ class Member:
             self._registration.announce(record)
 
     def leave(self) -> None:
-        """Announce that this node leaves. Waits no longer than a call to etcd may take. May be called twice."""
+        """Announces that this node leaves. Waits no longer than a call to etcd may take. May be called twice."""
         if self._registration is not None:
             self._registration.close()
 

@@ -57,7 +57,7 @@ class ElectionWatch:
         self._at_odds_since = None
 
     def look(self) -> None:
-        """Compare once. Waits no longer than a call to etcd and one to the master may take."""
+        """Compares once. Waits no longer than a call to etcd and one to the master may take."""
         if self._agree():
             self._at_odds_since = None
         elif self._at_odds_since is None:

@@ -32,7 +32,7 @@ _lock = threading.Lock()
 
 
 def load_etcd3() -> Any:
-    """The module `etcd3`. ImportError if it, or what it needs, is not installed. Thread-safe."""
+    """The module `etcd3`. Raises ImportError if it, or what it needs, is not installed. Thread-safe."""
     with _lock:
         if "etcd3" not in sys.modules:
             sys.modules.update(_message_modules())

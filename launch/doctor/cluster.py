@@ -16,7 +16,7 @@ _UP = "pd-cache up -c FILE"
 
 
 def discovery_finding(config: ClusterConfig, status: ClusterStatus) -> Finding:
-    """Whether discovery's view is fresh."""
+    """Returns whether discovery's view is fresh."""
     check, kind = "cluster.discovery", str(config.discovery.__struct_config__.tag)
     if status.source == kind:
         return ok(check, f"{kind}: {len(status.nodes)} nodes")
@@ -94,7 +94,7 @@ def fingerprint_findings(rows: Sequence[NodeStatus]) -> Iterator[Finding]:
 
 
 def master_findings(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:
-    """Whether exactly one master leads."""
+    """Returns whether exactly one master leads."""
     check = "cluster.master"
     masters, leading = status.masters, [row.name for row in status.leading]
     for row in masters:
@@ -115,7 +115,7 @@ def master_findings(config: ClusterConfig, status: ClusterStatus) -> Iterator[Fi
 
 
 def segment_findings(rows: Iterable[NodeStatus], segments: Sequence[Segment]) -> Iterator[Finding]:
-    """Whether the pool has the memory that the nodes of each host are to give."""
+    """Returns whether the pool has the memory that the nodes of each host are to give."""
     check = "cluster.segments"
     promised: dict[str, int] = defaultdict(int)
     names: dict[str, list[str]] = defaultdict(list)

@@ -29,7 +29,7 @@ _PROGRAM = "from transfer.store import load_mooncake; load_mooncake()"
 
 
 def library_findings(root: Path = Path("/")) -> Iterator[Finding]:
-    """Look at the wheel of this Python. `root`: where the machine's files are."""
+    """Looks at the wheel of this Python. `root`: where the machine's files are."""
     yield _wheel_finding(_installed())
     folder = _package_folder()
     if folder is not None:

@@ -39,7 +39,7 @@ class Admission:
 
     @contextmanager
     def admitted(self, client: str) -> Iterator[None]:
-        """Hold a place while the block runs. Raises ApiError as `check` does."""
+        """Holds a place while the block runs. Raises ApiError as `check` does."""
         self.check(client)
         self._running[client] += 1
         try:

@@ -71,7 +71,7 @@ class Attempts:
         return node
 
     def failed(self, node: str, reason: Reason, now: float) -> None:
-        """Note how the node that `next` gave failed."""
+        """Notes how the node that `next` gave failed."""
         if reason == "exhausted":
             self._over = True
         elif reason in ("unreachable", "timeout"):
@@ -84,7 +84,7 @@ class Attempts:
             self._trial.lost += trusted and reason == "disconnected"
 
     def answered(self, node: str, now: float, *, well: bool) -> None:
-        """Note that the node that `next` gave answered: `well`, or with a refusal, which proves nothing about the nodes before."""
+        """Notes that the node that `next` gave answered: `well`, or with a refusal, which proves nothing about the nodes before."""
         if not well:
             self._pool.reached(node)
             return

@@ -42,8 +42,8 @@ class BodyBudget:
     - One client's bodies of a kind, small or large, may take as much as they leave free for that kind. So a client that is alone gets half
       of the room, each of two clients a third, and so on: there is always room for one more client. Nobody has to say how many there are.
 
-    A body is of the kind that the bytes which have come make it. If one does not fit, a body of its kind that is still arriving is given up:
-    the largest one of the client that holds most.
+    A body is of the kind that the bytes which have come make it. If one does not fit, a body of its kind that is still arriving is given
+    up: the largest one of the client that holds most.
     """
 
     def __init__(self, limit: int) -> None:
@@ -69,7 +69,7 @@ class BodyBudget:
             self.release(body)
 
     def grow(self, body: Body, count: int) -> bool:
-        """Note `count` more bytes of a body that arrives. Returns False if this body itself is to be given up."""
+        """Notes `count` more bytes of a body that arrives. Returns False if this body itself is to be given up."""
         if body.given_up:
             return False
         self._resize(body, body.size + count)
@@ -88,7 +88,7 @@ class BodyBudget:
         return True
 
     def release(self, body: Body) -> None:
-        """Give a body's memory back, because the body is not needed any more."""
+        """Gives a body's memory back, because the body is not needed any more."""
         self._resize(body, 0)
 
     def _fits(self, body: Body) -> bool:

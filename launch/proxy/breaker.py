@@ -30,7 +30,7 @@ class NodeBreaker:
         """Whether it is open because there was no connection."""
 
     def allows(self, now: float) -> bool:
-        """Whether a request may be sent at `now`."""
+        """Returns whether a request may be sent at `now`."""
         return now >= self._skip_until
 
     def wait(self, now: float) -> float:
@@ -38,19 +38,19 @@ class NodeBreaker:
         return max(0.0, self._skip_until - now)
 
     def sent(self, now: float) -> None:
-        """Note that a request is sent: while the node is on trial, the next one follows a second later."""
+        """Notes that a request is sent: while the node is on trial, the next one follows a second later."""
         if self._opened:
             self._on_trial = True
             self._skip_until = now + _FIRST_SKIP_S
 
     def succeeded(self) -> None:
-        """Note that it answered as it should."""
+        """Notes that it answered as it should."""
         self._failures = self._opened = 0
         self._skip_until = 0.0
         self._on_trial = self.unreachable = False
 
     def failed(self, fault: Blame, now: float) -> None:
-        """Note a failure."""
+        """Notes a failure."""
         self._failures += 1
         if fault is not Blame.UNREACHABLE and self._failures < self._limit:
             return

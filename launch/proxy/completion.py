@@ -103,7 +103,7 @@ class Completion:
         return read_prompt(self._prompt, b"\0".join(bytes(self._fields.get(name, b"")) for name in _ISOLATION))
 
     def plain(self) -> bool:
-        """Whether the tokens that `/tokenize` returns identify the prompt: it has no images and no documents."""
+        """Returns whether the tokens that `/tokenize` returns identify the prompt: it has no images and no documents."""
         if any(bytes(self._fields.get(name, b"null")) != b"null" for name in _UNTOLD):
             return False
         try:

@@ -54,7 +54,7 @@ class Completions:
         """How many texts in a row got no tokens in time."""
 
     async def serve(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
-        """Answer the request. Raises ApiError for a request that no node could answer, HopError if the answer breaks off."""
+        """Answers the request. Raises ApiError for a request that no node could answer, HopError if the answer breaks off."""
         prepared = await self._prepare(exchange, body)
         if isinstance(prepared, Refusal):
             return passed_on(prepared)

@@ -75,7 +75,7 @@ class Connections:
         return len(self._all)
 
     def has_room(self, now: float) -> bool:
-        """Whether another connection may be taken. Ends one to make room, if that is allowed."""
+        """Returns whether another connection may be taken. Ends one to make room, if that is allowed."""
         if len(self._all) < self._limit:
             return True
         longest = next(iter(self._waiting), None)
@@ -86,37 +86,37 @@ class Connections:
         return True
 
     def opened(self, close: Callable[[], None], now: float) -> Connection:
-        """Note a new connection, which `close` ends. There must be room for it."""
+        """Notes a new connection, which `close` ends. There must be room for it."""
         connection = Connection(close, now)
         self._all.add(connection)
         self._waiting[connection] = None
         return connection
 
     def carries(self, connection: Connection, transport: Hashable) -> None:
-        """Note that requests of this connection will be known by `transport`."""
+        """Notes that requests of this connection will be known by `transport`."""
         connection.transport = transport
         self._by_transport[transport] = connection
 
     def received(self, connection: Connection, now: float) -> None:
-        """Note that bytes arrived."""
+        """Notes that bytes arrived."""
         if connection.stage is _Stage.IDLE:
             connection.stage, connection.since = _Stage.HEAD, now
 
     def began(self, transport: Hashable, now: float) -> None:
-        """Note that a request's head is complete. Unknown transports are ignored, here and below."""
+        """Notes that a request's head is complete. Unknown transports are ignored, here and below."""
         connection = self._by_transport.get(transport)
         if connection is not None:
             connection.stage, connection.since = _Stage.BODY, now
 
     def arrived(self, transport: Hashable) -> None:
-        """Note that a request is complete: from now on the client waits for us."""
+        """Notes that a request is complete: from now on the client waits for us."""
         connection = self._by_transport.get(transport)
         if connection is not None:
             connection.stage = _Stage.BUSY
             self._waiting.pop(connection, None)
 
     def ended(self, transport: Hashable, now: float) -> None:
-        """Note that a request was answered; its last bytes may still be on their way."""
+        """Notes that a request was answered; its last bytes may still be on their way."""
         connection = self._by_transport.get(transport)
         if connection is not None:
             connection.stage, connection.since, connection.waiting_since = _Stage.IDLE, now, now
@@ -124,25 +124,25 @@ class Connections:
             self._waiting[connection] = None
 
     def writing(self, transport: Hashable, now: float) -> None:
-        """Note that bytes are about to be written, which waits if the client does not read."""
+        """Notes that bytes are about to be written, which waits if the client does not read."""
         connection = self._by_transport.get(transport)
         if connection is not None:
             connection.writing_since = now
 
     def wrote(self, transport: Hashable) -> None:
-        """Note that the bytes were written."""
+        """Notes that the bytes were written."""
         connection = self._by_transport.get(transport)
         if connection is not None:
             connection.writing_since = None
 
     def closed(self, connection: Connection) -> None:
-        """Note the connection's end."""
+        """Notes the connection's end."""
         self._all.discard(connection)
         self._waiting.pop(connection, None)
         self._by_transport.pop(connection.transport, None)
 
     def close_overdue(self, now: float) -> None:
-        """End connections that keep us waiting for too long."""
+        """Ends connections that keep us waiting for too long."""
         for connection in list(self._all):
             why = self._overdue(connection, now)
             if why is not None:
@@ -150,7 +150,7 @@ class Connections:
                 self._end(connection)
 
     def close_all(self) -> None:
-        """End all connections."""
+        """Ends all connections."""
         for connection in list(self._all):
             self._end(connection)
 

@@ -56,7 +56,7 @@ class Deliveries:
             return await self._cut(exchange, ApiError(500, "Internal error of the proxy", code="internal_error"))
 
     async def drain(self, limit_s: float) -> None:
-        """Wait up to `limit_s` for requests to end, then end them."""
+        """Waits up to `limit_s` for requests to end, then cuts off the rest."""
         if self.running:
             await asyncio.wait(self.running, timeout=limit_s)
         for task in self.running:
@@ -77,7 +77,7 @@ class Deliveries:
             task.exception()  # retrieved even if the client's disconnect came first
 
     async def _cut(self, exchange: Exchange, error: ApiError) -> web.StreamResponse:
-        """Report an error to the client: by a status before the first byte, by an event in a stream, otherwise by breaking off."""
+        """Reports an error to the client: by a status before the first byte, by an event in a stream, otherwise by breaking off."""
         response = exchange.response
         if response is None or not response.prepared:
             raise error

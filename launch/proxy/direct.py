@@ -163,7 +163,7 @@ class DirectRule:
         self._eyes = self._pool = None
 
     def close(self) -> None:
-        """Close the client, for good. Waits for lookups under way, which have deadlines of their own."""
+        """Closes the client, for good. Waits for lookups under way, which have deadlines of their own."""
         self._closed = True
         self._retire()
         if self._executor is not None:

@@ -59,7 +59,7 @@ class Fleet:
         self._compare()
 
     def told_namespace(self, url: str, told: Namespaced) -> None:
-        """Note what a node says of its cache, if only that it says nothing, for where its record does not."""
+        """Notes what a node says of its cache, if only that it says nothing, for where its record does not."""
         if self._told.get(url, Namespaced()) != told:
             self._told[url] = told
             self._compare()

@@ -106,7 +106,7 @@ class Keys:
         return name
 
     def may_watch(self, authorization: str | None) -> bool:
-        """Whether the client may see answers that name nodes."""
+        """Returns whether the client may see answers that name nodes."""
         if self._monitors is not None:
             return _find(self._monitors, authorization) is not None
         return self._clients is None or _find(self._clients, authorization) is not None

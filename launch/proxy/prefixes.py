@@ -27,7 +27,7 @@ class RoutedPrompt(NamedTuple):
     blocks: Sequence[Hashable] = ()
     """Names of its blocks; each stands for everything up to its end."""
     block_tokens: float = _LEAST_BLOCK_TOKENS
-    """Tokens a block."""
+    """Tokens per block."""
 
 
 def read_prompt(text: bytes, isolation: bytes = b"") -> RoutedPrompt:
@@ -44,7 +44,7 @@ def read_prompt(text: bytes, isolation: bytes = b"") -> RoutedPrompt:
 
 
 def is_token_ids(text: bytes) -> bool:
-    """Whether a prompt's JSON looks like a list of token ids."""
+    """Returns whether a prompt's JSON looks like a list of token ids."""
     return text[:1] == b"[" and text[1:64].lstrip()[:1].isdigit()
 
 
@@ -78,7 +78,7 @@ class PrefixIndex:
         return min(prompt.tokens, int(matched * prompt.block_tokens))
 
     def add(self, prompt: RoutedPrompt) -> None:
-        """Note that the node computes this prompt."""
+        """Notes that the node computes this prompt."""
         known, size = self._blocks, max(_LEAST_BLOCK_TOKENS, round(prompt.block_tokens))
         # last block first: what is evicted first is then the end of a prompt, not the beginning that others share
         for block in reversed(prompt.blocks):

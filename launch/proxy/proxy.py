@@ -77,7 +77,7 @@ class Proxy:
         self._overview = Overview(self._fleet, self._keys, self._admission, self.metrics, peers)
 
     def update(self, view: View) -> None:
-        """Use the view's nodes from now on. Call it on the event loop's thread, once that runs."""
+        """Uses the view's nodes from now on. Call it on the event loop's thread, once that runs."""
         self._fleet.update(view)
 
     def app(self) -> web.Application:
@@ -109,6 +109,6 @@ class Proxy:
             await asyncio.to_thread(self._direct.close)
 
     async def _drain(self, app: web.Application) -> None:
-        """Let requests end, then end them. New ones are refused meanwhile."""
+        """Waits for requests to end, then cuts off the rest. Meanwhile, new ones are refused."""
         self._admission.closing = True
         await self.deliveries.drain(self._config.drain_s)

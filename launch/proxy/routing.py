@@ -84,7 +84,7 @@ class NodePool:
         self._turns = 0
 
     def update(self, targets: Iterable[Target]) -> None:
-        """Use these nodes from now on. What is known about a node is kept, unless the node was started anew."""
+        """Uses these nodes from now on. What is known about a node is kept, unless the node was started anew."""
         wanted = {target.url: target for target in targets}
         self._nodes = {
             url: known
@@ -175,13 +175,13 @@ class NodePool:
             node.load -= work
 
     def failed(self, url: str, reason: Reason, now: float) -> None:
-        """Count a failure against the node."""
+        """Counts a failure against the node."""
         node = self._nodes.get(url)
         if node is not None:
             node.breaker.failed(Blame.UNREACHABLE if reason == "unreachable" else Blame.FAILED, now)
 
     def suspect(self, url: str) -> bool:
-        """Note a failure that may be the request's fault. Returns whether the node was trustworthy until then: it had failed fewer
+        """Notes a failure that may be the request's fault. Returns whether the node was trustworthy until then: it had failed fewer
         requests in a row than open its breaker."""
         node = self._nodes.get(url)
         if node is None:
@@ -190,20 +190,20 @@ class NodePool:
         return node.suspicions <= self._failures
 
     def succeeded(self, url: str) -> None:
-        """Note that it answered a request well."""
+        """Notes that it answered a request well."""
         node = self._nodes.get(url)
         if node is not None:
             node.suspicions = 0
             node.breaker.succeeded()
 
     def reached(self, url: str) -> None:
-        """Note that it answered at all, for example with a refusal. A node can do that and still fail every good request."""
+        """Notes that it answered at all, for example with a refusal. A node can do that and still fail every good request."""
         node = self._nodes.get(url)
         if node is not None and node.breaker.unreachable:
             node.breaker.succeeded()
 
     def checked(self, url: str, alive: bool) -> None:
-        """Note what a health check said. A node that could not be connected to, and now can, is used again."""
+        """Notes what a health check said. A node that could not be connected to, and now can, is used again."""
         node = self._nodes.get(url)
         if node is not None:
             node.alive = alive

@@ -63,7 +63,7 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
 
 
 def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], None], member: Member) -> None:
-    """Run Mooncake's master as a child that dies with this process. One of several is ready as leader or as standby.
+    """Runs Mooncake's master as a child that dies with this process. One of several is ready as leader or as standby.
 
     It is started anew if etcd has lost data of the election, because masters do not notice that by themselves.
     """

@@ -34,7 +34,7 @@ def run_proxy(
     ready: Callable[[str], None],
     on_stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until asked to stop (`stop_signals`), then drain. Main thread only.
+    """Serves until asked to stop (`stop_signals`), then drains. Main thread only.
 
     `ready` is called with the base URL once connections are taken; port 0 means any. `on_stop` is called on a thread when the
     drain begins. Raises OSError if the address cannot be bound, ConfigError as `Proxy`, `ServerTls` and `open_directory` do.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def run_reference_engine(
     config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Callable[[str], None], member: Member
 ) -> None:
-    """Serve with the engine that ships with pd-cache, in this process."""
+    """Serves with the engine that ships with pd-cache, in this process."""
     assert isinstance(config.engine, ReferenceEngineConfig)  # the file's checks make sure of it
     settings = config.settings_of(node)
     registry = CollectorRegistry()

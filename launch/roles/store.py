@@ -43,7 +43,7 @@ def client_command(config: ClusterConfig, node: StoreNode) -> list[str]:
 
 
 def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], None], member: Member) -> None:
-    """Give memory to the pool until asked to stop, then unmount it, so that no key points at a node that is gone."""
+    """Gives memory to the pool until asked to stop, then unmounts it, so that no key points at a node that is gone."""
     if config.transfer.client == "host":
         _run_host_client(config, node, ready, member)
     else:
@@ -51,7 +51,7 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], Non
 
 
 def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Callable[[str], None], member: Member) -> None:
-    """Run a host's `mooncake_client` as a child that ends with this process, and unmounts its segment as it ends."""
+    """Runs a host's `mooncake_client` as a child that ends with this process, and unmounts its segment as it ends."""
     _, election = split_master(config.master_address)
     settings = config.supervisor
     with stop_on_signals() as stop:

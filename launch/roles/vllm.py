@@ -28,7 +28,7 @@ def run_vllm(
     ready: Callable[[str], None],
     member: Member,
 ) -> None:
-    """Run vLLM until SIGTERM. Raises RoleError if it is not installed, ends by itself or is not ready in time."""
+    """Runs vLLM until SIGTERM. Raises RoleError if it is not installed, ends by itself or is not ready in time."""
     settings = config.supervisor
     with stop_on_signals() as stop, temporary_folder() as folder:
         file, namespace = folder / "cluster.yaml", folder / "namespace.json"

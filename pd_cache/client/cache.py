@@ -39,7 +39,7 @@ class ServerCache:
         move_timeout_s: float = 15.0,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Connect to the server at `url`, e.g. `ipc:///run/pd-cache.sock`.
+        """Connects to the server at `url`, e.g. `ipc:///run/pd-cache.sock`.
 
         kind: a scheduler only looks up. context: a ZMQ context to use, None for one of our own. If `identity` leaves the chunk size
         to the server, this waits up to `connect_timeout_s` for it. An operation without a timeout of its own is given up after
@@ -74,10 +74,10 @@ class ServerCache:
     def register_kv_caches(
         self, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], kind: PageKind | None = None
     ) -> None:
-        """Lend the paged KV cache to the server: one tensor a layer, in layer order.
+        """Lends the paged KV cache to the server: one tensor a layer, in layer order.
 
         CPU tensors move to shared memory, in place. Raises RefusedError if the server does not take them, with the reason in
-        words; SharingError if they cannot be shared. `kind` is needed only where shapes fit two (`KVLayout`).
+        words; Raises SharingError if they cannot be shared. `kind` is needed only where shapes fit two (`KVLayout`).
         """
         tensors = layer_tensors(kv_caches)
         layout = KVLayout.from_tensors(tensors, kind)
@@ -126,7 +126,7 @@ class ServerCache:
     def begin_lookup(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> PendingLookup:
-        """Begin a lookup; arguments as for `lookup`."""
+        """Begins a lookup; arguments as for `lookup`."""
         at_hand = min(at_hand, len(names))
         if at_hand == len(names):
             return PendingLookup(self, None, at_hand, len(names))
@@ -142,7 +142,7 @@ class ServerCache:
         after: Any = None,
         timeout: float | None = None,
     ) -> PendingStore:
-        """Begin to store; arguments as for `store`. The blocks must stay as they are until it has ended."""
+        """Begins to store; arguments as for `store`. The blocks must stay as they are until it has ended."""
         self.metrics.tokens("store", "requested", len(names) * self.chunk_size)
         return PendingStore(self, len(names), self._move(Store, session, names, blocks, after, timeout))
 
@@ -155,7 +155,7 @@ class ServerCache:
         after: Any = None,
         timeout: float | None = None,
     ) -> PendingRetrieve:
-        """Begin to load; arguments as for `retrieve`. The blocks are the server's to write until it has ended."""
+        """Begins to load; arguments as for `retrieve`. The blocks are the server's to write until it has ended."""
         self.metrics.tokens("retrieve", "requested", len(names) * self.chunk_size)
         return PendingRetrieve(self, len(names), self._move(Retrieve, session, names, blocks, after, timeout))
 
@@ -166,7 +166,7 @@ class ServerCache:
         return record_event(self._tensors[0])
 
     def close(self) -> None:
-        """Take the KV tensors back from the server and disconnect. Idempotent."""
+        """Takes the KV tensors back from the server and disconnects. Idempotent."""
         self.connection.close()
 
     # --- inside --------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class PendingLookup:
         self._found = at_hand if future is None else None
 
     def query(self) -> int | None:
-        """Look, without waiting. Returns the chunks found, or None while there is no answer."""
+        """Looks, without waiting. Returns the chunks found, or None while there is no answer."""
         if self._found is None:
             assert self._future is not None
             if not self._future.query():
@@ -262,7 +262,7 @@ class PendingRetrieve:
         self._counted = False
 
     def query(self) -> bool:
-        """Look, without waiting. Returns True once it has ended and its blocks are the engine's again."""
+        """Looks, without waiting. Returns True once it has ended and its blocks are the engine's again."""
         if not self._move.query():
             return False
         if not self._counted:
@@ -301,7 +301,7 @@ class PendingStore:
         self._counted = False
 
     def query(self) -> bool:
-        """Look, without waiting. Returns True once it has ended and its blocks are the engine's again."""
+        """Looks, without waiting. Returns True once it has ended and its blocks are the engine's again."""
         if not self._move.query():
             return False
         if not self._counted:

@@ -76,7 +76,7 @@ class PendingMove:
         """In a word, why there is no answer; empty while it is under way, and after an answer."""
 
     def query(self) -> bool:
-        """Look, without waiting. Returns True once it has ended and its blocks are the engine's again."""
+        """Looks, without waiting. Returns True once it has ended and its blocks are the engine's again."""
         if self._slot is None:
             return True
         assert self.future is not None
@@ -91,7 +91,7 @@ class PendingMove:
         return True
 
     def wait(self) -> None:
-        """Return when `query` is True."""
+        """Returns when `query` is True."""
         if self.future is not None:
             with contextlib.suppress(CacheServerError):
                 self.future.result()
@@ -118,11 +118,11 @@ class ServerConnection:
         *,
         connect_timeout_s: float = 10.0,
     ) -> None:
-        """Connect to the server at `url`, e.g. `ipc:///run/pd-cache.sock`. `context` is a ZMQ context; None for one of our own.
+        """Connects to the server at `url`, e.g. `ipc:///run/pd-cache.sock`. `context` is a ZMQ context; None for one of our own.
 
-        An observer has no identity. With a chunk size in `identity` it does not wait: a server that is not there yet is treated like one that comes back.
-        Without one it waits up to `connect_timeout_s` for the server to say what its chunks are, and raises RefusedError if the server
-        does not take this engine, NoAnswerError if it does not answer. Raises ValueError for a bad address.
+        An observer has no identity. With a chunk size in `identity` it does not wait: a server that is not there yet is treated like one
+        that comes back. Without one it waits up to `connect_timeout_s` for the server to say what its chunks are, and raises
+        RefusedError if the server does not take this engine, NoAnswerError if it does not answer. Raises ValueError for a bad address.
         """
         self.client = uuid.uuid4().hex
         if identity is None or kind == "observer":
@@ -177,7 +177,7 @@ class ServerConnection:
 
     @property
     def chunk_size(self) -> int:
-        """Tokens a chunk."""
+        """Tokens per chunk."""
         if self._welcome is not None:
             return self._welcome.chunk_size
         assert self._expected is not None
@@ -205,17 +205,17 @@ class ServerConnection:
     # --- requests ------------------------------------------------------------------------------------------------
 
     def lookup(self, session: str, names: Sequence[bytes], at_hand: int, timeout: float) -> Future:
-        """Ask how many of the chunks, from the first, are there; answered with `Found`. A session pins them."""
+        """Asks how many of the chunks, from the first, are there; answered with `Found`. A session pins them."""
         if not self._ready:  # a server that does not know us yet would answer only after it had come to know us
             return self._channel.lost(f"no cache server at {self.url} is ready for this engine")
         return self._channel.request(Lookup(session, join_names(names), at_hand), timeout)
 
     def end_session(self, session: str) -> None:
-        """Let go of what a session has pinned. A server that is gone has let go already."""
+        """Lets go of what a session has pinned. A server that is gone has let go already."""
         self._channel.notify(EndSession(session))
 
     def ask(self, request: Any, timeout: float) -> Answer:
-        """Send any request and wait for its answer. CacheServerError if there is none."""
+        """Sends any request and wait for its answer. Raises CacheServerError if there is none."""
         return self._channel.request(request, timeout).result()
 
     def move(
@@ -227,7 +227,7 @@ class ServerConnection:
         event: Any,
         timeout: float,
     ) -> PendingMove:
-        """Begin a store or retrieve of blocks, which are the server's to touch until the move has ended."""
+        """Begins a store or retrieve of blocks, which are the server's to touch until the move has ended."""
         if not self._ready:
             return PendingMove(self, None, None, "server_lost", None)
         place = self.fence.admit()
@@ -251,9 +251,9 @@ class ServerConnection:
         layout_kind: PageKind | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Lend the server this worker's KV tensors, now and whenever it has been away.
+        """Lends the server this worker's KV tensors, now and whenever it has been away.
 
-        SharingError if they cannot be shared. RefusedError if the server does not take them, in its words. A server that
+        Raises SharingError if they cannot be shared. Raises RefusedError if the server does not take them, in its words. A server that
         is away is not waited for: it gets them when it comes.
         """
         share = share_tensors(kv_caches)
@@ -270,7 +270,7 @@ class ServerConnection:
                 self.wait_ready(_REGISTER_S if timeout is None else timeout)
 
     def close(self) -> None:
-        """Take the tensors back and disconnect. Idempotent."""
+        """Takes the tensors back and disconnects. Idempotent."""
         with self._changed:
             if self._closing:
                 return
@@ -289,7 +289,7 @@ class ServerConnection:
         self.fence.close()
 
     def wait_ready(self, timeout: float) -> None:
-        """Wait for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
+        """Waits for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._problem is not None, timeout)
             if self._problem is not None:
@@ -333,7 +333,7 @@ class ServerConnection:
             log.warning("cache server %s: lost; requests are computed until it is back", self.url)
 
     def _greet(self) -> None:
-        """Say hello and register. If that fails, log it; the keeper tries again."""
+        """Says hello and registers. If that fails, logs it; the keeper tries again."""
         try:
             self._introduce()
         except (CacheServerError, SharingError, OSError) as error:

@@ -18,13 +18,13 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Identifies the weights."""
     block_size: int
-    """Tokens a block of the engine's paged cache."""
+    """Tokens per block of the engine's paged cache."""
     world_size: int = 1
     """Ranks that hold a part of each chunk."""
     rank: int = 0
     shards_per_rank: int = 1
     chunk_size: int | None = None
-    """Tokens a chunk; None for what the server says."""
+    """Tokens per chunk; None for what the server says."""
     hash_mode: Literal["", "tokens", "blocks"] = ""
     """Whether this engine names chunks by tokens or by its own blocks' hashes; empty for what the server's file says."""
     hash_seed: str = ""

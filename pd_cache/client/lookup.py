@@ -29,7 +29,7 @@ class ServerLookupClient(LookupClient):
         context: Context[Any] | None = None,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Begin to connect; lookups find nothing while there is no server. Raises ValueError for a bad address.
+        """Begins to connect; lookups find nothing while there is no server. Raises ValueError for a bad address.
 
         The answer to a lookup is waited for `timeout_s` at most.
         """
@@ -51,7 +51,7 @@ class ServerLookupClient(LookupClient):
         return self._cache.available
 
     def wait_connected(self, timeout: float) -> None:
-        """Wait for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
+        """Waits for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
         self._cache.connection.wait_ready(timeout)
 
     def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> int:
@@ -76,7 +76,7 @@ class RpcLookupClient(ServerLookupClient):
         context: Context[Any] | None = None,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Begin to connect; lookups find nothing until the server answers. Raises ValueError for a bad address."""
+        """Begins to connect; lookups find nothing until the server answers. Raises ValueError for a bad address."""
         seconds = 2 * config.transfer.timeouts.exist_ms / 1000
         super().__init__(config, metadata, url, seconds, context=context, metrics=metrics)
 

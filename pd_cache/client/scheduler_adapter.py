@@ -56,7 +56,7 @@ class SchedulerAdapter:
         *,
         extra_keys: Iterable[ExtraKey] = (),
     ) -> None:
-        """Begin a lookup for a request, unless one was begun already.
+        """Begins a lookup for a request, unless one was begun already.
 
         Exactly one of `block_hashes` (one per block; hash mode) and `token_ids` (token mode); ValueError otherwise. What is
         found is kept from eviction until it is retrieved, `end_session`, or the session's deadline at the server.
@@ -82,13 +82,13 @@ class SchedulerAdapter:
         return self._cache.blocks_per_chunk
 
     def cleanup_lookup_result(self, request_id: str) -> None:
-        """Forget a request's lookup; nothing happens if there is none. A later lookup of that name is a new one."""
+        """Forgets a request's lookup; nothing happens if there is none. A later lookup of that name is a new one."""
         self._lookups.pop(request_id, None)
 
     def end_session(self, request_id: str) -> None:
-        """Tell the server that a request has ended: what its lookup found needs to be kept no longer."""
+        """Tells the server that a request has ended: what its lookup found needs to be kept no longer."""
         self._cache.end(request_id)
 
     def shutdown(self) -> None:
-        """Disconnect. Idempotent."""
+        """Disconnects. Idempotent."""
         self._cache.close()

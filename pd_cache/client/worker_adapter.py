@@ -101,18 +101,18 @@ class WorkerAdapter:
         return self._cache.available
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], layout_kind: PageKind | None = None) -> None:
-        """Lend the paged KV cache to the server: layer names to tensors, in layer order.
+        """Lends the paged KV cache to the server: layer names to tensors, in layer order.
 
-        CPU tensors move to shared memory, in place. RefusedError if the server does not take them, with the reason in
-        words; SharingError if they cannot be shared. `layout_kind` is needed only where shapes fit two (`KVLayout`).
+        CPU tensors move to shared memory, in place. Raises RefusedError if the server does not take them, with the reason in
+        words; Raises SharingError if they cannot be shared. `layout_kind` is needed only where shapes fit two (`KVLayout`).
         """
         self._cache.register_kv_caches(kv_caches, layout_kind)
 
     def submit_store_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
-        """Begin to store. The blocks must stay as they are until `get_finished` tells the request.
+        """Begins to store. The blocks must stay as they are until `get_finished` tells the request.
 
         event: the CUDA event, made with `interprocess=True`, that was recorded after the blocks were computed; None on a
-        CPU. ValueError for an op that does not fit, before anything moved.
+        CPU. Raises ValueError for an op that does not fit, before anything moved.
         """
         names = self._names(op)
         blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
@@ -122,7 +122,7 @@ class WorkerAdapter:
         self._told.pop(request_id, None)
 
     def submit_retrieve_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
-        """Begin to load. The blocks are the server's to write until `get_finished` tells the request.
+        """Begins to load. The blocks are the server's to write until `get_finished` tells the request.
 
         Arguments as for `submit_store_request`. Which blocks were not loaded, `get_block_ids_with_load_errors` tells.
         """
@@ -140,7 +140,7 @@ class WorkerAdapter:
     def batched_submit_retrieve_requests(
         self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None
     ) -> None:
-        """`submit_retrieve_request` for each; each ends by itself. ValueError as for stores."""
+        """`submit_retrieve_request` for each; each ends by itself. Raises ValueError as for stores."""
         self._check_batch(request_ids, ops)
         for request_id, op in zip(request_ids, ops, strict=True):
             self.submit_retrieve_request(request_id, op, event)
@@ -191,7 +191,7 @@ class WorkerAdapter:
         return self._blocks_per_chunk
 
     def shutdown(self) -> None:
-        """Take the KV cache back from the server and disconnect. Idempotent."""
+        """Takes the KV cache back from the server and disconnects. Idempotent."""
         self._cache.close()
 
     # --- inside --------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class LookupClient(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what the client opened itself. Idempotent."""
+        """Lets go of what the client opened itself. Idempotent."""
 
     def _count(self, error: Exception, lookup_id: str | None) -> None:
         self.metrics.trouble("lookup", f"error_{type(error).__name__}", detail=f"{lookup_id or 'a lookup'}: {error}")

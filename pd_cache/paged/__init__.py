@@ -27,13 +27,13 @@ class DeviceMark:
             self._follow = mark(tensor.device)
 
     def follow(self) -> None:
-        """Order what the calling thread's current stream does from now on after the mark."""
+        """Orders what the calling thread's current stream does from now on after the mark."""
         if self._follow is not None:
             self._follow()
 
 
 def open_copier(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> PagedCopier:
-    """The copier for the device that the tensors lie on. ValueError for tensors that do not fit `layout`."""
+    """The copier for the device that the tensors lie on. Raises ValueError for tensors that do not fit `layout`."""
     tensors = layer_tensors(kv_caches)
     device = tensors[0].device.type if tensors else "none"
     if device == "cpu":

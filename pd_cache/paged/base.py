@@ -32,7 +32,7 @@ class PendingCopy(Protocol):
     """A gather or scatter that may still be running on a device."""
 
     def wait(self) -> None:
-        """Return when it has ended: a gathered buffer can be read, a scattered one be reused."""
+        """Returns when it has ended: a gathered buffer can be read, a scattered one be reused."""
 
 
 class _Done:
@@ -55,14 +55,14 @@ class PagedCopier(ABC):
 
     @abstractmethod
     def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
-        """Copy the chunk's tokens into `out`, a contiguous uint8 CPU tensor of exactly the chunk's bytes."""
+        """Copies the chunk's tokens into `out`, a contiguous uint8 CPU tensor of exactly the chunk's bytes."""
 
     @abstractmethod
     def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
-        """Copy `source`, laid out as `gather` leaves it, into the chunk's slots. Other slots are untouched."""
+        """Copies `source`, laid out as `gather` leaves it, into the chunk's slots. Other slots are untouched."""
 
     def close(self) -> None:  # noqa: B027 - only copiers with device resources have something to do
-        """Let go of device resources."""
+        """Lets go of device resources."""
 
 
 LEFT_OUT = -1
@@ -99,9 +99,9 @@ def plan(places: Places, layout: KVLayout, chunk_size: int, *, may_leave_out: bo
 def plan_slots(
     slot_mapping: torch.Tensor, layout: KVLayout, chunk_size: int, *, may_leave_out: bool = False
 ) -> list[ChunkSlots]:
-    """Cut the slot mapping of whole chunks, int `[chunks * chunk_size]`, into `ChunkSlots`.
+    """Cuts the slot mapping of whole chunks, int `[chunks * chunk_size]`, into `ChunkSlots`.
 
-    With `may_leave_out` it may begin with whole blocks of `LEFT_OUT`. ValueError for a mapping of another type or shape,
+    With `may_leave_out` it may begin with whole blocks of `LEFT_OUT`. Raises ValueError for a mapping of another type or shape,
     slots outside the cache, or two tokens that share one.
     """
     if slot_mapping.dim() != 1 or slot_mapping.is_floating_point() or slot_mapping.dtype == torch.bool:
@@ -142,7 +142,7 @@ def plan_slots(
 
 
 def chunk_blocks(chunk: ChunkSlots, payload: torch.Tensor, layout: KVLayout) -> int:
-    """How many blocks the chunk has. ValueError if `payload` is not that many blocks' contiguous bytes on the CPU."""
+    """How many blocks the chunk has. Raises ValueError if `payload` is not that many blocks' contiguous bytes on the CPU."""
     if chunk.blocks is not None:
         blocks = chunk.blocks.numel()
     else:
@@ -163,7 +163,7 @@ def chunk_blocks(chunk: ChunkSlots, payload: torch.Tensor, layout: KVLayout) -> 
 def plane_bytes(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> list[torch.Tensor]:
     """Each plane as a uint8 view `[blocks, page_bytes]` of the engine's own memory.
 
-    ValueError if the tensors are not what `layout` was derived from.
+    Raises ValueError if the tensors are not what `layout` was derived from.
     """
     tensors = layer_tensors(kv_caches)
     found = KVLayout.from_tensors(tensors, layout.kind)

@@ -30,7 +30,7 @@ class CpuPagedCopier(PagedCopier):
     """Synchronous copies on the calling thread."""
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> None:
-        """ValueError for tensors that are not on the CPU or do not fit `layout`."""
+        """Raises ValueError for tensors that are not on the CPU or do not fit `layout`."""
         super().__init__(layout)
         planes = plane_bytes(kv_caches, layout)
         if any(plane.device.type != "cpu" for plane in planes):

@@ -54,7 +54,7 @@ def _move(
     RUN: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """Copy between the cache and a chunk object; program (plane * count + unit, part) moves a part of one unit in one plane.
+    """Copies between the cache and a chunk object; program (plane * count + unit, part) moves a part of one unit in one plane.
 
     planes: int64 [planes, 2], address of a plane and bytes from a block to the next. units: int64 [count], where each unit
     of the chunk lies in the cache. chunk: elements [planes, count / BLOCK_SIZE, PIECES, BLOCK_SIZE, RUN].
@@ -106,14 +106,14 @@ class PageMover:
         self._token = unit(layout.block_size, layout.pieces, layout.piece_bytes)
 
     def gather(self, chunk: ChunkSlots, payload: torch.Tensor) -> None:
-        """Enqueue on the current stream: the chunk's pages into `payload`, a contiguous uint8 device tensor.
+        """Enqueues on the current stream: the chunk's pages into `payload`, a contiguous uint8 device tensor.
 
         The indices of `chunk` lie on the device too. Nothing is checked: the kernel follows whatever they say.
         """
         self._launch(chunk, payload, gather=True)
 
     def scatter(self, chunk: ChunkSlots, payload: torch.Tensor) -> None:
-        """Enqueue on the current stream: `payload` into the chunk's pages; the converse of `gather`."""
+        """Enqueues on the current stream: `payload` into the chunk's pages; the converse of `gather`."""
         self._launch(chunk, payload, gather=False)
 
     def _launch(self, chunk: ChunkSlots, payload: torch.Tensor, *, gather: bool) -> None:
@@ -152,7 +152,7 @@ class _Direction:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make the stream current for one thread at a time; an error leaves it idle, so no copy goes on unnoticed."""
+        """Makes the stream current for one thread at a time; an error leaves it idle, so no copy goes on unnoticed."""
         with self._lock, torch.cuda.stream(self.stream):
             try:
                 yield
@@ -206,7 +206,7 @@ class CudaPagedCopier(PagedCopier):
     """
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> None:
-        """ValueError for tensors that are not on a CUDA device or do not fit `layout`."""
+        """Raises ValueError for tensors that are not on a CUDA device or do not fit `layout`."""
         super().__init__(layout)
         planes = plane_bytes(kv_caches, layout)
         self._device = planes[0].device
@@ -240,13 +240,13 @@ class CudaPagedCopier(PagedCopier):
         return done
 
     def close(self) -> None:
-        """Wait for what is in flight and give the bounce buffers back. May be called again; a later copy takes them anew."""
+        """Waits for what is in flight and gives the bounce buffers back. May be called again; a later copy takes them anew."""
         self._out.close()
         self._in.close()
 
 
 def mark(device: torch.device) -> Callable[[], None]:
-    """Mark this point of the current stream; calling the result makes the then current stream wait for it."""
+    """Marks this point of the current stream; calling the result makes the then current stream wait for it."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
 
@@ -257,16 +257,16 @@ def mark(device: torch.device) -> Callable[[], None]:
 
 
 def is_available() -> bool:
-    """Whether this process can use a CUDA device."""
+    """Returns whether this process can use a CUDA device."""
     return bool(torch.cuda.is_available())
 
 
 def pin_host_memory(address: int, nbytes: int) -> Callable[[], None]:
-    """Page-lock `[address, address + nbytes)` for CUDA and return what undoes it: a `transfer.staging.Pin`.
+    """Page-locks `[address, address + nbytes)` for CUDA and returns a function that undoes it: a `transfer.staging.Pin`.
 
     Done in the context of the current device, for all devices of the process: choose the device first. The memory has to be
     mapped and not locked yet, and stay mapped until it is undone. No copy may be in flight when it is undone; undoing twice
-    is harmless. ValueError for an empty range, PdCacheError where CUDA is missing or refuses.
+    is harmless. Raises ValueError for an empty range, PdCacheError where CUDA is missing or refuses.
     """
     if address <= 0 or nbytes <= 0:
         raise ValueError(f"cannot page-lock {nbytes} bytes at {address:#x}: both must be positive")

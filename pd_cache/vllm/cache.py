@@ -41,7 +41,7 @@ class WorkerCache:
         self._resources = resources
 
     def close(self) -> None:
-        """Let go of the cache. Idempotent."""
+        """Lets go of the cache. Idempotent."""
         self._resources.close()
 
 

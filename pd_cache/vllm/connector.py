@@ -136,7 +136,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     # --- worker: before the first step ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Open the cache for these tensors. Does not wait for the pool."""
+        """Opens the cache for these tensors. Does not wait for the pool."""
         config, name = self._vllm_config, self._vllm_config.model_config.model
         tensors = _in_layer_order(kv_caches)
         layout = KVLayout.from_tensors(tensors)
@@ -175,7 +175,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     # --- worker: each step ---------------------------------------------------------------------------------------
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin the step's loads; with `load: sync`, do them."""
+        """Begins the step's loads; with `load: sync`, do them."""
         if self._worker is not None:
             worker = self._worker
             self._safely("start_load_kv", lambda: worker.start(self._step()), None)
@@ -237,7 +237,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             self._safely("namespace", lambda: write_namespace(Path(file), namespace), None)
 
     def _open_lookup(self, worker: Handshake) -> LookupClient:
-        """Ask where most is known: the cache server, the worker's engine, or else the pool's master."""
+        """Asks where most is known: the cache server, the worker's engine, or else the pool's master."""
         settings, metadata, metrics = self._settings, worker.metadata, self._metrics
         milliseconds = settings.connector.lookup_timeout_ms
         own, seconds = _with_exist_timeout(settings.node, milliseconds), milliseconds / 1000
@@ -298,11 +298,11 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0])
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine has to go on stepping, so that blocks are given back when stores end."""
+        """Returns whether the engine has to go on stepping, so that blocks are given back when stores end."""
         return self._scheduling().storing
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting for stores is better than preempting a request."""
+        """Returns whether waiting for stores is better than preempting a request."""
         return self._scheduling().frees_blocks
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -332,7 +332,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return PromCacheMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Stop moving, unmount the segment, let go of the pool."""
+        """Stops moving, unmount the segment, let go of the pool."""
         if self._scheduler is not None:
             self._scheduler.close()
         worker, self._worker = self._worker, None
@@ -362,7 +362,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def with_hash_seed(settings: Settings, vllm_config: VllmConfig) -> Settings:
-    """Let the namespace say what vLLM's block hashes depend on besides tokens."""
+    """Lets the namespace say what vLLM's block hashes depend on besides tokens."""
     cache = settings.node.cache
     if cache.hash_mode != "blocks":
         return settings

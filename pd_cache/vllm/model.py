@@ -111,7 +111,7 @@ def place_of(
 ) -> RankPlace:
     """The place of tensor-parallel rank `rank` of `ranks`, of which `replicas` in a row hold the same KV.
 
-    UnsupportedModelError if chunks cannot be cut into `shards` parts (0: one for each rank).
+    Raises UnsupportedModelError if chunks cannot be cut into `shards` parts (0: one for each rank).
     """
     distinct = ranks // replicas
     if layout.kind is PageKind.MLA:

@@ -26,7 +26,7 @@ _App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[_Message]], _S
 
 
 def write_namespace(file: Path, namespace: Namespace) -> None:
-    """Whole or not at all. OSError if it cannot be written."""
+    """Whole or not at all. Raises OSError if it cannot be written."""
     new = file.with_name(f"{file.name}.{os.getpid()}.new")
     new.write_bytes(namespace.manifest())
     new.replace(file)

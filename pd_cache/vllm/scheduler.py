@@ -139,7 +139,7 @@ class SchedulerSide:
         self._manager = manager
 
     def close(self) -> None:
-        """Let go of the lookup client. Idempotent."""
+        """Lets go of the lookup client. Idempotent."""
         lookup, self._lookup = self._lookup, None
         if lookup is not None:
             lookup.close()
@@ -192,7 +192,7 @@ class SchedulerSide:
         return step
 
     def plan_stores(self, step: Step, output: SchedulerOutput) -> None:
-        """Add the chunks that this step completes."""
+        """Adds the chunks that this step completes."""
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
             if tracked is not None:
@@ -216,7 +216,7 @@ class SchedulerSide:
                 tracked.loaded = 0
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Forget the request; what to hand to the node that decodes it."""
+        """Forgets the request; what to hand to the node that decodes it."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None or self._database is None:
             return None
@@ -277,7 +277,7 @@ class SchedulerSide:
         return tracked
 
     def _nameable(self, request: Request) -> bool:
-        """Whether the request's chunks can be told from others: a prompt of embeddings has no tokens to hash."""
+        """Returns whether the request's chunks can be told from others: a prompt of embeddings has no tokens to hash."""
         if request.skip_reading_prefix_cache:
             return False
         return not self._token_mode or request.prompt_embeds is None

@@ -35,7 +35,7 @@ class CacheStats(KVConnectorStats):
     data: dict[str, float] = field(default_factory=dict)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forgets everything."""
         self.data = {}
 
     def is_empty(self) -> bool:
@@ -114,7 +114,7 @@ class PromCacheMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what an engine has counted."""
+        """Adds what an engine has counted."""
         for key, value in transfer_stats_data.items():
             family, *labels = key.split("|")
             if family in self._counters and value > 0:

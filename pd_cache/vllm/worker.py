@@ -79,7 +79,7 @@ class WorkerSide:
             thread.start()
 
     def start(self, step: Step) -> None:
-        """Begin this step's loads; without `asynchronous`, wait until they have ended."""
+        """Begins this step's loads; without `asynchronous`, wait until they have ended."""
         deadline = self._clock() + self._load_timeout_s
         for op in step.loads:
             if self._asynchronous:
@@ -127,7 +127,7 @@ class WorkerSide:
             return report
 
     def close(self, timeout: float) -> bool:
-        """Give up what is queued, and wait for what runs, at most `timeout` seconds. Returns False if something still runs."""
+        """Gives up what is queued, and waits for what runs, at most `timeout` seconds. Returns False if something still runs."""
         self._closing = True
         for _ in range(_LOADERS):
             self._load_queue.put(None)
@@ -159,7 +159,7 @@ class WorkerSide:
                 self._changed.notify_all()
 
     def _load(self, op: LoadOp, deadline: float) -> set[int]:
-        """Load chunks. Returns the blocks that were not loaded."""
+        """Loads chunks. Returns the blocks that were not loaded."""
         if not op.names:
             return _blocks(op.blocks)
         loaded = 0

@@ -114,7 +114,7 @@ class _Wire:
         self._closed = False
 
     def send(self, frames: list[bytes]) -> bool:
-        """Send without waiting. Returns False if the socket cannot take it now. Call with the lock."""
+        """Sends without waiting. Returns False if the socket cannot take it now. Call with the lock."""
         if self._closed:
             return False
         try:
@@ -133,11 +133,11 @@ class _Wire:
             return None
 
     def readable(self) -> bool:
-        """Whether there is a message. Call with the lock."""
+        """Returns whether there is a message. Call with the lock."""
         return not self._closed and bool(int(self._socket.getsockopt(_EVENTS)) & _READABLE)
 
     def wait(self, timeout: float, awake: float = 0.0) -> None:
-        """Return when a message may be there, after `wake`, or after `timeout` seconds. One thread, without the lock.
+        """Returns when a message may be there, after `wake`, or after `timeout` seconds. One thread, without the lock.
 
         For the first `awake` seconds the thread does not sleep.
         """
@@ -152,11 +152,11 @@ class _Wire:
                     pass
 
     def wake(self) -> None:
-        """Make `wait` return, now or at its next call."""
+        """Makes `wait` return, now or at its next call."""
         os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
-        """Close the socket. No thread may be waiting any more."""
+        """Closes the socket. No thread may be waiting any more."""
         with self.lock:
             if not self._closed:
                 self._closed = True
@@ -190,7 +190,7 @@ class Future:
         return self._answer is not None
 
     def query(self) -> bool:
-        """Look, without waiting. Returns True once there is an answer or it is clear that none will come."""
+        """Looks, without waiting. Returns True once there is an answer or it is clear that none will come."""
         if not self.done:
             self._channel.look()
             if not self.done and time.monotonic() >= self.deadline:
@@ -198,7 +198,7 @@ class Future:
         return self.done
 
     def result(self) -> Answer:
-        """Wait for the answer, at most until the deadline. Raises the `CacheServerError` that stands in for one."""
+        """Waits for the answer, at most until the deadline. Raises the `CacheServerError` that stands in for one."""
         if not self.done:
             self._channel.wait(self)
         if self._error is not None:
@@ -270,7 +270,7 @@ class ClientChannel:
         self._closed = False
 
     def request(self, message: Message, timeout: float) -> Future:
-        """Send a request; its future gets the answer, or after `timeout` seconds the reason why there is none."""
+        """Sends a request; its future gets the answer, or after `timeout` seconds the reason why there is none."""
         with self._changed:
             future = Future(self, self._next, time.monotonic() + timeout)
             self._next += 1
@@ -297,14 +297,14 @@ class ClientChannel:
         return future
 
     def notify(self, message: Message) -> bool:
-        """Send a request that wants no answer. Returns False if it could not be sent."""
+        """Sends a request that wants no answer. Returns False if it could not be sent."""
         with self._changed:
             sent = not self._closed and self._wire.send([encode(0, message)])
             self._after_use()
         return sent
 
     def look(self) -> None:
-        """Read the answers that have arrived, without waiting."""
+        """Reads the answers that have arrived, without waiting."""
         with self._changed:
             self._read()
 
@@ -324,7 +324,7 @@ class ClientChannel:
             self._tell()
 
     def wait(self, future: Future) -> None:
-        """Return when the future is settled, at its deadline at the latest."""
+        """Returns when the future is settled, at its deadline at the latest."""
         while not future.done:
             remaining = future.deadline - time.monotonic()
             if remaining <= 0:
@@ -400,12 +400,12 @@ class ClientChannel:
             self._tell()
 
     def _after_use(self) -> None:
-        """Make up for the edge that sending may have swallowed, if somebody waits for it. Call with the lock."""
+        """Makes up for the edge that sending may have swallowed, if somebody waits for it. Call with the lock."""
         if self._waited_for is not None:
             self._read()
 
     def _tell(self) -> None:
-        """Wake the threads whose futures were settled. Call with the lock."""
+        """Wakes the threads whose futures were settled. Call with the lock."""
         self._changed.notify_all()
         if self._waited_for is not None and self._waited_for.done:
             self._wire.wake()
@@ -426,7 +426,7 @@ class ServerChannel:
     """Requests from any number of clients. One thread receives; any may answer."""
 
     def __init__(self, url: str) -> None:
-        """Bind. Raises CacheServerError if that is impossible. Lifts this process's limit on open files as far as it may be lifted."""
+        """Binds. Raises CacheServerError if that is impossible. Lifts this process's limit on open files as far as it may be lifted."""
         self._context: Context[zmq.Socket[bytes]] = zmq.Context()
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -465,16 +465,16 @@ class ServerChannel:
         return found
 
     def answer(self, incoming: Incoming, answer: Answer) -> None:
-        """Send an answer. A client that is gone, or that does not read, gets none."""
+        """Sends an answer. A client that is gone, or that does not read, gets none."""
         if incoming.number:
             self._send(incoming.client, incoming.number, answer)
 
     def wake(self) -> None:
-        """Make `receive` return."""
+        """Makes `receive` return."""
         self._wire.wake()
 
     def close(self) -> None:
-        """Stop listening. The receiving thread must have ended."""
+        """Stops listening. The receiving thread must have ended."""
         self._closing = True
         self._doorman.join()
         self._socket.disable_monitor()

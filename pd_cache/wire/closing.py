@@ -27,7 +27,7 @@ class Closer:
         self._thread: threading.Thread | None = None
 
     def close_all(self, descriptors: Sequence[int]) -> None:
-        """Close these, now or soon."""
+        """Closes these, now or soon."""
         for descriptor in descriptors:
             if may_be_sealed(descriptor):
                 with contextlib.suppress(OSError):
@@ -37,7 +37,7 @@ class Closer:
                 self._start()
 
     def stop(self) -> None:
-        """End the thread. If a descriptor holds it up, it ends with the process."""
+        """Ends the thread. If a descriptor holds it up, it ends with the process."""
         with self._lock:
             thread = self._thread
         self._waiting.put(-1)

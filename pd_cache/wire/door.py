@@ -25,7 +25,7 @@ class Door:
         self._path = url.removeprefix(_IPC) if url.startswith(_IPC) else None
 
     def shut(self, listener: int) -> None:
-        """Let nobody in from now on. `listener` is the socket's file descriptor. Raises OSError if that is impossible.
+        """Lets nobody in from now on. `listener` is the socket's file descriptor. Raises OSError if that is impossible.
 
         Over TCP, the packets that would open a connection are dropped, and the client's kernel sends them again. A path is moved aside,
         so that a client finds nobody who listens.
@@ -36,7 +36,7 @@ class Door:
             _set_option(listener, _ATTACH_FILTER, struct.pack("HP", 1, _DROP.buffer_info()[0]))
 
     def open(self, listener: int) -> None:
-        """Let clients in again. Raises OSError if that is impossible."""
+        """Lets clients in again. Raises OSError if that is impossible."""
         if self._path is not None:
             os.rename(self._aside, self._path)
         else:

@@ -87,7 +87,7 @@ class Fence:
             return slot, ticket
 
     def revoke(self, slot: int) -> bool:
-        """Take the ticket away and free the slot. Returns False while the server copies under it: try again then."""
+        """Takes the ticket away and frees the slot. Returns False while the server copies under it: try again then."""
         if not self._page.lock(slot):
             return False
         self._page.write(slot, 0)
@@ -123,7 +123,7 @@ class FenceView:
 
     @contextlib.contextmanager
     def passing(self, slot: int, ticket: int) -> Iterator[None]:
-        """Copy only inside this context. Raises AbandonedError if the ticket is not there any more."""
+        """Copies only inside this context. Raises AbandonedError if the ticket is not there any more."""
         if not self._page.lock(slot):
             raise AbandonedError
         try:

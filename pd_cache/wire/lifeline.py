@@ -39,7 +39,7 @@ class LifelineClient:
     """A client's end. Closed with the process at the latest."""
 
     def __init__(self, path: str, client: str) -> None:
-        """Connect and say who we are. Raises OSError if nothing listens at `path`."""
+        """Connects and says which client we are. Raises OSError if nothing listens at `path`."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.settimeout(2.0)
@@ -55,7 +55,7 @@ class LifelineClient:
         return self._socket.fileno()
 
     def send(self, token: str, descriptors: list[int]) -> None:
-        """Give the server duplicates of open files, under a token. Raises OSError if the server is gone."""
+        """Gives the server duplicates of open files, under a token. Raises OSError if the server is gone."""
         socket.send_fds(self._socket, [token.encode()], descriptors, socket.MSG_DONTWAIT)
 
     @property
@@ -98,7 +98,7 @@ class LifelineServer:
         arrived: Callable[[str], None],
         strange: Callable[[], None] = lambda: None,
     ) -> None:
-        """Listen at `path`, replacing the socket that a dead server left there.
+        """Listens at `path`, replacing the socket that a dead server left there.
 
         `gone(client)`, `arrived(client)` for descriptors, and `strange()` for a message that is none of ours are called on the
         thread and must not wait.
@@ -131,7 +131,7 @@ class LifelineServer:
         self._thread.start()
 
     def holds(self, client: str, token: str) -> bool:
-        """Whether descriptors that the client sent under this token are there to be taken."""
+        """Returns whether descriptors that the client sent under this token are there to be taken."""
         with self._lock:
             parcel = self._parcels.get(client)
             return parcel is not None and parcel.token == token
@@ -145,16 +145,16 @@ class LifelineServer:
             return self._parcels.pop(client).descriptors
 
     def let_go(self, descriptors: Sequence[int]) -> None:
-        """Close descriptors of any kind that a client sent, without waiting."""
+        """Closes descriptors of any kind that a client sent, without waiting."""
         self._closer.close_all(descriptors)
 
     def has(self, client: str) -> bool:
-        """Whether the client's end is open."""
+        """Returns whether the client's end is open."""
         with self._lock:
             return client in self._named
 
     def close(self) -> None:
-        """Stop listening and close the descriptors that were not taken."""
+        """Stops listening and closes the descriptors that were not taken."""
         os.eventfd_write(self._stop, 1)
         self._thread.join(5)
         self._listener.close()
@@ -222,7 +222,7 @@ class LifelineServer:
         self._forget(self._names.pop(peer), peer)
 
     def _receive(self, peer: _Peer, selector: selectors.BaseSelector) -> bool:
-        """Take one message. Returns False if the client is gone or sent nonsense."""
+        """Takes one message. Returns False if the client is gone or sent nonsense."""
         try:
             data, descriptors, flags, _ = socket.recv_fds(peer.socket, _TOKEN_BYTES + 1, _MAX_DESCRIPTORS)
         except BlockingIOError:

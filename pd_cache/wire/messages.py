@@ -63,7 +63,7 @@ class Hello(Message, frozen=True, tag="hello"):
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS)] = 0
     block_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
-    """Tokens a block of the engine's paged cache."""
+    """Tokens per block of the engine's paged cache."""
     namespace: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Fingerprint of the chunks' namespace, if the client knows it."""
     hash_mode: Literal["", "tokens", "blocks"] = ""

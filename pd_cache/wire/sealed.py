@@ -39,12 +39,12 @@ def sealed_memory(name: str, nbytes: int) -> int:
 
 
 def is_sealed(descriptor: int) -> bool:
-    """Whether the size of the file can never change."""
+    """Returns whether the size of the file can never change."""
     return _seals(descriptor) & _SEALS == _SEALS
 
 
 def may_be_sealed(descriptor: int) -> bool:
-    """Whether it is a memory file of the kernel, which can be sealed; operations on such a file never wait."""
+    """Returns whether it is a memory file of the kernel, which can be sealed; operations on such a file never wait."""
     return _seals(descriptor) >= 0
 
 

@@ -43,7 +43,7 @@ class Shared(NamedTuple):
 
 
 def share_tensors(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> Shared:
-    """Make the tensors' memory mappable by another process. CPU storages move to shared memory, once.
+    """Makes the tensors' memory mappable by another process. CPU storages move to shared memory, once.
 
     Pointers taken into a CPU storage before are stale afterwards; tensors and views are not. Raises SharingError if shared
     memory does not suffice.
@@ -84,7 +84,7 @@ def share_tensors(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close file descriptors."""
+    """Closes file descriptors."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
@@ -141,10 +141,10 @@ class MappedTensors:
     def __init__(
         self, request: Register, descriptors: Sequence[int], fence: FenceView, shards_per_rank: int = 1
     ) -> None:
-        """Map what the descriptors (in the order of the CPU storages, still the caller's) and handles refer to.
+        """Maps what the descriptors (in the order of the CPU storages, still the caller's) and handles refer to.
 
-        `shards_per_rank` is how many shards of each chunk the tensors hold. Takes over the fence that copies have to pass. Raises SharingError or
-        LayoutError, with nothing left open, for parts that do not fit together.
+        `shards_per_rank` is how many shards of each chunk the tensors hold. Takes over the fence that copies have to pass. Raises
+        SharingError or LayoutError, with nothing left open, for parts that do not fit together.
         """
         self.fence = fence
         self._maps: list[mmap.mmap] = []
@@ -187,7 +187,7 @@ class MappedTensors:
                     self._lock.notify_all()
 
     def unmap(self, timeout: float) -> bool:
-        """Let no copy begin any more. Returns True if the memory is unmapped, False if that is left to a thread that still copies."""
+        """Lets no copy begin any more. Returns True if the memory is unmapped, False if that is left to a thread that still copies."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -302,6 +302,6 @@ class FencedCopier(PagedCopier):
 
 
 def _wait_on_stream(device: torch.device, handle: bytes) -> None:
-    """Make all work that this thread puts on its stream from now on run after an engine's event."""
+    """Makes all work that this thread puts on its stream from now on run after an engine's event."""
     event = torch.cuda.Event.from_ipc_handle(device, handle)  # type: ignore[no-untyped-call]
     torch.cuda.current_stream(device).wait_event(event)

@@ -76,7 +76,7 @@ def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plan(options: FleetOptions) -> Plan:
-    """What `options` mean on this machine. ConfigError where they cannot be followed."""
+    """What `options` mean on this machine. Raises ConfigError where they cannot be followed."""
     if options.file is None:
         raise ConfigError("--node, --nodes and --coordinator need the cluster's file: -c FILE")
     config, _ = read_config(options.file)

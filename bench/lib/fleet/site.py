@@ -27,7 +27,7 @@ def encode(struct: msgspec.Struct) -> bytes:
 
 
 def decode(raw: bytes, kind: type[K]) -> K:
-    """What `encode` made. UndecodableError if it is something else."""
+    """What `encode` made. Raises UndecodableError if it is something else."""
     decoded: K = msgpack_decoder(kind, decode_custom)(raw)
     return decoded
 
@@ -43,7 +43,7 @@ class Nothing(msgspec.Struct, frozen=True):
 
 
 def step(method: Callable[[S, J], R]) -> Callable[[S, J], R]:
-    """Mark a method `(self, job: SomeStruct) -> SomeStruct` of a `Site` as a step. Both structs are msgspec's."""
+    """Marks a method `(self, job: SomeStruct) -> SomeStruct` of a `Site` as a step. Both structs are msgspec's."""
     setattr(method, _STEP, True)
     return method
 
@@ -80,10 +80,10 @@ class Site:
         self._shut = False
 
     def close(self) -> None:
-        """Let go of everything, in a bounded time. Called once, by `shut`."""
+        """Lets go of everything, in a bounded time. Called once, by `shut`."""
 
     def shut(self) -> None:
-        """Stop the step under way, if there is one, and `close`. Idempotent."""
+        """Stops the step under way, if there is one, and `close`. Idempotent."""
         with self._once:
             if not self._shut:
                 self._shut = True
@@ -97,7 +97,7 @@ class Site:
         return Nothing()
 
     def run(self, name: str, job: bytes) -> bytes:
-        """The step of that name, from an encoded job to an encoded result. ValueError if there is none, or it is another job."""
+        """The step of that name, from an encoded job to an encoded result. Raises ValueError if there is none, or it is another job."""
         method = getattr(type(self), name, None)
         if not hasattr(method, _STEP):
             raise ValueError(f"this side has no step {name!r}; do all machines run the same version?")

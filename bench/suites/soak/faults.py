@@ -51,7 +51,7 @@ class Stage:
         self.damaged[how] = self.damaged.get(how, 0) + count
 
     def press(self, seconds: float) -> None:
-        """Make the engines move as much as they can for a while."""
+        """Makes the engines move as much as they can for a while."""
         for engine in ENGINES:
             self.cluster[engine].tell({"do": "press", "seconds": seconds})
 

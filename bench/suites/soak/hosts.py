@@ -59,7 +59,7 @@ class Hosts:
         return self._ports if self._linked else free_port("127.0.0.1")
 
     def close(self) -> None:
-        """Remove all hosts; processes on them must have ended."""
+        """Removes all hosts; processes on them must have ended."""
         for host in self._hosts.values():
             if host.cable:
                 subprocess.run(("ip", "link", "del", host.cable), capture_output=True, timeout=20, check=False)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from bench.suites.soak.kinds import KINDS, LONG_KINDS, Kind, possible, touched
 
 CHUNK = 16
-"""Tokens a chunk, and tokens a block."""
+"""Tokens per chunk, and tokens per block."""
 LONGEST = 256
 """Chunks of the longest prompt: so many objects in one call that a stalled call lasts longer than Mooncake's 60 s."""
 VOCABULARY = 512

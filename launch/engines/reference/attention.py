@@ -56,7 +56,7 @@ class PagedKV:
         return (table + torch.arange(self.block_size)).flatten()[:tokens]
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put `keys` and `values`, `[tokens, kv_heads, head_dim]`, into the pages of one layer."""
+        """Puts `keys` and `values`, `[tokens, kv_heads, head_dim]`, into the pages of one layer."""
         pages = self.buffer[layer]
         block, offset = slots // self.block_size, slots % self.block_size
         pages[block, :, offset] = torch.cat((keys, values), dim=-1)

@@ -62,7 +62,7 @@ class BlockLease:
             self._holders += 1
 
     def release(self) -> None:
-        """Let go; once for each hold."""
+        """Lets go; once for each hold."""
         with self._lock:
             assert self._holders > 0, "blocks were released more often than held"
             self._holders -= 1

@@ -88,7 +88,7 @@ class PrefixCache:
         return tokens // self.chunk_size * self.chunk_size
 
     def load(self, prefix: Prefix, announced: int, wait_s: float, cancelled: threading.Event) -> LoadResult:
-        """Load as much of `prefix` as the pool holds.
+        """Loads as much of `prefix` as the pool holds.
 
         Where a prefill node has announced `announced` tokens, waits for those, up to `wait_s` or until `cancelled`.
         """
@@ -99,7 +99,7 @@ class PrefixCache:
             return LoadResult(LoadOutcome.FAILED, 0)
 
     def store(self, prefix: Prefix, loaded: int) -> bool:
-        """Store the chunks of `prefix` from token `loaded` on. Returns False if the cache failed."""
+        """Stores the chunks of `prefix` from token `loaded` on. Returns False if the cache failed."""
         first = loaded // self.chunk_size
         try:
             self._cache.store(prefix.names[first:], prefix.blocks(first, len(prefix.names)), kv_caches=self._kv_caches)

@@ -56,11 +56,11 @@ class ReferenceEngine:
         request_timeout_s: float = 300.0,
         load_timeout_s: float = 10.0,
     ) -> None:
-        """Start serving `model`, as `load_model(config)` made it.
+        """Starts serving `model`, as `load_model(config)` made it.
 
         `cache` is called only on threads of this engine's own, and may fail or hang: a request waits for it no longer than
         `load_timeout_s` (and `handoff.wait_ms` where a prefix was announced), then computes its prompt.
-        `request_timeout_s` bounds a request from submission to its last token. ValueError if `num_blocks` cannot hold one
+        `request_timeout_s` bounds a request from submission to its last token. Raises ValueError if `num_blocks` cannot hold one
         request of `max_model_len`.
         """
         if config.num_blocks * config.block_size < config.max_model_len:
@@ -97,7 +97,7 @@ class ReferenceEngine:
     def open(
         cls, config: ReferenceEngineConfig, handoff: HandoffConfig | None = None, cache: CacheFactory | None = None
     ) -> ReferenceEngine:
-        """Load the model of `config`, make the cache for it and start. UnsupportedModelError as `load_model` has it."""
+        """Loads the model of `config`, make the cache for it and start. Raises UnsupportedModelError as `load_model` has it."""
         model = load_model(config)
         kv = model.kv
         made = None if cache is None else cache(CacheMetadata.of(model.identity, kv.layout), kv.layout, kv.kv_caches)
@@ -117,8 +117,8 @@ class ReferenceEngine:
     def submit(self, request: GenerationRequest) -> Generation:
         """Queue a request; never waits.
 
-        ValueError for a request that cannot be served: an empty prompt, token ids outside of the vocabulary, `max_tokens`
-        below 1, or more tokens than `max_model_len`. QueueFullError if `max_queue` requests wait already,
+        Raises ValueError for a request that cannot be served: an empty prompt, token ids outside of the vocabulary, `max_tokens`
+        below 1, or more tokens than `max_model_len`. Raises QueueFullError if `max_queue` requests wait already,
         EngineClosedError after `close`.
         """
         self._check(request)
@@ -138,7 +138,7 @@ class ReferenceEngine:
         return generation
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Take no more requests, let those at work finish for `grace_s`, end the others, stop the threads. Idempotent."""
+        """Takes no more requests, let those at work finish for `grace_s`, end the others, stop the threads. Idempotent."""
         with self._changed:
             self._accepting = False
             self._changed.wait_for(lambda: not self._outstanding or self._failed, timeout=grace_s)

@@ -49,7 +49,7 @@ class Generation:
         return self._ended
 
     def cancel(self) -> None:
-        """Let the engine stop working on it. Any thread; harmless after the end."""
+        """Lets the engine stop working on it. Any thread; harmless after the end."""
         if not self._ended:
             self._on_cancel(self)
 

@@ -139,7 +139,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface. UnsupportedModelError for a variant of attention that pages cannot serve."""
+    """transformers' attention interface. Raises UnsupportedModelError for a variant of attention that pages cannot serve."""
     layer = getattr(module, "layer_idx", None)
     _refuse_variants(current_step(), module, key, value, attention_mask, kwargs)
     assert isinstance(layer, int)

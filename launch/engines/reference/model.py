@@ -59,7 +59,7 @@ class PagedModel:
         self._max_context = max_context
 
     def step(self, parts: Sequence[StepPart]) -> torch.Tensor:
-        """Compute the tokens of all parts and leave their KV in the pages.
+        """Computes the tokens of all parts and leaves their KV in the pages.
 
         Returns float32 logits `[parts that want some, vocab_size]`, in the order of the parts.
         """
@@ -92,7 +92,7 @@ class PagedModel:
         return logits[: len(wanted)].float(), step.layers_seen
 
     def probe(self) -> None:
-        """Check that this model computes the same over pages, in two steps, as with its own attention in one.
+        """Checks that this model computes the same over pages, in two steps, as with its own attention in one.
 
         UnsupportedModelError with the reason if not.
         """
@@ -126,7 +126,7 @@ class PagedModel:
 
 
 def load_model(config: ReferenceEngineConfig) -> PagedModel:
-    """Load what `config.model` describes, allocate its paged buffer and check that the two fit.
+    """Loads what `config.model` describes, allocates its paged buffer and checks that the two fit.
 
     Nothing is downloaded, and no code of a model's folder is run. UnsupportedModelError, naming model and reason, if it
     cannot be served.

@@ -88,7 +88,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_completion(body: bytes, model: str) -> CompletionRequest:
-    """Read a request to the model `model`. Raises BadRequest for anything that cannot be done as asked."""
+    """Reads a request to the model `model`. Raises BadRequest for anything that cannot be done as asked."""
     fields = _object(body)
     for name, value in fields.items():
         if name in _READ or name in _HARMLESS or value is None:

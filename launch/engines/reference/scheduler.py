@@ -116,32 +116,32 @@ class Scheduler:
     # --- what happens to it --------------------------------------------------------------------------------------
 
     def add(self, generation: Generation) -> None:
-        """Take a request into the queue; the caller has checked that it fits."""
+        """Takes a request into the queue; the caller has checked that it fits."""
         active = _Active(generation)
         self._by_generation[generation] = active
         self._waiting.append(active)
 
     def cancel(self, generation: Generation) -> None:
-        """Stop working on a request; harmless if it has ended."""
+        """Stops working on a request; harmless if it has ended."""
         active = self._by_generation.get(generation)
         if active is not None:
             self._fail(active, GenerationError("aborted", "the request was cancelled"))
 
     def fail_all(self, kind: Literal["closed", "failed"]) -> None:
-        """End every request."""
+        """Ends every request."""
         message = "the engine is closing" if kind == "closed" else "the engine has failed"
         for active in list(self._by_generation.values()):
             self._fail(active, GenerationError(kind, message))
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for the cache's calls; False if some had not ended after `timeout_s`. Any thread, after the last tick."""
+        """Waits for the cache's calls; False if some had not ended after `timeout_s`. Any thread, after the last tick."""
         deadline = time.monotonic() + timeout_s
         pools = [pool for pool in (self._loaders, self._storers) if pool is not None]
         ended = [pool.close(max(0.0, deadline - time.monotonic())) for pool in pools]
         return all(ended)
 
     def tick(self) -> None:
-        """Let every request make one step, where it can."""
+        """Lets every request make one step, where it can."""
         self._expire(time.monotonic())
         self._admit()
         self._prefill()
@@ -254,7 +254,7 @@ class Scheduler:
         self._waiting.appendleft(active)
 
     def _abandon(self, active: _Active) -> None:
-        """Let a load that still runs end by itself; its blocks count as lent until then."""
+        """Lets a load that still runs end by itself; its blocks count as lent until then."""
         if active.load is not None:
             active.load.cancelled.set()
             active.load = None

@@ -31,7 +31,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. ValueError for text that this tokenizer cannot take."""
+        """Token ids of `text`. Raises ValueError for text that this tokenizer cannot take."""
 
     @abstractmethod
     def detokenizer(self) -> Detokenizer:
@@ -41,7 +41,7 @@ class Tokenizer(ABC):
 def open_tokenizer(folder: str | None, vocab_size: int) -> Tokenizer:
     """The tokenizer of a model's folder, or the byte-level one if it has none or there is no folder.
 
-    UnsupportedModelError for tokenizer files that cannot be read.
+    Raises UnsupportedModelError for tokenizer files that cannot be read.
     """
     if folder is not None and any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
         return FolderTokenizer(folder)

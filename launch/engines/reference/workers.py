@@ -40,7 +40,7 @@ class Workers:
         return True
 
     def close(self, timeout_s: float) -> bool:
-        """Take no more calls and wait for those taken; False if some had not ended after `timeout_s`. Idempotent."""
+        """Takes no more calls and waits for those taken; returns False if some had not ended after `timeout_s`. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
