@@ -38,7 +38,7 @@ def _gone(leader: int) -> bool:
 
 
 def follow(lines: Iterable[bytes]) -> set[int]:
-    """The groups that are left when the supervisor's end of the pipe closes."""
+    """Returns the groups that are left when the supervisor's end of the pipe closes."""
     groups: set[int] = set()
     for line in lines:
         if line[:1] == b"+":

@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def set_death_signal(signum: int) -> bool:
-    """Asks the kernel to send this process `signum` when the thread that started it ends. False where it cannot.
+    """Asks the kernel to send this process `signum` when the thread that started it ends. Returns False if it cannot.
 
     The request survives exec (not of a set-user-id binary) and is not inherited by children.
     """

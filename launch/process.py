@@ -61,7 +61,7 @@ class Process(Protocol):
     def pid(self) -> int: ...
 
     def poll(self) -> int | None:
-        """The exit status (negative: the signal's number) once it ended and all of its output was passed on."""
+        """Returns the exit status (negative: the signal's number) once it ended and all of its output was passed on."""
 
     def terminate(self) -> None:
         """Asks it to stop. No error if it has ended already."""

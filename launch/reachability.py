@@ -141,7 +141,7 @@ class PeerChecks:
         return await asyncio.shield(self._task)
 
     async def answer(self) -> dict[str, Any]:
-        """The same as plain values for JSON."""
+        """Returns the report as plain values for JSON."""
         return dict(msgspec.to_builtins(await self.report()))
 
     async def _look(self) -> PeerReport:

@@ -35,7 +35,7 @@ class StopFlag:
         return self._set
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits up to `timeout` seconds, for ever by default. True if it is set."""
+        """Waits up to `timeout` seconds, for ever by default. Returns True if it is set."""
         if not self._set:
             select.select([self._read], [], [], timeout)
         return self._set
@@ -46,14 +46,14 @@ class StopFlag:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """What asks a process to stop. SIGHUP is not among them where it is ignored: that is how `nohup` works."""
+    """Returns what asks a process to stop. SIGHUP is not among them where it is ignored: that is how `nohup` works."""
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, *hangup]
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:
-    """A flag that SIGTERM, SIGINT and SIGHUP set while the block runs. Main thread only (ValueError elsewhere)."""
+    """Yields a flag that SIGTERM, SIGINT and SIGHUP set while the block runs. Main thread only (ValueError elsewhere)."""
     flag = StopFlag()
 
     def handler(signum: int, frame: FrameType | None) -> None:

@@ -55,7 +55,7 @@ class SupervisorError(PdCacheError):
 
 
 def backoff_s(failures: int) -> float:
-    """Seconds to wait before the restart after so many failures in a row: 1, 2, 4 … 30."""
+    """Returns the seconds to wait before the restart after so many failures in a row: 1, 2, 4 … 30."""
     return min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(failures - 1, 16))
 
 

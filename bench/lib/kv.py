@@ -71,7 +71,7 @@ def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def size(context: click.Context, parameter: click.Parameter, value: str) -> ByteSize:
-    """A click callback for sizes such as 4GiB."""
+    """Returns a click callback for sizes such as 4GiB."""
     try:
         return ByteSize.parse(value)
     except ValueError as error:
@@ -79,7 +79,7 @@ def size(context: click.Context, parameter: click.Parameter, value: str) -> Byte
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds that the call takes."""
+    """Returns the seconds that the call takes."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start

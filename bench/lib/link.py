@@ -25,7 +25,7 @@ class Link(NamedTuple):
 
 
 def link_of(host: str, transfer: TransferSettings, sysfs: Path = Path("/sys/class")) -> Link:
-    """The link by which this machine, at the address `host`, talks to the others."""
+    """Returns the link by which this machine, at the address `host`, talks to the others."""
     if transfer.protocol == "rdma":
         devices = transfer.devices or rdma_devices(sysfs / "infiniband")
         rates = [_rdma_gbit(sysfs / "infiniband" / device) for device in devices]
@@ -38,7 +38,7 @@ def link_of(host: str, transfer: TransferSettings, sysfs: Path = Path("/sys/clas
 
 
 def _rdma_gbit(device: Path) -> float | None:
-    """The sum over the device's ports that are up."""
+    """Returns the sum over the device's ports that are up."""
     total = 0.0
     for port in device.glob("ports/*"):
         try:
@@ -67,7 +67,7 @@ def _physical(interface: Path) -> bool:
 
 
 def _interface_of(host: str) -> str | None:
-    """The interface that has this address."""
+    """Returns the interface that has this address."""
     try:
         address = socket.gethostbyname(host)
     except OSError:

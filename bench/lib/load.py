@@ -260,7 +260,7 @@ def _count(event: _Event, now: float, hands_over: bool, outcome: Outcome, gaps: 
 
 
 def join(loads: Iterable[Load]) -> Load:
-    """What several generators saw, in the order in which requests were due."""
+    """Returns what several generators saw, in the order in which requests were due."""
     parts = list(loads)
     outcomes = [outcome for load in parts for outcome in load.outcomes]
     return Load(sorted(outcomes, key=lambda outcome: outcome.due), Histogram.of(load.gaps for load in parts))

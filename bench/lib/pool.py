@@ -50,7 +50,7 @@ def own_master(config: ClusterConfig, host: str, segment_size: int = 0, **change
 
 
 def bench_transfer(config: ClusterConfig) -> TransferSettings:
-    """The file's `transfer` section for a client of a bench's own pool: embedded, without a segment unless it is given one."""
+    """Returns the file's `transfer` section for a client of a bench's own pool: embedded, without a segment unless it is given one."""
     return msgspec.structs.replace(
         config.transfer, client="embedded", client_address="", metadata="P2PHANDSHAKE", segment_size=ByteSize(0)
     )
@@ -75,7 +75,7 @@ def _running(transfer: TransferSettings, *nodes: Node) -> Iterator[ClusterConfig
 
 @contextmanager
 def raw_client(master: str, host: str = "127.0.0.1", transfer: TransferSettings | None = None) -> Iterator[Any]:
-    """A bare Mooncake client without a segment: the raw thing that benches compare with, in the same environment."""
+    """Yields a bare Mooncake client without a segment: the raw thing that benches compare with, in the same environment."""
     settings = transfer or TransferSettings()
     prepare(settings)  # read at the first setup() of a process, and this is it
     client = load_mooncake().MooncakeDistributedStore()
@@ -91,7 +91,7 @@ def raw_client(master: str, host: str = "127.0.0.1", transfer: TransferSettings 
 
 @contextmanager
 def raw_host_client(address: str) -> Iterator[Any]:
-    """A bare dummy client of the `mooncake_client` at `address`."""
+    """Yields a bare dummy client of the `mooncake_client` at `address`."""
     client = load_mooncake().MooncakeDistributedStore()
     code = client.setup_dummy(0, 16 << 20, address)
     if code != 0:

@@ -86,7 +86,7 @@ def _in_a_folder(context: click.Context, option: click.Parameter, file: Path | N
 
 
 def progress() -> Progress:
-    """A progress bar on stderr where a person watches, nothing elsewhere."""
+    """Returns a progress bar on stderr where a person watches, nothing elsewhere."""
     console = Console(stderr=True)
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 
@@ -152,7 +152,7 @@ def _plain(results: Mapping[str, Any]) -> list[Table]:
 
 
 def shown(value: object) -> str:
-    """A cell's text: floats with three digits behind the point, or none from 1000 on; nothing for None."""
+    """Returns a cell's text: floats with three digits behind the point, or none from 1000 on; nothing for None."""
     if value is None:
         return ""
     if isinstance(value, float):

@@ -40,7 +40,7 @@ class ShrunkenCache:
         return self._source[: len(blocks) * BLOCK_TOKENS]
 
     def target(self, blocks: int) -> torch.Tensor:
-        """The slot mapping to load so many blocks into; their pages are cleared."""
+        """Returns the slot mapping to load so many blocks into; their pages are cleared."""
         self._pages(self._blocks, blocks)[:] = 0
         return self._target[: blocks * BLOCK_TOKENS]
 
@@ -57,12 +57,12 @@ class ShrunkenCache:
 
 
 def object_bytes(chunk_bytes: int) -> int:
-    """Bytes of a chunk's object in the pool."""
+    """Returns the bytes of a chunk's object in the pool."""
     return chunk_bytes + TRAILER_BYTES
 
 
 def allotted_bytes(nbytes: int) -> int:
-    """What Mooncake's allocator sets aside for an object: the next size with three binary digits after the first.
+    """Returns what Mooncake's allocator sets aside for an object: the next size with three binary digits after the first.
 
     So an object a little larger than a power of two takes an eighth more. Mooncake's own metrics count the bytes asked for.
     """

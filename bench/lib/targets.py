@@ -60,7 +60,7 @@ class Server(NamedTuple):
 
 @contextmanager
 def own_cluster(vocabulary: int | None) -> Iterator[Server]:
-    """A small cluster of the reference engine on this machine; a block of a trace, sixteen times shorter, is one chunk there."""
+    """Yields a small cluster of the reference engine on this machine; a block of a trace, sixteen times shorter, is one chunk there."""
     config = ClusterConfig(
         name="bench-serve",
         transfer=TransferSettings(staging_size=ByteSize(64 << 20)),
@@ -88,7 +88,7 @@ def own_cluster(vocabulary: int | None) -> Iterator[Server]:
 
 
 def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> Server:
-    """The first proxy that discovery finds. Raises ConfigError if it finds none."""
+    """Returns the first proxy that discovery finds. Raises ConfigError if it finds none."""
     with open_directory(config) as directory:
         directory.wait_synced(_FIND_S)
         view = directory.view()
@@ -126,7 +126,7 @@ def _of_engine(engine: EngineConfig | None, vocabulary: int | None) -> tuple[str
 
 
 def any_server(url: str, model: str | None, vocabulary: int | None, key: str) -> Server:
-    """One that is given by its address. Raises ConfigError where it does not list its models."""
+    """Returns the server at `url`. Raises ConfigError if it does not list its models."""
     if vocabulary is None:
         raise ConfigError("--url needs --vocabulary: prompts are made of token ids below it")
     request = urllib.request.Request(f"{url.rstrip('/')}/v1/models")

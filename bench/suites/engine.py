@@ -58,7 +58,7 @@ class Heartbeat(threading.Thread):
             self._longest, self._last = max(self._longest, now - self._last - self._BEAT_S), now
 
     def longest(self) -> float:
-        """Seconds of the longest standstill since this was asked before."""
+        """Returns the seconds of the longest standstill since this was asked before."""
         longest, self._longest = self._longest, 0.0
         return longest
 

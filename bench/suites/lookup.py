@@ -56,7 +56,7 @@ def interleaved(rounds: int, **functions: Callable[[], object]) -> dict[str, flo
 def measure(
     client: MooncakeLookupClient, database: ChunkedTokenDatabase, raw: Any, tokens: list[int], rounds: int
 ) -> dict[str, float]:
-    """One row of the report: a prompt whose every chunk is in the pool."""
+    """Returns one row of the report: a prompt whose every chunk is in the pool."""
     keys = database.all_shard_keys(database.hash_tokens(tokens))
     store(client, raw, keys, tokens)
     tensor = torch.tensor(tokens)
@@ -74,7 +74,7 @@ def measure(
 
 
 def metadata_of(model: str) -> CacheMetadata:
-    """A cache of Llama-3.1-8B's shape."""
+    """Returns a cache of Llama-3.1-8B's shape."""
     return CacheMetadata(
         model=model,
         kv_dtype="bfloat16",
@@ -95,7 +95,7 @@ def prompt(tokens: int, seed: int) -> list[int]:
 def looking_up(
     place: Place, master: str, chunk: int, model: str
 ) -> Iterator[tuple[MooncakeLookupClient, ChunkedTokenDatabase, Any]]:
-    """A lookup client, the names of its chunks, and a raw client of the same pool."""
+    """Yields a lookup client, the names of its chunks, and a raw client of the same pool."""
     transfer = bench_transfer(place.config)
     settings = NodeSettings(master=master, host=place.host, cache=CacheConfig(chunk_size=chunk), transfer=transfer)
     metadata = metadata_of(model)
@@ -258,7 +258,7 @@ def measure_parts(fleet: Fleet, master: str, chunk: int, rounds: int) -> list[di
 def measure_clients(
     fleet: Fleet, master: str, chunk: int, levels: Sequence[int], lengths: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
-    """A row for each length and number of clients a node, raw and lookups in turn."""
+    """Returns a row for each length and number of clients a node, raw and lookups in turn."""
     opening = Opening(master, chunk, tuple(lengths), random.randrange(1 << 31))
     rows = []
     with progress() as bar:
@@ -313,7 +313,7 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
 
 
 def report_of(figures: dict[str, Any]) -> Report:
-    """The figures for people."""
+    """Returns the figures for people."""
     rows, clients, nodes = figures["results"], figures["clients"], figures["nodes"]
     parts: list[Table | Figure] = [
         Table("One client", list(rows[0]), [list(row.values()) for row in rows], "Medians; every chunk is in the pool.")

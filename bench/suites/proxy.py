@@ -47,7 +47,7 @@ class Timing(NamedTuple):
 
 @contextmanager
 def _process(*command: str) -> Iterator[str]:
-    """A child that prints `ready ...` when it can be used; answers the last word of that line."""
+    """Yields a child that prints `ready ...` when it can be used; answers the last word of that line."""
     process = spawn_child(
         (sys.executable, *command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )

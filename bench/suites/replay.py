@@ -96,7 +96,7 @@ class Setting(NamedTuple):
 
 @contextmanager
 def shrunken_pool(setting: Setting, distinct: int) -> Iterator[str]:
-    """The master's `host:port` of a pool of this machine with room for as many chunks as `setting` says."""
+    """Yields the master's `host:port` of a pool of this machine with room for as many chunks as `setting` says."""
     bounded = setting.capacity != _UNBOUNDED
     assert setting.eviction is not None
     chunks = setting.capacity if bounded else _ROOM * distinct / setting.eviction.watermark
@@ -138,7 +138,7 @@ class Leader:
         self._longest_s = paced + 60 + _SLOWEST_S * len(requests)
 
     def on_pool_of_its_own(self, setting: Setting, what: str) -> dict[str, Any]:
-        """A row, from a pool that lasts as long as that takes."""
+        """Returns a row, from a pool that lasts as long as that takes."""
         with shrunken_pool(setting, len(self.distinct)) as master:
             tally, _ = self._replay(
                 what, setting.chunk_bytes, master=master, lease_ms=setting.lease_ms, pin=setting.pin
@@ -147,7 +147,7 @@ class Leader:
         return self._row(tally, setting)
 
     def on_the_clusters_pool(self, capacity_bytes: int, chunk_bytes: int, eviction: Eviction | None) -> dict[str, Any]:
-        """A row, from a pool that others may use, too. Its chunks are removed afterwards."""
+        """Returns a row, from a pool that others may use, too. Its chunks are removed afterwards."""
         tally, lease_ms = self._replay(f"chunks of {chunk_bytes} bytes", chunk_bytes)
         job = Remove(self.distinct, lease_ms)
         timeout_s = 2 * (_STEP_S + lease_ms / 1000 + _SLOWEST_S * len(self.distinct))
@@ -156,7 +156,7 @@ class Leader:
         return self._row(tally, Setting(capacity_bytes // slot, chunk_bytes, eviction, lease_ms, "as configured"))
 
     def _replay(self, what: str, chunk_bytes: int, **pool: Any) -> tuple[Tally, int]:
-        """What became of the requests, and the lease in force."""
+        """Returns what became of the requests, and the lease in force."""
         longest = max(1, *(len(request.whole_blocks) for request in self._trace))
         job = Open(model=f"replay-{uuid.uuid4().hex}", longest=longest, chunk_bytes=chunk_bytes, **pool)
         opened = self._fleet.everywhere(ReplaySite.open, job, timeout_s=_STEP_S)
@@ -186,7 +186,7 @@ class Leader:
 
 
 def checks_of(rows: Iterable[dict[str, Any]]) -> list[Check]:
-    """The targets that the rows allow to judge."""
+    """Returns the targets that the rows allow to judge."""
     checks = [
         Check("unbounded: points below the ideal", 100 * (row["ideal"] - row["hit_rate"]), 0.1, at_least=False)
         for row in rows
@@ -308,7 +308,7 @@ def main(
 
 
 def report_of(leader: Leader, rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> Report:
-    """The table, and the hit rate over the capacity."""
+    """Returns the table, and the hit rate over the capacity."""
     cells = [[100 * row[name] if name in _PERCENT else row[name] for name in _COLUMNS] for row in rows]
     lines: dict[str, list[tuple[float, float]]] = {
         "ideal": [(capacity, leader.ideal) for capacity, _ in leader.lru],
@@ -347,7 +347,7 @@ def settings_of(
     chunk_bytes: int,
     distinct: int,
 ) -> list[Setting]:
-    """All combinations; on an unbounded pool, where nothing is evicted, only the first. Raises UsageError where a pool would be too
+    """Returns all combinations; for an unbounded pool, which evicts nothing, only the first. Raises UsageError for a pool that would be too
     small."""
     evictions, leases = evictions or (_DEFAULT_EVICTION,), leases or (_DEFAULT_LEASE_MS,)
     slot = allotted_bytes(object_bytes(chunk_bytes))
@@ -366,7 +366,7 @@ def settings_of(
 
 
 def pool_of(config: ClusterConfig) -> tuple[int, Eviction | None]:
-    """Bytes of memory in a cluster's pool, and how it evicts, where the file says it. Raises ConfigError where nobody gives memory."""
+    """Returns the bytes of memory in a cluster's pool, and how it evicts, where the file says it. Raises ConfigError where nobody gives memory."""
     with open_directory(config) as directory:
         directory.wait_synced(_FIND_S)
         capacity = sum(record.capacity.segment_bytes for record in directory.view().nodes)

@@ -102,7 +102,7 @@ def ideal_hit_rate(requests: Iterable[Request]) -> float:
 
 
 def compare(requests: list[Request], nodes: int, cache_tokens: int, rate: float) -> list[dict[str, Any]]:
-    """One row a policy."""
+    """Returns one row per policy."""
     rows = []
     for policy in _POLICIES:
         outcome = simulate(requests, policy, nodes, cache_tokens, rate)

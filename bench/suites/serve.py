@@ -128,7 +128,7 @@ class ServeSite(Site):
 def run_pass(
     fleet: Fleet, name: str, server: Server, target: Target, arrivals: Sequence[Arrival], ttft_limit_s: float | None
 ) -> tuple[Load, dict[str, Any]]:
-    """Every generator sends its share, all beginning together; what they saw, and a row of the report."""
+    """Has every generator send its share, all beginning together. Returns what they saw, and a row of the report."""
     parts = len(fleet.nodes)
     jobs = {
         node: Send(
@@ -292,7 +292,7 @@ def _read_key(file: Path) -> str:
 
 
 def report_of(loads: Mapping[str, Load], rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> Report:
-    """The figures of each pass beside each other; time to first token as it was distributed, and in the course of time."""
+    """Returns the figures of each pass beside each other; time to first token as it was distributed, and in the course of time."""
     names = [name for name in rows[0] if name != "pass"]
     cells = [[name, *(_cell(row[name]) for row in rows)] for name in names]
     parts: list[Table | Figure] = [

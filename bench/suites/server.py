@@ -52,7 +52,7 @@ _RENEWED = 1000
 
 @contextlib.contextmanager
 def cache_server(segment: int, staging: ByteSize, cache: CacheConfig) -> Iterator[tuple[NodeSettings, str, int]]:
-    """A pool and a cache server on it: settings for an engine of one's own, the server's URL, and its pid."""
+    """Yields a pool and a cache server on it: settings for an engine of one's own, the server's URL, and its pid."""
     nodes = (
         MasterNode(name="master", port=0, metrics_port=0),
         StoreNode(name="store", segment_size=ByteSize(segment)),
@@ -72,7 +72,7 @@ def cache_server(segment: int, staging: ByteSize, cache: CacheConfig) -> Iterato
 
 
 def served_cache(url: str, metadata: CacheMetadata, caches: dict[str, torch.Tensor], chunk: int) -> ServerCache:
-    """A server's cache, which has been lent these tensors."""
+    """Returns a server's cache, which has been lent these tensors."""
     cache = ServerCache(url, EngineIdentity.of(metadata, CacheConfig(chunk_size=chunk)), move_timeout_s=60)
     cache.register_kv_caches(caches)
     return cache
@@ -159,7 +159,7 @@ def from_the_pool(moves: Transfers, rounds: int) -> dict[str, float]:
 
 
 def holding(moves: Transfers, rounds: int) -> dict[str, float]:
-    """What keeping a prompt's chunks until they are loaded costs: asking for them before their lease ends, or fetching them."""
+    """Returns what keeping a prompt's chunks until they are loaded costs: asking for them before their lease ends, or fetching them."""
     moves.store(moves.own)
     backend, keys = moves.engine.backend, moves.keys
     asked = (keys * -(-_RENEWED // len(keys)))[:_RENEWED]

@@ -72,7 +72,7 @@ class Server:
         self._host = url.removeprefix("http://")
 
     def first_token(self, prompt: Sequence[int]) -> float:
-        """Seconds from sending a request to its first token."""
+        """Returns the seconds from sending a request to its first token."""
         body = {"model": "bench", "prompt": list(prompt), "max_tokens": 1, "temperature": 0, "stream": True}
         encoded = json.dumps({**body, "return_token_ids": True}).encode()
         connection = http.client.HTTPConnection(self._host, timeout=300)
@@ -182,7 +182,7 @@ def servers(model: Path, folder: Path, pool: ByteSize, positions: int) -> Iterat
 
 
 def vllm(model: Path, positions: int, env: dict[str, str], *more: str) -> AbstractContextManager[str]:
-    """A server without pd-cache, otherwise as the others are."""
+    """Returns a server without pd-cache, otherwise as the others are."""
     return vllm_server(model, "bench", arguments(positions), {**_ENV, **env}, *more, ready_timeout_s=_READY_S)
 
 

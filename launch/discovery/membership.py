@@ -31,7 +31,7 @@ class View:
     """Names of entries that are not readable records, each with the reason; sorted, at most `MAX_NODES`."""
 
     def by_role(self, *roles: str) -> list[NodeRecord]:
-        """The nodes of these roles."""
+        """Returns the nodes of these roles."""
         return [node for node in self.nodes if node.role in roles]
 
 
@@ -105,6 +105,6 @@ class Membership:
         return True
 
     def view(self) -> View:
-        """The present state."""
+        """Returns the present state."""
         nodes = tuple(sorted(self._nodes.values(), key=lambda record: record.name))
         return View(nodes, self._stale_since, frozenset(self._doubted), tuple(sorted(self._unreadable.items())))

@@ -32,7 +32,7 @@ _lock = threading.Lock()
 
 
 def load_etcd3() -> Any:
-    """The module `etcd3`. Raises ImportError if it, or what it needs, is not installed. Thread-safe."""
+    """Returns the module `etcd3`. Raises ImportError if it, or what it needs, is not installed. Thread-safe."""
     with _lock:
         if "etcd3" not in sys.modules:
             sys.modules.update(_message_modules())
@@ -68,7 +68,7 @@ def _module(name: str, file: Path, pool: Any) -> types.ModuleType:
 
 
 def _serialized(file: Path) -> bytes:
-    """The argument `serialized_pb=_b('...')` of a stub."""
+    """Returns the argument `serialized_pb=_b('...')` of a stub."""
     found = _SERIALIZED.search(file.read_text(encoding="utf-8"))
     if found is None:
         raise ImportError(f"{file} is not a stub as etcd3 0.12 has them: it holds no serialized descriptor")

@@ -36,7 +36,7 @@ def record_findings(status: ClusterStatus) -> Iterator[Finding]:
 
 
 def node_findings(status: ClusterStatus) -> Iterator[Finding]:
-    """Which nodes answer, as `pd-cache status` sees it. If none does, that is one finding."""
+    """Yields which nodes answer, as `pd-cache status` sees it. If none answers, that is a single finding."""
     check = "cluster.node"
     asked = [row for row in status.nodes if row.asked]
     if asked and not any(row.up for row in asked):
@@ -144,5 +144,5 @@ def segment_findings(rows: Iterable[NodeStatus], segments: Sequence[Segment]) ->
 
 
 def unknown_segments(reason: str) -> Finding:
-    """The finding in place of all those that need the list of segments."""
+    """Returns the finding in place of all those that need the list of segments."""
     return skipped("cluster.segments", reason)

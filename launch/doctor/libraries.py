@@ -96,7 +96,7 @@ def cuda_runtimes(root: Path, packages: Iterable[Path]) -> dict[int, Path]:
 
 
 def link_findings(name: str, missing: list[str] | None, runtimes: dict[int, Path]) -> Iterator[Finding]:
-    """What the libraries that `name` lacks mean, and what brings each."""
+    """Yields what the libraries that `name` lacks mean, and what brings each."""
     if missing is None:
         yield skipped("libraries.linked", "ldd cannot be asked; see libraries.import", name)
     elif not missing:

@@ -126,7 +126,7 @@ def gpu_findings(root: Path, needed: bool) -> Iterator[Finding]:
 
 
 def _ipv4(gid: str) -> str:
-    """The IPv4 address in a GID; empty where there is none."""
+    """Returns the IPv4 address in a GID; empty where there is none."""
     mapped = ipaddress.IPv6Address(gid).ipv4_mapped
     return str(mapped) if mapped is not None else ""
 
@@ -139,5 +139,5 @@ def _read(file: Path) -> str:
 
 
 def _last(file: Path) -> str:
-    """The word of `4: ACTIVE`."""
+    """Returns the word of `4: ACTIVE`."""
     return _read(file).rpartition(":")[2].strip()

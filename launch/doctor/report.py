@@ -14,7 +14,7 @@ _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.BROKEN: "bold
 
 
 def as_json(report: Report) -> str:
-    """One JSON object: `Report`, field by field."""
+    """Returns one JSON object: `Report`, field by field."""
     return msgspec.json.encode(report).decode()
 
 
@@ -31,7 +31,7 @@ def report_table(report: Report) -> Group:
 
 
 def summary(report: Report) -> str:
-    """One line."""
+    """Returns one line."""
     counts = {verdict: sum(one.verdict is verdict for one in report.findings) for verdict in Verdict}
     shown = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
     return f"{'something is broken' if report.broken else 'nothing is broken'}: {shown}"

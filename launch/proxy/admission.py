@@ -20,7 +20,7 @@ class Admission:
         """Set when no more are let in."""
 
     def running(self) -> int:
-        """How many requests are in."""
+        """Returns how many requests are in."""
         return self._running.total()
 
     def check(self, client: str) -> None:

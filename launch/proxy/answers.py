@@ -41,7 +41,7 @@ class ApiError(PdCacheError):
 
 
 def passed_on(refusal: Refusal) -> web.Response:
-    """A node's refusal, as it is."""
+    """Returns a node's refusal, as it is."""
     response = web.Response(status=refusal.status, body=refusal.body, headers=refusal.headers)
     if refusal.status == 503:
         response.headers.setdefault("Retry-After", "1")

@@ -56,7 +56,7 @@ class Attempts:
         return self._failures >= _MOST or self._trial.deadly
 
     def next(self, now: float) -> str | None:
-        """Returns the node to try now. None if none is left, or if the request has done enough."""
+        """Returns the node to try now. Returns None if none is left, or if the request has done enough."""
         if self._over or self.blamed:
             return None
         budget, again = self._trial.budget, self._failures > 0

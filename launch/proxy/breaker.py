@@ -34,7 +34,7 @@ class NodeBreaker:
         return now >= self._skip_until
 
     def wait(self, now: float) -> float:
-        """Seconds until it allows one."""
+        """Returns the seconds until it allows one."""
         return max(0.0, self._skip_until - now)
 
     def sent(self, now: float) -> None:

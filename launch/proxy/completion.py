@@ -99,7 +99,7 @@ class Completion:
             )
 
     def prompt(self) -> RoutedPrompt:
-        """What routing needs to know of the prompt."""
+        """Returns what routing needs to know of the prompt."""
         return read_prompt(self._prompt, b"\0".join(bytes(self._fields.get(name, b"")) for name in _ISOLATION))
 
     def plain(self) -> bool:
@@ -112,7 +112,7 @@ class Completion:
             return False
 
     def token_ids(self) -> list[int] | None:
-        """The prompt's token ids, if it is given as token ids."""
+        """Returns the prompt's token ids, if it is given as token ids."""
         if not is_token_ids(self._prompt):
             return None
         try:
@@ -121,14 +121,14 @@ class Completion:
             return None
 
     def model(self) -> str | None:
-        """The model that should answer; None if none is named, or not by a string."""
+        """Returns the model that should answer; None if none is named, or not by a string."""
         try:
             return decode_json(bytes(self._fields.get("model", b"null")), str | None)
         except UndecodableError:
             return None
 
     def cache_salt(self) -> str | None:
-        """The salt that keeps the request's cache apart from others'. Raises ValueError if it is not a valid salt."""
+        """Returns the salt that keeps the request's cache apart from others'. Raises ValueError if it is not a valid salt."""
         return decode_json(bytes(self._fields.get("cache_salt", b"null")), str | None)
 
     def use_tokens(self, tokens: list[int]) -> None:

@@ -53,7 +53,7 @@ class _Eyes(NamedTuple):
     model: str | None
 
     def find(self, tokens: list[int], salt: str | None, request_id: str) -> int:
-        """How long a prefix the pool holds, in tokens."""
+        """Returns how long a prefix the pool holds, in tokens."""
         if self.hasher is None:
             return self.client.lookup(tokens, request_id, {"extra_keys": salt_keys(salt)})
         return self.client.lookup(None, request_id, block_hashes=self.hasher.hashes(tokens, salt))
@@ -118,7 +118,7 @@ class DirectRule:
         request_id: str,
         tokenize: Callable[[], Awaitable[list[int] | None]],
     ) -> Why | None:
-        """Why a prompt needs no prefill node; None if it does. `tokenize` is asked where the prompt is text."""
+        """Returns why a prompt needs no prefill node; None if it does. `tokenize` is asked where the prompt is text."""
         if prompt.tokens < self._tokens:
             return "short"
         eyes = self._eyes

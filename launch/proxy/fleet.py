@@ -65,8 +65,8 @@ class Fleet:
             self._compare()
 
     def served(self, model: str | None, now: float) -> str | None:
-        """`model`, if nodes say that they serve it, or lately did: only those are asked. None where every node may be, since all
-        serve the same: another name may be that of an adapter. ApiError 404 where nodes of several models have to guess whose.
+        """`model`, if nodes say that they serve it, or lately did: only those are asked. Returns None if every node may be asked, because
+        all serve the same model: another name may be that of an adapter. Raises ApiError 404 if the nodes serve several models, none of that name.
         """
         here = set().union(*(pool.models() for pool in self.pools.values()))
         self._seen = {name: at for name, at in self._seen.items() if now - at < _REMEMBERED_S} | dict.fromkeys(

@@ -49,7 +49,7 @@ class ModelList:
         raise overloaded("No decode node could answer", self._pool.retry_after(time.monotonic()))
 
     async def _in_turn(self, exchange: Exchange, model: str | None) -> list[msgspec.Raw] | Refusal | None:
-        """The same as `_of_one`, for a few models at a time: connections to nodes are for completions, too."""
+        """Returns the same as `_of_one`, for a few models at a time: connections to nodes are for completions, too."""
         async with self._places:
             return await self._of_one(exchange, model)
 

@@ -31,7 +31,7 @@ class RoutedPrompt(NamedTuple):
 
 
 def read_prompt(text: bytes, isolation: bytes = b"") -> RoutedPrompt:
-    """The prompt whose JSON is `text`. Prompts of different `isolation` (model, salt) share nothing."""
+    """Returns the prompt whose JSON is `text`. Prompts of different `isolation` (model, salt) share nothing."""
     tokens = count_tokens(text)
     digest = hashlib.blake2b(isolation, digest_size=8)
     digest.update(len(isolation).to_bytes(8, "little"))
@@ -68,7 +68,7 @@ class PrefixIndex:
         return len(self._blocks)
 
     def match(self, prompt: RoutedPrompt) -> int:
-        """How many tokens from the start of the prompt the node has seen; at most all of them."""
+        """Returns how many tokens from the start of the prompt the node has seen; at most all of them."""
         known = self._blocks
         matched = 0
         for block in prompt.blocks:

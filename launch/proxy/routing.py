@@ -94,15 +94,15 @@ class NodePool:
         }
 
     def urls(self) -> list[str]:
-        """All nodes."""
+        """Returns all nodes."""
         return list(self._nodes)
 
     def models(self) -> set[str]:
-        """The models that its nodes serve, as far as they say."""
+        """Returns the models that its nodes serve, as far as they say."""
         return {node.target.model for node in self._nodes.values() if node.target.model is not None}
 
     def count(self, model: str | None) -> int:
-        """How many nodes take requests for `model`; None stands for any."""
+        """Returns how many nodes take requests for `model`; None stands for any."""
         return sum(node.takes(model) for node in self._nodes.values())
 
     def health(self, now: float) -> dict[str, bool]:
@@ -160,7 +160,7 @@ class NodePool:
 
     @contextmanager
     def working(self, url: str, prompt: RoutedPrompt = NO_PROMPT) -> Iterator[None]:
-        """The node has the request while the block runs."""
+        """Counts the request as the node's while the block runs."""
         node = self._nodes.get(url)
         if node is None:  # it left since it was picked
             yield

@@ -21,7 +21,7 @@ class ServerTls:
         files.add("proxy.tls", [config.cert_file, config.key_file], self._load)
 
     def current(self) -> ssl.SSLContext:
-        """The context of a connection that comes now."""
+        """Returns the context of a connection that comes now."""
         return self.context
 
     def _load(self) -> None:

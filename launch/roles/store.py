@@ -20,7 +20,7 @@ from transfer.host import WAITS_FOR
 
 
 def client_command(config: ClusterConfig, node: StoreNode) -> list[str]:
-    """The `mooncake_client` of a host. Raises RoleError if the wheel is not installed.
+    """Returns the `mooncake_client` of a host. Raises RoleError if the wheel is not installed.
 
     Its segment is named by the address at which it listens, so that the one follows from the other.
     """

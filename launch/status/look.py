@@ -171,7 +171,7 @@ def read_metrics(text: str, row: NodeStatus) -> None:
 
 @contextlib.contextmanager
 def _refusals(row: NodeStatus, path: str, worst: int) -> Iterator[None]:
-    """A node that answers with a status of at least `worst` is up, but degraded."""
+    """Marks the node as up but degraded if it answers with an HTTP status of at least `worst`."""
     try:
         yield
     except urllib.error.HTTPError as error:

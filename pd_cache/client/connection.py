@@ -191,7 +191,7 @@ class ServerConnection:
     def name_chunks(
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
-        """The names of a prompt's whole chunks, given as tokens or as block hashes, according to how the server names chunks."""
+        """Returns the names of a prompt's whole chunks, given as tokens or as block hashes, according to how the server names chunks."""
         if (tokens is None) == (hashes is None):
             raise ValueError("exactly one of token_ids and block_hashes must be given")
         mode = "tokens" if hashes is None else "blocks"
@@ -392,7 +392,7 @@ class ServerConnection:
 
 
 def failure_of(future: Future) -> str:
-    """Why a future that is done has no proper answer, in a word for a counter; empty if it has one."""
+    """Returns why a future that is done has no proper answer, in a word for a counter; empty if it has one."""
     try:
         future.result()
     except RefusedError as error:

@@ -78,7 +78,7 @@ class SchedulerAdapter:
         return None if found is None else found * self.chunk_size
 
     def num_blocks_per_chunk(self) -> int:
-        """The engine's blocks in a chunk."""
+        """Returns the engine's blocks in a chunk."""
         return self._cache.blocks_per_chunk
 
     def cleanup_lookup_result(self, request_id: str) -> None:

@@ -146,7 +146,7 @@ class WorkerAdapter:
             self.submit_retrieve_request(request_id, op, event)
 
     def get_finished(self, finished_req_ids_from_engine: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The requests whose stores have ended, and those whose retrieves have, since the last call. Cheap, never waits.
+        """Returns the requests whose stores have ended, and those whose retrieves have, since the last call. Cheap, never waits.
 
         The first are among those that the engine has told here to be finished, now or before, and each is told once, also
         where the engine tells it again (as vLLM does with asynchronous scheduling). A request without a store is told at
@@ -187,7 +187,7 @@ class WorkerAdapter:
         return dict(failed)
 
     def num_blocks_per_chunk(self) -> int:
-        """The engine's blocks in a chunk."""
+        """Returns the engine's blocks in a chunk."""
         return self._blocks_per_chunk
 
     def shutdown(self) -> None:

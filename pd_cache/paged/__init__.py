@@ -33,7 +33,7 @@ class DeviceMark:
 
 
 def open_copier(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> PagedCopier:
-    """The copier for the device that the tensors lie on. Raises ValueError for tensors that do not fit `layout`."""
+    """Returns the copier for the device that the tensors lie on. Raises ValueError for tensors that do not fit `layout`."""
     tensors = layer_tensors(kv_caches)
     device = tensors[0].device.type if tensors else "none"
     if device == "cpu":
@@ -48,7 +48,7 @@ def open_copier(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], 
 
 
 def host_pin() -> Pin | None:
-    """What page-locks staging memory for the GPU of this process; None where there is none."""
+    """Returns what page-locks staging memory for the GPU of this process; None where there is none."""
     if torch.version.cuda is None:
         return None
     from pd_cache.paged import cuda

@@ -142,7 +142,7 @@ def plan_slots(
 
 
 def chunk_blocks(chunk: ChunkSlots, payload: torch.Tensor, layout: KVLayout) -> int:
-    """How many blocks the chunk has. Raises ValueError if `payload` is not that many blocks' contiguous bytes on the CPU."""
+    """Returns how many blocks the chunk has. Raises ValueError if `payload` is not that many blocks' contiguous bytes on the CPU."""
     if chunk.blocks is not None:
         blocks = chunk.blocks.numel()
     else:
@@ -161,7 +161,7 @@ def chunk_blocks(chunk: ChunkSlots, payload: torch.Tensor, layout: KVLayout) -> 
 
 
 def plane_bytes(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> list[torch.Tensor]:
-    """Each plane as a uint8 view `[blocks, page_bytes]` of the engine's own memory.
+    """Returns each plane as a uint8 view `[blocks, page_bytes]` of the engine's own memory.
 
     Raises ValueError if the tensors are not what `layout` was derived from.
     """

@@ -79,7 +79,7 @@ class CpuPagedCopier(PagedCopier):
         return DONE
 
     def _object(self, chunk: ChunkSlots, payload: torch.Tensor) -> Array:
-        """The chunk object as `[planes, blocks of the chunk, elements of a page]`."""
+        """Returns the chunk object as `[planes, blocks of the chunk, elements of a page]`."""
         blocks = chunk_blocks(chunk, payload, self.layout)
         return payload.numpy().view(self._dtype).reshape(self.layout.planes, blocks, -1)
 
@@ -97,7 +97,7 @@ def _widest(divisors: Sequence[int]) -> type[np.generic]:
 
 
 def _stack(planes: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The planes as `[planes, blocks, page_bytes]` views: one where they lie evenly spaced in one storage, else one each."""
+    """Returns the planes as `[planes, blocks, page_bytes]` views: one where they lie evenly spaced in one storage, else one each."""
     first = planes[0]
     starts = [plane.storage_offset() for plane in planes]
     steps = {after - before for before, after in itertools.pairwise(starts)}

@@ -169,7 +169,7 @@ class _Direction:
         return self._bounce[:nbytes]
 
     def upload(self, chunk: ChunkSlots) -> ChunkSlots:
-        """The chunk with its indices on the device; call while the stream is current.
+        """Returns the chunk with its indices on the device; call while the stream is current.
 
         torch's pinned allocator hands the host copy out again only after the stream has read it.
         """
@@ -296,7 +296,7 @@ def pin_host_memory(address: int, nbytes: int) -> Callable[[], None]:
 
 
 def _refusal(status: int) -> str:
-    """The error in words; also clears it: CUDA keeps it, and torch raises it from the thread's next kernel, so start one."""
+    """Returns the error in words; also clears it: CUDA keeps it, and torch raises it from the thread's next kernel, so start one."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
     return str(torch.cuda.CudaError(status))

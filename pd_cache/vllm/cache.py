@@ -109,7 +109,7 @@ def _lend(cache: ServerCache, kv_caches: Sequence[torch.Tensor], layout: KVLayou
 
 
 def _of_rank(node: NodeSettings, rank: int, ranks: int) -> NodeSettings:
-    """Each rank's process gives its part of the node's memory; all of it comes from the first where parts are too small."""
+    """Returns the settings of one rank, which gives its part of the node's memory. If the parts are too small, the first rank gives all."""
     part = node.segment_size // ranks
     if part < MIN_SEGMENT:
         part = node.segment_size if rank == 0 else 0

@@ -169,7 +169,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         logger.info("pd-cache: namespace %s: %s", namespace.fingerprint(), namespace.manifest().decode())
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What the scheduler has to know of the KV tensors."""
+        """Returns what the scheduler has to know of the KV tensors."""
         return self._handshake
 
     # --- worker: each step ---------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return bad
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What ended in this worker, for the scheduler."""
+        """Returns what ended in this worker, for the scheduler."""
         report = None if self._worker is None else self._worker.take_report()
         return None if report is None else WorkerReport(report)
 
@@ -274,7 +274,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling().allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """What the workers shall do with this step."""
+        """Returns what the workers have to do in this step."""
         scheduler = self._scheduling()
         step = scheduler.begin_step(scheduler_output)
         self._safely("store", lambda: scheduler.plan_stores(step, scheduler_output), None)
@@ -312,7 +312,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     # --- both ----------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What was counted since the last call."""
+        """Returns what was counted since the last call."""
         return self._safely("stats", self._stats.take, None)
 
     @classmethod
@@ -328,7 +328,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        """The same for Prometheus, on vLLM's /metrics."""
+        """Returns the counters for Prometheus, on vLLM's /metrics."""
         return PromCacheMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
@@ -384,7 +384,7 @@ def _with_exist_timeout(node: NodeSettings, timeout_ms: int) -> NodeSettings:
 
 
 def _in_layer_order(kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """One tensor for each layer that has its own, in the order of the layers' numbers: on every node the same."""
+    """Returns one tensor for each layer that has its own, in the order of the layers' numbers: on every node the same."""
     ordered = sorted(
         kv_caches, key=lambda name: [int(part) if part.isdigit() else -1 for part in re.split(r"(\d+)", name)]
     )

@@ -63,7 +63,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def model_identity(vllm_config: VllmConfig, revision: str) -> str:
-    """The weights and what else changes KV values, e.g. `LlamaForCausalLM:0123…`; the same on every node that has them.
+    """Returns the weights and what else changes KV values, e.g. `LlamaForCausalLM:0123…`; the same on every node that has them.
 
     UnsupportedModelError where the weights cannot be told and no `revision` is given.
     """
@@ -109,7 +109,7 @@ class RankPlace(NamedTuple):
 def place_of(
     model: str, layout: KVLayout, name: str, *, rank: int, ranks: int, replicas: int, shards: int
 ) -> RankPlace:
-    """The place of tensor-parallel rank `rank` of `ranks`, of which `replicas` in a row hold the same KV.
+    """Returns the place of tensor-parallel rank `rank` of `ranks`, of which `replicas` in a row hold the same KV.
 
     Raises UnsupportedModelError if chunks cannot be cut into `shards` parts (0: one for each rank).
     """

@@ -33,7 +33,7 @@ def write_namespace(file: Path, namespace: Namespace) -> None:
 
 
 def read_namespace(file: Path) -> Namespace | None:
-    """What `write_namespace` wrote; None if it has not, or another version of it has."""
+    """Returns what `write_namespace` wrote; None if it has not, or another version of it has."""
     with contextlib.suppress(OSError, ValueError):
         return Namespace.read(file.read_bytes())
     return None

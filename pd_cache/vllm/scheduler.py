@@ -147,7 +147,7 @@ class SchedulerSide:
     # --- a request's way -----------------------------------------------------------------------------------------
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """How many tokens beyond `computed` can be loaded; None to be asked again later."""
+        """Returns how many tokens beyond `computed` can be loaded; None to be asked again later."""
         tracked = self._track(request)
         tracked.load = None
         if self._lookup is None or not tracked.may_load or not self._nameable(request):
@@ -180,7 +180,7 @@ class SchedulerSide:
             tracked.planned = max(tracked.planned, last)
 
     def begin_step(self, output: SchedulerOutput) -> Step:
-        """What has to be done with this step, whatever else is planned."""
+        """Returns what has to be done with this step, whatever else is planned."""
         step = Step(
             loads=self._loads,
             stores=self._late,
@@ -283,7 +283,7 @@ class SchedulerSide:
         return not self._token_mode or request.prompt_embeds is None
 
     def _find(self, tracked: _Tracked, lookup: LookupClient, computed: int) -> _Found | None:
-        """The answer to the request's one lookup; None while an announced prefix is still awaited."""
+        """Returns the answer to the request's one lookup; None while an announced prefix is still awaited."""
         at_hand = computed // self._chunk * self._chunk
         known = tracked.found
         now = self._clock()
@@ -319,7 +319,7 @@ class SchedulerSide:
         return min(announced.prefix_tokens, length) // self._chunk * self._chunk
 
     def _names(self, tracked: _Tracked, count: int) -> list[bytes]:
-        """The hashes of the request's first chunks, up to `count` of them."""
+        """Returns the hashes of the request's first chunks, up to `count` of them."""
         assert self._database is not None
         names, request = tracked.names, tracked.request
         if len(names) < count:
@@ -331,7 +331,7 @@ class SchedulerSide:
         return names[:count]
 
     def _plan_stores(self, tracked: _Tracked, computed: int) -> list[StoreOp]:
-        """The store of those of the request's chunks that are complete with its first `computed` tokens, if any."""
+        """Returns the store of those of the request's chunks that are complete with its first `computed` tokens, if any."""
         if (
             not self._stores
             or self._database is None

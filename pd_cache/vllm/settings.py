@@ -104,7 +104,7 @@ def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
 
 
 def _of_server(given: ExtraConfig) -> Settings:
-    """All that is not the server's to say is as in a file that does not mention it."""
+    """Returns settings for a cache server. Whatever the server does not decide has the default of a cluster's file."""
     if given.mode != "server" or given.server_url is None:
         raise ConfigError("kv_connector_extra_config: needs a config_file, or `mode: server` with a server_url")
     if given.node is not None:
@@ -128,7 +128,7 @@ def _of_server(given: ExtraConfig) -> Settings:
 
 
 def _server_url(config: ClusterConfig, given: ExtraConfig, node: PrefillNode | DecodeNode | None) -> str | None:
-    """The cache server's address; None for a cache in each worker."""
+    """Returns the cache server's address; None for a cache in each worker."""
     if given.mode == "in-process" or given.server_url is not None:
         return given.server_url
     named = node.cache_server if node is not None else None

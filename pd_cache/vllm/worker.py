@@ -192,5 +192,5 @@ class WorkerSide:
 
 
 def _blocks(blocks: Sequence[int]) -> set[int]:
-    """The blocks that are not left out."""
+    """Returns the blocks that are not left out."""
     return {block for block in blocks if block >= 0}

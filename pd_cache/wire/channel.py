@@ -291,7 +291,7 @@ class ClientChannel:
         return future
 
     def lost(self, reason: str) -> Future:
-        """The future of a request that is not sent, because there is nobody to answer it."""
+        """Returns the future of a request that is not sent, because there is nobody to answer it."""
         future = Future(self, 0, 0.0)
         future.settle(None, ServerLostError(reason))
         return future

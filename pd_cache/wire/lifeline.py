@@ -51,7 +51,7 @@ class LifelineClient:
             raise
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable once the server is gone: the server never sends anything."""
+        """Returns a descriptor that becomes readable once the server is gone: the server never sends anything."""
         return self._socket.fileno()
 
     def send(self, token: str, descriptors: list[int]) -> None:

@@ -341,7 +341,7 @@ def split_names(joined: bytes) -> list[bytes]:
 
 
 def count_names(joined: bytes) -> int:
-    """How many names `split_names` gives."""
+    """Returns how many names `split_names` gives."""
     return (len(joined) - 1) // joined[0] if joined else 0
 
 

@@ -170,7 +170,7 @@ class MappedTensors:
 
     @contextlib.contextmanager
     def using(self, shard: int) -> Iterator[PagedCopier]:
-        """The copier of one of the shards, for as long as the block runs. Raises AbandonedError once `unmap` was called."""
+        """Yields the copier of one of the shards, for as long as the block runs. Raises AbandonedError once `unmap` was called."""
         with self._lock:
             if self._closed:
                 raise AbandonedError

@@ -52,7 +52,7 @@ def wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def local_participants(bench: str, site: type[Site], count: int) -> Iterator[Plan]:
-    """The plan of `node-0`, this process, which leads; the others are started, and ended afterwards."""
+    """Yields the plan of `node-0`, this process, which leads; the others are started, and ended afterwards."""
     names = [f"node-{index}" for index in range(count)]
     port = free_port("127.0.0.1")
     config = ClusterConfig(
@@ -137,6 +137,6 @@ def importable(site: object) -> str:
 
 
 def imported(address: str) -> Any:
-    """What `importable` named."""
+    """Returns what `importable` named."""
     module, _, name = address.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -191,7 +191,7 @@ class Fleet:
         return found
 
     def everywhere(self, step: Callable[[Any, J], R], job: J, *, timeout_s: float) -> dict[str, R]:
-        """The same job on every node."""
+        """Runs the same job on every node. Returns their results by node."""
         return self.run(step, dict.fromkeys(self.nodes, job), timeout_s=timeout_s)
 
     @contextmanager

@@ -22,12 +22,12 @@ _STEP = "_bench_step"
 
 
 def encode(struct: msgspec.Struct) -> bytes:
-    """A job or a result; the types of the cluster's file may be in it."""
+    """Returns a job or a result; the types of the cluster's file may be in it."""
     return msgspec.msgpack.encode(struct, enc_hook=_plain)
 
 
 def decode(raw: bytes, kind: type[K]) -> K:
-    """What `encode` made. Raises UndecodableError if it is something else."""
+    """Returns what `encode` made. Raises UndecodableError if it is something else."""
     decoded: K = msgpack_decoder(kind, decode_custom)(raw)
     return decoded
 
@@ -97,7 +97,7 @@ class Site:
         return Nothing()
 
     def run(self, name: str, job: bytes) -> bytes:
-        """The step of that name, from an encoded job to an encoded result. Raises ValueError if there is none, or it is another job."""
+        """Returns the step of that name, from an encoded job to an encoded result. Raises ValueError if there is none, or it is another job."""
         method = getattr(type(self), name, None)
         if not hasattr(method, _STEP):
             raise ValueError(f"this side has no step {name!r}; do all machines run the same version?")
@@ -110,6 +110,6 @@ class Site:
 
 
 def result_type(method: Callable[..., Any]) -> type[msgspec.Struct]:
-    """What a step answers with."""
+    """Returns what a step answers with."""
     kind: type[msgspec.Struct] = typing.get_type_hints(method)["return"]
     return kind

@@ -97,7 +97,7 @@ class Site:
         return self.host_of["proxy"].address, self._ports["proxy"]
 
     def file(self, node: str) -> Path:
-        """The node's YAML: the same cluster in each, and the node's own tiers."""
+        """Returns the node's YAML: the same cluster in each, and the node's own tiers."""
         return self.folder / f"{node}.yaml"
 
     def write(self, node: str, segment: str = SEGMENT) -> None:

@@ -131,7 +131,7 @@ class Soak:
 
     @contextlib.contextmanager
     def _expecting(self) -> Iterator[subprocess.Popen[bytes]]:
-        """A process of its own that computes the answers without a cache."""
+        """Yields a process of its own that computes the answers without a cache."""
         count = str(len(self._prompts))
         command = [
             sys.executable,

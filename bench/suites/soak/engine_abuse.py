@@ -231,7 +231,7 @@ def lend_strange_files(url: str, until: Until) -> int:
         return descriptor
 
     def lingering() -> int:
-        """A socket that waits for its peer when it is closed."""
+        """Returns a socket that waits for its peer when it is closed."""
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen(1)
@@ -328,7 +328,7 @@ def half_lifelines(url: str, until: Until) -> int:
 
 
 def many_lifelines(url: str, until: Until) -> int:
-    """One process opens lifelines in hundreds of names."""
+    """Opens lifelines in hundreds of names from one process."""
     with contextlib.ExitStack() as stack:
         one = stack.enter_context(Stranger(url))
         one.hello()

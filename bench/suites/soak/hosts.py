@@ -23,7 +23,7 @@ class Host(NamedTuple):
     """The outer end of its link; empty for a host that has none."""
 
     def inside(self, *command: str) -> tuple[str, ...]:
-        """A command that runs `command` on this host."""
+        """Returns a command that runs `command` on this host."""
         return ("ip", "netns", "exec", self.name, *command) if self.cable else command
 
     def cut(self) -> None:

@@ -124,7 +124,7 @@ class Ledger:
         ]
 
     def slowest(self) -> list[dict[str, Any]]:
-        """The answers that took longest."""
+        """Returns the answers that took longest."""
         with self._lock:
             calls = sorted(self._calls, key=lambda call: call.answer.begin - call.answer.end)[:_SLOWEST]
         return [

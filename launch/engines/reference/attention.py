@@ -51,7 +51,7 @@ class PagedKV:
         self.layout = KVLayout.from_tensors(self.kv_caches, PageKind.HEADS_FIRST)
 
     def slots(self, blocks: Sequence[int], tokens: int) -> torch.Tensor:
-        """The slot mapping, int64 `[tokens]`, of the first `tokens` tokens of a request that owns `blocks`."""
+        """Returns the slot mapping, int64 `[tokens]`, of the first `tokens` tokens of a request that owns `blocks`."""
         table = torch.tensor(blocks, dtype=torch.int64).unsqueeze(1) * self.block_size
         return (table + torch.arange(self.block_size)).flatten()[:tokens]
 
@@ -91,7 +91,7 @@ class ContextRows:
 
 
 def cut_segments(start: int, position: int, rows: int, blocks: Sequence[int], block_size: int) -> Iterator[ContextRows]:
-    """The segments of `rows` tokens from `position` on, of a request that owns `blocks`; the first is row `start`."""
+    """Yields the segments of `rows` tokens from `position` on, of a request that owns `blocks`; the first is row `start`."""
     end = position + rows
     while position < end:
         stop = min(end, round_up(position + 1, CONTEXT_QUANTUM))
@@ -129,7 +129,7 @@ def attending(step: PagedStep) -> Iterator[None]:
 
 
 def current_step() -> PagedStep:
-    """The step that `attending` began in this thread."""
+    """Returns the step that `attending` began in this thread."""
     step = _current_step.get()
     if step is None:
         raise RuntimeError("paged attention was called outside of a step")

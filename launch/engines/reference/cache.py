@@ -84,7 +84,7 @@ class PrefixCache:
         return Prefix(self._cache, prompt[:whole], blocks, salt) if whole else None
 
     def whole_chunks(self, tokens: int) -> int:
-        """The tokens of a prompt of `tokens` that can be stored."""
+        """Returns the tokens of a prompt of `tokens` that can be stored."""
         return tokens // self.chunk_size * self.chunk_size
 
     def load(self, prefix: Prefix, announced: int, wait_s: float, cancelled: threading.Event) -> LoadResult:

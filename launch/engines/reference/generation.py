@@ -81,7 +81,7 @@ class Generation:
             yield event
 
     def _take(self) -> TokenEvent:
-        """The next event; the failure, if that is what comes next. Called with the lock held."""
+        """Returns the next event, or raises the failure if that comes next. Call with the lock."""
         if self._events:
             event = self._events.popleft()
             self._over = event.finish_reason is not None

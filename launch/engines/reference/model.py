@@ -160,7 +160,7 @@ def _describe(source: ModelConfig) -> str:
 
 
 def _model_of(config: ReferenceEngineConfig) -> tuple[CausalLM, str]:
-    """The model, and what names its weights."""
+    """Returns the model, and what names its weights."""
     dtype: torch.dtype = getattr(torch, config.dtype)
     source = config.model
     if source.random is not None:

@@ -147,13 +147,13 @@ class AnswerBuilder:
         self._head = {"id": identifier, "object": "text_completion", "created": created, "model": model}
 
     def chunk(self, text: str, tokens: list[int]) -> dict[str, Any]:
-        """One piece of a stream that goes on."""
+        """Returns one piece of a stream that goes on."""
         return {**self._head, "choices": [_choice(text, tokens, None)]}
 
     def whole(
         self, text: str, tokens: list[int], reason: FinishReason, stats: GenerationStats, produced: int
     ) -> dict[str, Any]:
-        """An answer, or the last chunk of a stream: text and tokens, usage over all `produced` tokens, where the prompt's
+        """Returns an answer, or the last chunk of a stream: text and tokens, usage over all `produced` tokens, where the prompt's
         KV came from, and for a proxy what it hands to the decode node."""
         answer = {
             **self._head,
@@ -199,7 +199,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _take(fields: dict[str, Any], name: str, kind: type, default: Any, where: str = "") -> Any:
-    """The value of `name`, of type `kind`; the default where it is missing or null."""
+    """Returns the value of `name`, of type `kind`; the default where it is missing or null."""
     value = fields.get(name)
     if value is None:
         return default

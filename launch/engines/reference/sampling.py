@@ -39,7 +39,7 @@ class Sampler:
         self._generator.manual_seed(secrets.randbits(63) if params.seed is None else params.seed)
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token's id, from float32 logits `[vocab_size]`."""
+        """Returns the next token's id, from float32 logits `[vocab_size]`."""
         if self._params.temperature < _GREEDY_BELOW:
             return int(logits.argmax())
         probabilities = torch.softmax(logits.double() / self._params.temperature, dim=-1)

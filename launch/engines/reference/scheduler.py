@@ -191,7 +191,7 @@ class Scheduler:
     # --- loading -------------------------------------------------------------------------------------------------
 
     def _prefix(self, active: _Active) -> Prefix | None:
-        """The part of the prompt that the cache can hold."""
+        """Returns the part of the prompt that the cache can hold."""
         if self._cache is None:
             return None
         return self._cache.prefix(active.prompt, active.blocks, active.generation.request.cache_salt)

@@ -45,7 +45,7 @@ def make_app(
     about: Callable[[], Mapping[str, Any]] | None = None,
     peers: Peers | None = None,
 ) -> web.Application:
-    """The application; it takes the engine as it is and does not close it.
+    """Returns the application; it takes the engine as it is and does not close it.
 
     `registry` holds further metrics, the cache's, for `/metrics`; `about` answers further fields for `/health`, and `peers`
     what `/peers` tells, which is not there without it. Serve it with `handler_cancellation=True`, so that a client that goes
@@ -100,7 +100,7 @@ class _Server:
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def tokenize(self, http: web.Request) -> web.Response:
-        """The token ids of a prompt, as vLLM's servers tell them."""
+        """Returns the token ids of a prompt, as vLLM's servers tell them."""
         _, tokens = await self._read(http)
         return web.json_response(
             {"count": len(tokens), "max_model_len": self._engine.config.max_model_len, "tokens": list(tokens)}
@@ -208,7 +208,7 @@ class _Server:
 
 
 def _request_id(request: web.Request) -> str:
-    """What the proxy calls it, for the log."""
+    """Returns what the proxy calls it, for the log."""
     given = request.headers.get("X-Request-Id", "")
     return given if _REQUEST_ID.fullmatch(given) else "-"
 

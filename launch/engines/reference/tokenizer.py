@@ -19,11 +19,11 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def push(self, token: int) -> str:
-        """The text that is certain now that `token` has come; may be empty in the middle of a character."""
+        """Returns the text that is certain now that `token` has come; may be empty in the middle of a character."""
 
     @abstractmethod
     def finish(self) -> str:
-        """What is left when no more tokens come."""
+        """Returns what is left when no more tokens come."""
 
 
 class Tokenizer(ABC):
@@ -35,11 +35,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def detokenizer(self) -> Detokenizer:
-        """A fresh one, for one request."""
+        """Returns a fresh one, for one request."""
 
 
 def open_tokenizer(folder: str | None, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a model's folder, or the byte-level one if it has none or there is no folder.
+    """Returns the tokenizer of a model's folder, or the byte-level one if it has none or there is no folder.
 
     Raises UnsupportedModelError for tokenizer files that cannot be read.
     """
