@@ -14,7 +14,7 @@ from transfer.store import MooncakeStore
 
 
 class MooncakeLookupClient(LookupClient):
-    """One `batch_is_exist` a lookup, for all chunks and all shards."""
+    """Does one `batch_is_exist` per lookup, for all chunks and all shards."""
 
     def __init__(
         self, config: NodeSettings, metadata: CacheMetadata, master_addr: str, *, metrics: CacheMetrics | None = None

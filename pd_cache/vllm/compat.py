@@ -30,7 +30,7 @@ class IncompatibleVllmError(PdCacheError):
 
 
 def check_version(version: str, base: type) -> None:
-    """Warn of a version that was not tested; Raises IncompatibleVllmError where the interface lacks what is needed."""
+    """Warn of a version that was not tested; raises IncompatibleVllmError where the interface lacks what is needed."""
     tested = ", ".join(TESTED)
     lacking = [name for name in _NEEDED if not hasattr(base, name)]
     if lacking:

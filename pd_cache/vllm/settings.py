@@ -62,7 +62,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
     """Checks and reads the settings. ConfigError says what is wrong with the mapping, or with the file that it names.
 
-    Without a file the server is asked: Raises ConfigError if it does not answer within 10 seconds.
+    Without a file the server is asked: raises ConfigError if it does not answer within 10 seconds.
     """
     try:
         given = msgspec.convert(dict(extra), ExtraConfig)
