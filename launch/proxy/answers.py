@@ -27,10 +27,10 @@ class ApiError(PdCacheError):
         self.param = param
         self.code = code
         self.retry_after = retry_after
-        """Seconds."""
+        """In seconds."""
 
     def body(self) -> bytes:
-        """`{"error": {...}}`"""
+        """Returns the JSON `{"error": {...}}`."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
@@ -41,7 +41,7 @@ class ApiError(PdCacheError):
 
 
 def passed_on(refusal: Refusal) -> web.Response:
-    """Returns a node's refusal, as it is."""
+    """Returns a node's refusal, unchanged."""
     response = web.Response(status=refusal.status, body=refusal.body, headers=refusal.headers)
     if refusal.status == 503:
         response.headers.setdefault("Retry-After", "1")
@@ -49,5 +49,5 @@ def passed_on(refusal: Refusal) -> web.Response:
 
 
 def overloaded(message: str, retry_after: int = 1) -> ApiError:
-    """503: come back in `retry_after` seconds."""
+    """Returns a 503 that asks the client to come back in `retry_after` seconds."""
     return ApiError(503, message, code="overloaded", retry_after=retry_after)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from enum import Enum
 
 _PATIENCE_S = 3.0
-"""For so long, a client that owes us a request is not cut off to make room for another."""
+"""How long a client that owes us a request is not cut off to make room for another."""
 
 
 class Why(Enum):
@@ -24,9 +24,9 @@ class Why(Enum):
 
 class _Stage(Enum):
     HEAD = "head"
-    """Waiting for the rest of a request's head."""
+    """It is waiting for the rest of a request's head."""
     BODY = "body"
-    """Waiting for the rest of its body, whose deadline is kept elsewhere."""
+    """It is waiting for the rest of a request's body; another module keeps that deadline."""
     BUSY = "busy"
     """A request is being answered."""
     IDLE = "idle"
@@ -41,7 +41,7 @@ class Connection:
         self.since = now
         """When its stage began."""
         self.waiting_since = now
-        """Since when no request of it is being answered."""
+        """The time since which none of its requests has been in progress."""
         self.writing_since: float | None = None
         """When the present write began; None if there is none."""
         self.transport: Hashable = None
@@ -59,8 +59,8 @@ class Connections:
         write_s: float = 30.0,
         on_close: Callable[[Why], None] = lambda why: None,
     ) -> None:
-        """`limit`: connections at a time. When it is reached, a new connection takes the place of the one whose client has owed a
-        request for longest, if that one has owed it for a while. Otherwise the new one has to wait."""
+        """`limit`: connections at a time. At the limit, a new connection takes the place of the one whose client has owed a request for
+        longest, if it has owed it for a while. Otherwise the new one has to wait."""
         self._limit = limit
         self._header_s = header_s
         self._idle_s = idle_s
@@ -142,7 +142,7 @@ class Connections:
         self._by_transport.pop(connection.transport, None)
 
     def close_overdue(self, now: float) -> None:
-        """Ends connections that keep us waiting for too long."""
+        """Ends connections that have kept us waiting for too long."""
         for connection in list(self._all):
             why = self._overdue(connection, now)
             if why is not None:

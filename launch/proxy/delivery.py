@@ -16,7 +16,7 @@ from launch.proxy.metrics import ProxyMetrics
 log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0
-"""How long sending a client the news that its stream broke may take."""
+"""How long it may take to inform a client that its stream broke."""
 
 
 class Deliveries:
@@ -29,7 +29,7 @@ class Deliveries:
     async def finish(
         self, exchange: Exchange, serving: Awaitable[web.StreamResponse], limit_s: float
     ) -> web.StreamResponse:
-        """Runs `serving` within `limit_s`, and ends it with the client's connection. Raises ApiError for the client to get."""
+        """Runs `serving` within `limit_s`, and ends it with the client's connection. Raises ApiError for the client."""
         task = self._task(serving)
         # A task of its own, so that the deadline, a shutdown (`drain` cancels it) and the client's disconnect (cancels us)
         # can be told apart.
