@@ -31,7 +31,7 @@ _LONGEST_TICK_S = 1.0
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # etcd is in our own network
     ("grpc.use_local_subchannel_pool", 1),  # a new client connects at once, whatever the last one met
-    ("grpc.max_receive_message_length", 64 << 20),  # grpc's 4 MiB would hold three large values, no list
+    ("grpc.max_receive_message_length", 64 << 20),  # grpc's 4 MiB would hold three large values, but no list
 )
 
 
@@ -139,7 +139,7 @@ class EtcdRegistration:
         self._thread.start()
 
     def close(self) -> None:
-        """Deregister. Waits for etcd no longer than two or three calls may take; the lease ends by itself otherwise."""
+        """Deregisters. Waits for etcd no longer than two or three calls may take; after that, the lease ends by itself."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -164,7 +164,7 @@ class EtcdRegistration:
                 log.log(level, "cannot register in etcd: %s; serving goes on", error)
                 self._away = True
                 pause.wait()
-            except Exception:  # the edge: if registration ended, nobody would find the node
+            except Exception:  # the edge: if registration ended, no process would find the node
                 log.exception("registering in etcd failed; it is tried again")
                 pause.wait()
 
@@ -218,7 +218,7 @@ class EtcdRegistration:
 
 
 class EtcdWatch:
-    """Follows the records of a cluster. `view` answers at once, from what is known. Thread-safe."""
+    """Follows the records of a cluster. `view` returns immediately what is known. Thread-safe."""
 
     def __init__(
         self,
@@ -229,9 +229,9 @@ class EtcdWatch:
         seeds: Iterable[NodeRecord] = (),
         on_change: Callable[[View], None] | None = None,
     ) -> None:
-        """Begins to follow. `folder`: see `prefix_of`. `seeds`: nodes to believe in until etcd was read for the first time.
+        """Begins to follow. `folder`: see `prefix_of`. `seeds`: nodes to assume until etcd has been read for the first time.
 
-        `on_change` is called with each new view, one after the other, on threads of ours: it must return quickly.
+        `on_change` is called with each new view, one after the other, on the watch's own threads: it must return quickly.
         """
         self._connector = _Connector(settings)
         self._prefix = prefix_of(cluster, folder)

@@ -1,4 +1,4 @@
-"""Who is in the cluster, as far as is known. Pure: the time comes from the caller.
+"""The nodes of the cluster, as far as is known. Pure: the time comes from the caller.
 
 1. The source of the truth may be away. Then the last known view stays, and is marked stale.
 2. What vanished *because* the source was away is not gone: leases ran out that no node could keep alive, or the source came back
@@ -24,7 +24,7 @@ class View:
     nodes: tuple[NodeRecord, ...]
     """Sorted by name."""
     stale_since: float | None = None
-    """`time.monotonic()` when the source of the view was last heard of; None while it answers."""
+    """The `time.monotonic()` of the last answer from the source of the view; None while it answers."""
     doubted: frozenset[str] = frozenset()
     """Names of nodes that are missing since an outage."""
     unreadable: tuple[tuple[str, str], ...] = ()
@@ -36,7 +36,7 @@ class View:
 
 
 class Membership:
-    """Builds views out of full lists, single changes and outages."""
+    """Builds views from full lists, single changes and outages."""
 
     def __init__(self, grace_s: float, seeds: Iterable[NodeRecord] = ()) -> None:
         """`seeds` are used until the first full list."""
@@ -105,6 +105,6 @@ class Membership:
         return True
 
     def view(self) -> View:
-        """Returns the present state."""
+        """Returns the current view."""
         nodes = tuple(sorted(self._nodes.values(), key=lambda record: record.name))
         return View(nodes, self._stale_since, frozenset(self._doubted), tuple(sorted(self._unreadable.items())))

@@ -40,7 +40,7 @@ class BodyBudget:
 
     - Large bodies together get three quarters of the bytes. The rest is kept for small ones.
     - One client's bodies of a kind, small or large, may take as much as they leave free for that kind. So a client that is alone gets half
-      of the room, each of two clients a third, and so on: there is always room for one more client. The number of clients need not be known.
+      of the room, each of two clients a third, and so on: there is always room for one more client, however many there are.
 
     The bytes received so far determine the kind of a body. If one does not fit, a body of its kind that is still arriving is given up:
     the largest one of the client that holds most.

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Credentials(NamedTuple):
-    """What nodes get to know about the client."""
+    """What nodes learn about the client."""
 
     guarded: bool
     """Whether clients' keys are the proxy's own, and stay here."""

@@ -82,7 +82,7 @@ def hash_seeds(config: ClusterConfig) -> set[str]:
 
 
 def master_of(config: ClusterConfig, view: View) -> str | None:
-    """Returns the address of the pool's master: the file's, or that of the registered one. Returns None if both are unknown."""
+    """Returns the address of the pool's master: the file's, or that of the registered one; None if both are unknown."""
     return known_master(config) or next((record.address for record in view.by_role("master")), None)
 
 
