@@ -36,8 +36,8 @@ def run_proxy(
 ) -> None:
     """Serves until asked to stop (`stop_signals`), then drains. Main thread only.
 
-    `ready` is called with the base URL once connections are taken; port 0 means any. `on_stop` is called on a thread when the
-    drain begins. Raises OSError if the address cannot be bound, ConfigError as `Proxy`, `ServerTls` and `open_directory` do.
+    `ready` is called with the base URL once connections are accepted; port 0 means any. `on_stop` is called on a thread when the drain
+    begins. Raises OSError if the address cannot be bound, ConfigError for the same reasons as `Proxy`, `ServerTls` and `open_directory`.
     """
     timeout_s = config.transfer.timeouts.exist_ms / 1000 + 0.1
     tokens = config.proxy.direct_tokens

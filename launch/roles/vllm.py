@@ -55,7 +55,7 @@ def run_vllm(
                     hint=lambda: output.refusal or "its last lines say why, and a large model needs time",
                 )
             finally:
-                member.leave()  # first, so that no proxy sends anything more
+                member.leave()  # first, so that no proxy sends new requests
 
 
 class _Output:
