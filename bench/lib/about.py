@@ -48,7 +48,7 @@ def machine() -> str:
 
 
 def versions() -> str:
-    """Of pd-cache, Mooncake's wheel and Python."""
+    """The versions of pd-cache, Mooncake's wheel and Python."""
     found = [f"pd-cache {pd_cache.__version__}"]
     for name in _MOONCAKE:
         try:

@@ -80,7 +80,7 @@ def from_trace(requests: Sequence[Request], times: Iterable[float], scale: float
 
 
 def ideal_hit_rate(arrivals: Iterable[Arrival]) -> float:
-    """Returns what a pool that never forgets, and has everything at once, would find: tokens of whole parts that came before."""
+    """Returns what a pool that never forgets, and has everything immediately, would find: tokens of whole parts that came before."""
     pool, found, total = Infinite[Part](), 0, 0
     for arrival in arrivals:
         found += sum(part.tokens for part in arrival.prompt[: pool.use(arrival.prompt)])

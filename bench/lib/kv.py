@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
     @property
     def object_bytes(self) -> int:
-        """Of a chunk in the pool: two bytes for each number of K and V."""
+        """The bytes of a chunk in the pool: two for each number of K and V."""
         return self.chunk * self.layers * self.kv_heads * 2 * self.head_dim * 2 + TRAILER_BYTES
 
     @property

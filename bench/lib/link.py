@@ -21,7 +21,7 @@ class Link(NamedTuple):
     what: str
     """In words, e.g. `eth0`."""
     gbit: float | None
-    """Gbit/s in each direction; None where nobody knows (loopback, most virtual interfaces)."""
+    """Gbit/s in each direction; None if it is unknown (loopback, most virtual interfaces)."""
 
 
 def link_of(host: str, transfer: TransferSettings, sysfs: Path = Path("/sys/class")) -> Link:
@@ -52,7 +52,7 @@ def _rdma_gbit(device: Path) -> float | None:
 def _ethernet_gbit(interface: Path) -> float | None:
     try:
         if not _physical(interface):
-            return None  # what it says of its speed is made up
+            return None  # the speed that it reports is made up
         speed = int((interface / "speed").read_text())
     except (OSError, ValueError):
         return None

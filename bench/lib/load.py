@@ -37,9 +37,9 @@ class Outcome(msgspec.Struct, kw_only=True):
     tokens: int = 0
     """Generated."""
     cached: int | None = None
-    """Prompt tokens that no node had to compute, where the answer tells."""
+    """Prompt tokens that no node had to compute, if the answer says so."""
     error: str = ""
-    """Of which kind; empty if it was answered to the end."""
+    """The kind of error; empty if it was answered to the end."""
 
 
 class Load(msgspec.Struct):
@@ -60,7 +60,7 @@ class Target(NamedTuple):
     model: str
     vocabulary: int
     deadline_s: float
-    """Of each request, from when it is due to its last byte."""
+    """In seconds, for each request: from when it is due to its last byte."""
     most: int
     """Requests in flight; one more is dropped."""
     salted: str = ""
@@ -70,8 +70,8 @@ class Target(NamedTuple):
     certificate: str = ""
     """The server's own, in PEM format, where that is to be trusted; empty: those that the machine's authorities signed."""
     hands_over: bool = False
-    """Whether a node may answer that another one has computed the prompt for. What that says it found in a cache is then no
-    reuse, and only what our own nodes tell of both counts."""
+    """Whether a node may answer for which another has computed the prompt. The cache hits that such a node reports are then no reuse, and
+    only the reports of our own nodes, of both kinds, count."""
 
 
 async def generate(

@@ -21,7 +21,7 @@ from transfer.store import load_mooncake
 def local_pool(
     segment_size: int, *, transfer: TransferSettings | None = None, master: MasterNode | None = None
 ) -> Iterator[str]:
-    """`host:port` of the master of a pool with `segment_size` bytes of memory, prefaulted. `master` tells how it evicts."""
+    """Yields `host:port` of the master of a pool with `segment_size` bytes of memory, prefaulted. `master` says how it evicts."""
     with _pool(segment_size, transfer or TransferSettings(), master) as config:
         yield config.master_address
 
@@ -37,10 +37,10 @@ def host_pool(segment_size: int) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def own_master(config: ClusterConfig, host: str, segment_size: int = 0, **changes: Any) -> Iterator[str]:
-    """`host:port` of a master on this machine, for clients with `bench_transfer(config)` on any machine.
+    """Yields `host:port` of a master on this machine, for clients with `bench_transfer(config)` on any machine.
 
-    It is set as the file's master is, but for `changes` (fields of `MasterNode`), and nobody else knows of it. Beside it a store
-    node with `segment_size` bytes, prefaulted, if that is not 0.
+    Its settings are those of the file's master, except for `changes` (fields of `MasterNode`), and no other process knows of it. A store
+    node with `segment_size` bytes, prefaulted, runs beside it if that is not 0.
     """
     usual = next((node for node in config.nodes if isinstance(node, MasterNode)), MasterNode(name="master"))
     master = msgspec.structs.replace(usual, host=host, port=0, metrics_port=0, **changes)

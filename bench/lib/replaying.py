@@ -40,7 +40,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
     lease_ms: int = 0
     """With `master`: its lease, which no transfer may outlive."""
     pin: str = "none"
-    """With `master`: as `pin` of the Mooncake tier."""
+    """With `master`: the `pin` of the Mooncake tier."""
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ class Replay(msgspec.Struct, frozen=True):
     """For the progress bar."""
     requests: list[Request]
     speed: float | None
-    """Times as fast as the trace was; None is as fast as possible."""
+    """How many times as fast as the trace was; None is as fast as possible."""
 
 
 class Remove(msgspec.Struct, frozen=True):
@@ -73,9 +73,9 @@ class Tally(msgspec.Struct):
     requests: int = 0
     prompt_tokens: int = 0
     found_chunks: int = 0
-    """Of the prefixes that lookups found."""
+    """How many chunks the prefixes have that lookups found."""
     loaded_chunks: int = 0
-    """Of those, loaded with the right bytes."""
+    """How many of those were loaded with the right bytes."""
     damaged_chunks: int = 0
     """Loaded with other bytes than were stored."""
     stored_chunks: int = 0
@@ -91,7 +91,7 @@ class Tally(msgspec.Struct):
 
     @staticmethod
     def together(tallies: Iterable[Tally]) -> Tally:
-        """Of clients that worked at the same time."""
+        """Returns the tally of clients that worked at the same time."""
         parts = list(tallies)
         total = Tally(seconds=max(part.seconds for part in parts))
         for part in parts:

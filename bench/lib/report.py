@@ -1,6 +1,6 @@
-"""What every bench tells: its figures, and beside them the targets and whether they were met.
+"""What every bench reports: its figures, and beside them the targets and whether they were met.
 
-As tables for people, as one JSON object for scripts, and, where a bench has a `Report`, as a page with plots (`bench/lib/page.py`).
+The report is tables for people, one JSON object for scripts, and, if a bench has a `Report`, a page with plots (`bench/lib/page.py`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Figure(NamedTuple):
 
 @dataclass
 class Report:
-    """What a bench has to tell, in the order in which it is told."""
+    """The contents of a bench's report, in order."""
 
     title: str
     summary: str = ""
@@ -100,10 +100,10 @@ def finish(
     report: Report | None = None,
     html: Path | None = None,
 ) -> None:
-    """Prints the report; with `strict`, exit with 1 if a check failed.
+    """Prints the report; with `strict`, exits with 1 if a check failed.
 
-    `results` are all figures, for JSON. `report`: how they are told to people; without one they are a table as they are.
-    `html`: write it as a page, too, which needs a `report`.
+    `results` are all figures, for JSON. `report`: how to show them to people; without one, they are shown as a table. `html`: write it as
+    a page, too, which needs a `report`.
     """
     listed = list(checks)
     ok = all(check.ok for check in listed)

@@ -71,7 +71,7 @@ def _leading(blocks: Sequence[B], held: Container[B]) -> int:
 
 
 def hit_rate(requests: Iterable[Request], cache: SimulatedCache) -> float:
-    """Of a trace, from 0 to 1."""
+    """The hit rate of a trace, from 0 to 1."""
     hit = total = 0
     for request in requests:
         hit += cache.use(request.whole_blocks) * BLOCK_TOKENS

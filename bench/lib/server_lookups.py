@@ -87,7 +87,7 @@ class Asking(msgspec.Struct, frozen=True):
 
 
 class Latencies(msgspec.Struct, frozen=True):
-    """Of each lookup, in seconds from when it was due."""
+    """The seconds of each lookup, from when it was due."""
 
     seconds: list[float]
 
@@ -117,7 +117,7 @@ class Scheduler(Site):
             assert _look_up(self._adapter, str(index), _PROMPT, 0.0001) == LOOKUP_TOKENS, (
                 "a lookup missed what is there"
             )
-            latencies.append(time.monotonic() - due)  # of one that had to wait for the one before, too
+            latencies.append(time.monotonic() - due)  # includes the wait of a lookup that was delayed by the one before
         return Latencies(latencies)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from html import escape
 from typing import NamedTuple
 
 SERIES = 8
-"""Series that one plot can tell apart."""
+"""How many series one plot can distinguish."""
 _LIGHT = "--ink:#1e293b;--quiet:#475569;--grid:#cbd5e1;--paper:#ffffff;" + ";".join(
     f"--c{index}:{color}"
     for index, color in enumerate(

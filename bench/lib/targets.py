@@ -112,7 +112,7 @@ def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> Server:
 
 
 def _of_engine(engine: EngineConfig | None, vocabulary: int | None) -> tuple[str, int, int]:
-    """Name, vocabulary and longest request of the model that a file names. Raises ConfigError where it does not tell."""
+    """Returns name, vocabulary and longest request of the model that a file names. Raises ConfigError if the file does not say."""
     if isinstance(engine, ReferenceEngineConfig):
         if engine.model.random is not None:
             words = vocabulary or engine.model.random.vocab_size
@@ -156,7 +156,7 @@ def past_prefill(proxy: str, access: Access = NOBODY) -> float:
 
 
 def looked_up(nodes: Sequence[str]) -> tuple[float, float] | None:
-    """Tokens that nodes found in the pool, and asked for, since their start; None where not all of them tell."""
+    """Returns how many tokens nodes found in the pool, and how many they looked up, since their start; None if not all of them report it."""
     found = asked = 0.0
     try:
         for node in nodes:

@@ -1,4 +1,4 @@
-"""`vllm serve` as anybody would start it, beside what pd-cache launches: to compare with, and to switch the connector on by hand."""
+"""`vllm serve` in its usual form, beside what pd-cache launches: to compare with, and to switch the connector on by hand."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from transfer.store import MooncakeStore
 _OPEN_S = 30.0
 _MARGIN_S = 10.0
 _RATIO = 0.9
-"""Put and get shall reach so much of what the raw engine does between the same two."""
+"""The share of the raw engine's throughput, between the same two nodes, that put and get have to reach."""
 PARTS = ("put", "get", "raw_write", "raw_read")
 
 
@@ -95,7 +95,7 @@ class BandwidthSite(Site):
 
     @step
     def open(self, job: Open) -> Opened:
-        """Mount the segment, and register memory for raw transfers."""
+        """Mounts the segment, and registers memory for raw transfers."""
         batch = job.objects * job.object_bytes
         needed, memory = 7 * batch, machine_memory().total
         if needed > memory // 2:
@@ -281,7 +281,7 @@ def lead(
     }
 
 
-# --- what it tells ---------------------------------------------------------------------------------------------------
+# --- the report ------------------------------------------------------------------------------------------------------
 
 
 def ratios(rows: Sequence[dict[str, Any]], ours: str, limit: str) -> list[float]:

@@ -86,7 +86,7 @@ def metadata_of(model: str) -> CacheMetadata:
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
-    """So many random tokens."""
+    """Returns `count` random token ids."""
     rng = random.Random(seed)
     return [rng.randrange(128_000) for _ in range(tokens)]
 
@@ -120,7 +120,7 @@ def store(client: MooncakeLookupClient, raw: Any, keys: list[str], tokens: list[
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """Become a client of this master, with a prompt of each length in the pool."""
+    """Asks to become a client of this master, with a prompt of each length in the pool."""
 
     master: str
     chunk: int
@@ -199,14 +199,14 @@ class Level(msgspec.Struct, frozen=True):
 
 
 class Growing(msgspec.Struct, frozen=True):
-    """Have so many clients."""
+    """Asks for this many clients."""
 
     clients: int
     opening: Opening
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """Of a node's clients together."""
+    """The results of a node's clients together."""
 
     per_s: float
     latencies: Histogram
@@ -230,7 +230,7 @@ class LookupSite(Site):
 
     @step
     def ask(self, job: Level) -> Rate:
-        """Have them ask, all at the same time."""
+        """Makes the clients look up, all at the same time."""
         timeout = job.asking.seconds + _MARGIN_S
         asked = self._crew.run(TimedLookups.ask, job.asking, timeout_s=timeout, of=range(job.clients))
         rate = sum(one.latencies.count / one.seconds for one in asked)
@@ -299,7 +299,7 @@ def lead(
 
 
 def checks_of(figures: dict[str, Any]) -> list[Check]:
-    """Of one client, against the parts."""
+    """Returns the checks of one client's lookups, against the parts."""
     rows = figures["results"]
     checks = [
         Check(f"lookup_ms, {row['tokens']} tokens", row["lookup_ms"], 1.3 * row["raw_exist_ms"] + row["hash_ms"], False)

@@ -1,15 +1,15 @@
-"""A trace of conversations on a real pool: its hit rate against the pool's capacity and the master's eviction settings.
+"""Replays a trace of conversations on a real pool: its hit rate against the pool's capacity and the master's eviction settings.
 
-Each request of the trace, in order: look up its whole blocks of 512 tokens, load what is found and compare every byte, store
-what is missing. Chunks are shrunken to a few KiB, so that the pool of a small machine holds as many as that of a large cluster;
-all else is real: keys, lookups, leases, transfers, eviction. Beside the pool stand two simulations: one that never forgets (the
+For each request of the trace, in order, a client looks up its whole blocks of 512 tokens, loads what is found and compares every byte,
+and stores what is missing. Chunks are shrunken to a few KiB, so that the pool of a small machine holds as many as that of a large
+cluster. All else is real: keys, lookups, leases, transfers, eviction. Two simulations give the context: one that never forgets (the
 trace's ideal), and LRU with the same capacity.
 
     pd-cache bench replay --trace FILE                     pools of several capacities on this machine, one after the other
     pd-cache bench replay --trace FILE -c cluster.yaml     the cluster's own pool, on every machine; only the coordinator reads FILE
 
-Across machines each conversation stays with one client, so that nobody looks up what another one is just about to store. The
-**hit rate** is the prompt tokens that were loaded, of all prompt tokens; see `bench/lib/reuse.py`.
+Across machines each conversation stays with one client, so that no client looks up what another is just about to store. The **hit rate**
+is the prompt tokens that were loaded, divided by all prompt tokens; see `bench/lib/reuse.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from transfer.settings import MIN_SEGMENT, Timeouts, TransferSettings
 
 _UNBOUNDED = math.inf
 _ROOM = 1.1
-"""Of an unbounded pool over what the trace needs: eviction must not begin."""
+"""The size of an unbounded pool, relative to what the trace needs: eviction must not begin."""
 _SLOWEST_S = 0.05
 """A request, on the average, before the replay is given up."""
 _STEP_S = 60.0
@@ -61,7 +61,7 @@ _COLUMNS = {
     "seconds": "seconds",
 }
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
-"""Of the trace's distinct blocks: the capacities that are tried where none are given."""
+"""Shares of the trace's distinct blocks: the capacities that are tried by default."""
 
 
 class Eviction(NamedTuple):
@@ -366,7 +366,8 @@ def settings_of(
 
 
 def pool_of(config: ClusterConfig) -> tuple[int, Eviction | None]:
-    """Returns the bytes of memory in a cluster's pool, and how it evicts, where the file says it. Raises ConfigError where nobody gives memory."""
+    """Returns the bytes of memory in a cluster's pool, and how it evicts, if the file says it. Raises ConfigError if no node gives
+    memory."""
     with open_directory(config) as directory:
         directory.wait_synced(_FIND_S)
         capacity = sum(record.capacity.segment_bytes for record in directory.view().nodes)

@@ -45,7 +45,7 @@ _PASSES = ("recompute", "reuse")
 
 
 class Plan(NamedTuple):
-    """A load, as the options tell it."""
+    """A load, as given by the options."""
 
     rate: float | None
     """Requests a second; None takes the times of the trace."""
@@ -151,7 +151,7 @@ def run_pass(
 
 
 def share_found(before: tuple[float, float] | None, after: tuple[float, float] | None) -> float | None:
-    """Of what was asked between two answers of `looked_up`, the share that was found; None where that is not known."""
+    """Returns the share that was found of what was looked up between two results of `looked_up`; None if it is not known."""
     if before is None or after is None or after[1] <= before[1]:
         return None
     return (after[0] - before[0]) / (after[1] - before[1])

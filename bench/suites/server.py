@@ -147,7 +147,7 @@ def from_the_pool(moves: Transfers, rounds: int) -> dict[str, float]:
             retrieve = timed(lambda cache=cache: moves.retrieve(cache))  # type: ignore[misc]
             assert moves.prompt.arrived(), f"other bytes came back from the {name}"
             moves.remove()
-            if index:  # the first round writes to memory that nobody has written to
+            if index:  # the first round writes to memory that was not written to before
                 seconds[f"{name}_store"].append(store)
                 seconds[f"{name}_retrieve"].append(retrieve)
     rates = gbps(moves.nbytes, seconds)

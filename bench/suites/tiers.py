@@ -58,7 +58,7 @@ def room(objects: int, payload: int) -> ByteSize:
 def opened(
     tiers: Sequence[StorageTier], payload: int, *, staging: int = 8, master: str = "none"
 ) -> Iterator[StorageBackend]:
-    """Yields the backend of these tiers, as a node has it, with memory for `staging` objects besides."""
+    """Yields the backend of these tiers, as a node has it, with memory for `staging` objects in addition."""
     settings = NodeSettings(
         master=master,
         cache=CacheConfig(tiers=tuple(tiers)),
@@ -378,7 +378,7 @@ def measure_eviction(entries: int, policy: PolicyName, least: int, slices: int =
     index: EvictingIndex[int] = EvictingIndex(entries, make_policy(policy, entries))
 
     def take_in(keys: Sequence[str]) -> float:
-        start = time.thread_time()  # nothing here waits: other processes shall not count
+        start = time.thread_time()  # nothing here waits: other processes do not count
         for key in keys:
             place = index.reserve(key).place
             assert place is not None

@@ -106,7 +106,7 @@ class Server:
             time.sleep(0.1)
 
     def cached_share(self) -> float:
-        """Share of the KV cache's blocks that somebody holds."""
+        """The share of the KV cache's blocks that are held."""
         with urllib.request.urlopen(f"http://{self._host}/metrics", timeout=30) as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:kv_cache_usage_perc"))
@@ -216,7 +216,7 @@ def measure(up: Servers, tokens: int, rounds: int, raw: RawPool, client: Any) ->
 
 
 def lookup_p99_ms(master: str, tokens: int, rounds: int = 500) -> float:
-    """Of the lookup that the scheduler makes for a prompt, all of whose chunks it has to ask for."""
+    """Returns the 99th percentile, in ms, of the scheduler's lookup for a prompt if it has to ask for all its chunks."""
     metadata = CacheMetadata(
         model=uuid.uuid4().hex, kv_dtype="bfloat16", page_format="bench", layers=12, block_size=BLOCK, page_bytes=1
     )

@@ -1,4 +1,4 @@
-"""Checks what the cluster's nodes say: which of them answer, their versions and namespaces, which master leads, who gives memory."""
+"""Checks what the cluster's nodes report: which of them answer, their versions and namespaces, which master leads, which give memory."""
 
 from __future__ import annotations
 

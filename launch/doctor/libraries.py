@@ -1,4 +1,4 @@
-"""Whether Mooncake's wheel can be loaded: the libraries that it links, and the CUDA runtime it was built for."""
+"""Checks whether Mooncake's wheel can be loaded: the libraries that it links, and the CUDA runtime it was built for."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _exchange(extra: str) -> str:
 
 
 def _import_finding() -> Finding:
-    """Import it as our processes do, in a process of its own: a library that crashes shall not end the doctor."""
+    """Imports it as our processes do, in a separate process: a library that crashes must not end the doctor."""
     check = "libraries.import"
     try:
         done = subprocess.run(

@@ -24,7 +24,7 @@ from pd_cache.cluster.memory import (
 )
 
 _TIGHT = 0.9
-"""Of the memory that is free: more than this leaves nothing to engines and page cache."""
+"""The share of the free memory: more than this leaves too little to engines and the page cache."""
 _SHM_LEAST = 64 << 20
 """Docker's own size of /dev/shm."""
 

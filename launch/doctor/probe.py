@@ -102,7 +102,7 @@ def _open(config: ClusterConfig, host: str) -> tuple[MooncakeStore, StagingPool]
     try:
         store.wait_open(_OPEN_S)
         return store, store.staging(_OBJECT)
-    except BaseException:  # a Ctrl-C, too: nobody else has the store yet to close it
+    except BaseException:  # even for a Ctrl-C: no caller has the store yet to close it
         store.close()
         raise
 

@@ -19,7 +19,7 @@ def as_json(report: Report) -> str:
 
 
 def report_table(report: Report) -> Group:
-    """Findings in the order of the checks; what is wrong tells why it matters and what to do."""
+    """Returns the findings in the order of the checks; each problem says why it matters and what to do."""
     table = Table()
     table.add_column("check", no_wrap=True)
     table.add_column("verdict", no_wrap=True)

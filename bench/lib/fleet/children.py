@@ -34,7 +34,7 @@ MOST = 1024
 """Processes of a crew."""
 _WAIT_S = 60.0
 _START_S = 300.0
-"""For the processes of a crew, which import what the bench does; one that ends is noticed at once."""
+"""For the processes of a crew, which import what the bench does. One that ends is noticed immediately."""
 _END_S = 20.0
 _CREW = "crew"
 
@@ -46,7 +46,7 @@ def start(bench: str, site: type[Site], address: str, file: Path, node: str, hos
 
 
 def wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Waits until all have ended, which they do by themselves when they were told to; kills those that do not."""
+    """Waits until all have ended, which they do by themselves once they are asked to; kills those that do not."""
     end(processes, _END_S, ask=False)
 
 

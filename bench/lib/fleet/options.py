@@ -31,14 +31,14 @@ class FleetOptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who takes part."""
+    """How this process takes part."""
 
     place: Place
     """Where this machine is in it."""
     expected: frozenset[str] | int
     """All participants' names, or how many they are."""
     coordinator: str | None
-    """None where it is the first by name of those who will have come."""
+    """None for the first by name of the participants that will have come."""
     wait_s: float
 
 

@@ -27,7 +27,7 @@ def encode(struct: msgspec.Struct) -> bytes:
 
 
 def decode(raw: bytes, kind: type[K]) -> K:
-    """Returns what `encode` made. Raises UndecodableError if it is something else."""
+    """Returns the value that `encode` was given. Raises UndecodableError if it is something else."""
     decoded: K = msgpack_decoder(kind, decode_custom)(raw)
     return decoded
 
@@ -35,7 +35,7 @@ def decode(raw: bytes, kind: type[K]) -> K:
 def _plain(value: object) -> int:
     if isinstance(value, ByteSize):
         return int(value)
-    raise NotImplementedError(type(value))  # msgspec's way of being told that a type is not ours
+    raise NotImplementedError(type(value))  # how msgspec learns that a type is not ours
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ class Site:
         self._shut = False
 
     def close(self) -> None:
-        """Lets go of everything, in a bounded time. Called once, by `shut`."""
+        """Releases everything, in a bounded time. Called once, by `shut`."""
 
     def shut(self) -> None:
         """Stops the step under way, if there is one, and `close`. Idempotent."""

@@ -170,7 +170,7 @@ class Node:
 
     @property
     def ready(self) -> bool:
-        """Whether it runs and has said that it can be used."""
+        """Whether it runs and has announced that it can be used."""
         return self.pid is not None and not self.stopped and self._ready.is_set()
 
     def start(self) -> None:
@@ -271,7 +271,7 @@ class Node:
                 pass
 
     def _end(self) -> None:
-        """Reap it and let go of its pipes. A process that SIGKILL does not end is noted, and `release` helps it to end."""
+        """Reaps the process and closes its pipes. A process that SIGKILL does not end is noted, and `release` helps it to end."""
         assert self.process is not None
         try:
             self.process.wait(_KILLED_S)
@@ -327,7 +327,7 @@ class Cluster:
         return self.nodes[name]
 
     def start(self) -> None:
-        """Starts all of them at once: each waits for those that it needs."""
+        """Starts all of them at the same time: each waits for those that it needs."""
         for node in self.nodes.values():
             node.start()
 
@@ -344,7 +344,7 @@ class Cluster:
         return [trouble for name in reversed(self.nodes) if (trouble := self[name].stop(grace_s))]
 
     def kill(self) -> None:
-        """Ends all at once."""
+        """Ends all at the same time."""
         for node in self.nodes.values():
             if node.process is not None:
                 node.kill(1e9)

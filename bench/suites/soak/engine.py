@@ -363,7 +363,7 @@ class Driver:
 
 
 def _slots_held(engine: CacheEngine) -> int:
-    """Returns how many slots are in use besides those in which the local tier keeps its entries."""
+    """Returns how many slots are in use, not counting those in which the local tier keeps its entries."""
     from pd_cache.backends.hybrid import HybridBackend
     from pd_cache.backends.local import LocalBackend
 

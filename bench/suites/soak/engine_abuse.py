@@ -193,7 +193,7 @@ def closing(descriptor: int) -> Iterator[int]:
 
 
 def names(count: int, salt: int = 0) -> bytes:
-    """Returns `count` names of chunks that nobody has stored."""
+    """Returns `count` names of chunks that were never stored."""
     return join_names([(salt << 64 | index).to_bytes(16, "little") for index in range(count)])
 
 
@@ -436,7 +436,7 @@ def register_again_and_again(url: str, until: Until) -> int:
 
 
 def many_sizes(url: str, until: Until) -> int:
-    """Runs one engine after the other, each with chunks of another size; each leaves at once."""
+    """Runs one engine after the other, each with chunks of another size; each leaves immediately."""
     count = 0
     while not until():
         nbytes = (1 + count % 16) * LENT // 4

@@ -39,7 +39,7 @@ class Hosts:
     """The hosts of a run."""
 
     def __init__(self, linked: bool) -> None:
-        """`linked`: whether hosts have links of their own; else all are 127.0.0.1."""
+        """`linked`: whether hosts have links of their own; otherwise all are 127.0.0.1."""
         self._linked = linked
         self._hosts: dict[str, Host] = {}
         self._ports = 21_000

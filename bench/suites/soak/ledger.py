@@ -88,7 +88,7 @@ class Ledger:
             return {lane: number + 1 for lane, number in self._first.items() if lane.startswith(f"{node}/")}
 
     def forget(self, node: str) -> None:
-        """Notes that an engine's process has ended: nobody waits any more for what its lanes had under way."""
+        """Notes that an engine's process has ended: nothing waits any more for the operations of its lanes."""
         with self._lock:
             for lane in [lane for lane in self._open if lane.startswith(f"{node}/")]:
                 del self._open[lane]
