@@ -32,7 +32,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     sent: float = 0.0
     first: float | None = None
-    """Its first token; None if none came."""
+    """When its first token came; None if none came."""
     last: float = 0.0
     tokens: int = 0
     """Generated."""

@@ -74,7 +74,7 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def report_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """As `output_options`, and `--html`: the argument `html` of `finish`."""
+    """Does the same as `output_options`, and adds `--html`: the argument `html` of `finish`."""
     return output_options(click.option("--html", type=click.Path(path_type=Path, dir_okay=False), callback=_in_a_folder, help="Also write a page with plots to this file; it needs nothing else.")(command))  # fmt: skip
 
 

@@ -34,7 +34,7 @@ class Histogram(msgspec.Struct):
         return sum(self.bins.values())
 
     def quantile(self, part: float) -> float:
-        """As `quantile`, right to one percent."""
+        """Returns the same as `quantile`, within one percent."""
         if not self.bins:
             return math.nan
         numbers, counts = np.array(sorted(self.bins.items())).T

@@ -47,11 +47,11 @@ class Plot(NamedTuple):
     body: str
 
     def svg(self) -> str:
-        """As a file of its own."""
+        """Returns the plot as a file of its own."""
         return self._element(f'xmlns="http://www.w3.org/2000/svg" width="{self.width:.0f}" height="{self.height:.0f}"', f"<style>{STYLE}</style>\n")  # fmt: skip
 
     def inline(self) -> str:
-        """As a part of a page that has `STYLE`."""
+        """Returns the plot as a part of a page that has `STYLE`."""
         return self._element(
             f'role="img" aria-label="{escape(self.title)}" style="max-width:{self.width:.0f}px;min-width:min({self.width:.0f}px,32rem)"'
         )

@@ -156,7 +156,7 @@ def past_prefill(proxy: str, access: Access = NOBODY) -> float:
 
 
 def looked_up(nodes: Sequence[str]) -> tuple[float, float] | None:
-    """Returns how many tokens nodes found in the pool, and how many they looked up, since their start; None if not all of them report it."""
+    """Returns how many tokens nodes found in the pool and how many they looked up, since their start; None if not all of them report it."""
     found = asked = 0.0
     try:
         for node in nodes:

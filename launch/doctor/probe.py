@@ -86,7 +86,7 @@ def probe_findings(
 
 
 def _open(config: ClusterConfig, host: str) -> tuple[MooncakeStore, StagingPool]:
-    """Returns a full client, also where engines share one: a segment that it does not reach is out of reach for other machines' clients, too."""
+    """Returns a full client, even if engines share one: a segment out of its reach is out of reach for other machines' clients, too."""
     deadline = int(_DEADLINE_S * 1000)
     settings = msgspec.structs.replace(
         config.transfer,

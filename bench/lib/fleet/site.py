@@ -97,7 +97,7 @@ class Site:
         return Nothing()
 
     def run(self, name: str, job: bytes) -> bytes:
-        """Returns the step of that name, from an encoded job to an encoded result. Raises ValueError if there is none, or it is another job."""
+        """Returns the step of that name, from an encoded job to an encoded result. Raises ValueError if there is none, or for another job."""
         method = getattr(type(self), name, None)
         if not hasattr(method, _STEP):
             raise ValueError(f"this side has no step {name!r}; do all machines run the same version?")
