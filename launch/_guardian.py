@@ -1,10 +1,10 @@
-"""Outlives a supervisor that was killed, to stop what that left behind; ends with it otherwise.
+"""Outlives a supervisor that was killed, in order to stop what it left behind; otherwise ends with it.
 
     python -I -S _guardian.py GRACE_SECONDS < pipe from the supervisor
 
-The pipe carries `+PID` for each process group that was started and `-PID` for each that is gone. Its end, with groups
-left, means that the supervisor died: each leader is asked to stop (SIGTERM), what remains of a group is killed as soon
-as its leader is gone, and everything is killed after the grace.
+The pipe carries `+PID` for each process group that was started and `-PID` for each that is gone. If it ends with groups left, the
+supervisor died. Then each leader is asked to stop (SIGTERM), the rest of a group is killed as soon as its leader is gone, and everything
+is killed after the grace.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _reached(send: Callable[[int, int], None], pid: int, signum: int) -> bool:
 
 
 def _gone(leader: int) -> bool:
-    """Whether a leader ended. Its new parent may take its time to reap it, so a zombie counts as gone."""
+    """Returns whether a leader ended. Its new parent may take its time to reap it, so a zombie counts as gone."""
     try:
         with open(f"/proc/{leader}/stat", "rb") as stat:
             return stat.read().rpartition(b")")[2].split()[0] in b"ZX"
@@ -38,7 +38,7 @@ def _gone(leader: int) -> bool:
 
 
 def follow(lines: Iterable[bytes]) -> set[int]:
-    """The groups that are left when the supervisor's end of the pipe closes."""
+    """Returns the groups that are left when the supervisor's end of the pipe closes."""
     groups: set[int] = set()
     for line in lines:
         if line[:1] == b"+":
@@ -49,14 +49,14 @@ def follow(lines: Iterable[bytes]) -> set[int]:
 
 
 def end(groups: set[int], grace_s: float) -> None:
-    """Stop process groups that are not ours any more; returns when all are gone or killed."""
+    """Stops process groups whose supervisor is gone. Returns when all are gone or killed."""
     for group in groups:
         _reached(os.kill, group, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while groups:
         late = time.monotonic() >= deadline
         for group in list(groups):
-            # a number stays reserved while its group has members, so this reaches no stranger
+            # a number stays reserved while its group has members, so this cannot reach another program's group
             if late or _gone(group):
                 _reached(os.killpg, group, signal.SIGKILL)
                 groups.discard(group)
@@ -66,7 +66,7 @@ def end(groups: set[int], grace_s: float) -> None:
 
 
 def main() -> None:
-    # A stop that reaches everybody (a terminal, a service manager) is the supervisor's to handle.
+    # A stop that reaches all processes (a terminal, a service manager) is the supervisor's to handle.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     end(follow(sys.stdin.buffer), float(sys.argv[1]))

@@ -2,9 +2,9 @@
 
     python -I -S _tethered.py PARENT_PID DEATH_SIGNAL {keep,ignore} FILE ARGV0 [ARG ...]
 
-The third argument says what becomes of SIGINT. This is a program of its own because the alternative, a `preexec_fn`,
-runs Python between fork and exec of a process that has threads, and needs a real fork, which a process with registered
-memory must not do. It imports little: it stands before the start of every child.
+The third argument decides about SIGINT. This is a program of its own because the alternative, a `preexec_fn`, runs Python between fork
+and exec of a process that has threads, and needs a real fork, which a process with registered memory must not do. It imports little,
+because it delays the start of every child.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def set_death_signal(signum: int) -> bool:
-    """Ask the kernel to send this process `signum` when the thread that started it ends. False where it cannot.
+    """Asks the kernel to send this process `signum` when the thread that started it ends. Returns False if it cannot.
 
     The request survives exec (not of a set-user-id binary) and is not inherited by children.
     """
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     parent, signum, interrupt, file, *command = argv
     set_death_signal(int(signum))
     if os.getppid() != int(parent):
-        return 128 + int(signum)  # the parent died before the kernel knew that we care
+        return 128 + int(signum)  # the parent died before the kernel had our request
     if interrupt == "ignore":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Python ignores these two for itself; a foreign program expects the defaults

@@ -1,4 +1,4 @@
-"""How our own commands talk to a proxy that asks for keys or speaks TLS: with the files of the cluster's file that this machine has."""
+"""How our own commands reach a proxy that requires keys or TLS: with the files named by the cluster's file that this machine has."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOBODY = Access()
 def proxy_access(config: ClusterConfig) -> Access:
     """Returns the first key of `monitor_keys_file`, or else of `api_keys_file`, and trust in the certificate of `tls`.
 
-    A file that is not there, or that this user may not read, is left out. The proxy then answers as it answers clients without a key,
+    A file that does not exist, or that this user may not read, is left out. The proxy then answers as it answers clients without a key,
     and its certificate must be signed by an authority that this machine trusts.
     """
     file = config.proxy.monitor_keys_file or config.proxy.api_keys_file
@@ -55,9 +55,10 @@ def proxy_certificate(config: ClusterConfig) -> str:
 
 
 def trusting(certificate: str) -> ssl.SSLContext:
-    """Trusts the first certificate of this text in PEM format and no other, and checks no names, because nodes are asked by address.
+    """Returns a context that trusts only the first certificate of this text in PEM format. It checks no names, because nodes are
+    addressed by IP.
 
-    If the text is empty or cannot be read: what this machine's authorities signed, with names checked.
+    If the text is empty or cannot be read, it trusts this machine's authorities, with names checked.
     """
     first = "".join(certificate.partition(_END)[:2])  # those that follow are authorities, which sign for others, too
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,4 +1,4 @@
-"""Asking a node over HTTP: the one way in which our own commands do it."""
+"""Asks a node over HTTP: the one way in which our own commands do it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Answer(NamedTuple):
 
 
 def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> bytes:
-    """Returns the body of `ask`'s answer. Raises OSError (urllib's HTTPError for a status other than 2xx) or ValueError if there is none."""
+    """Returns the body of `ask`'s answer. Raises OSError (urllib's HTTPError for a status other than 2xx) or ValueError if there is
+    none."""
     answer = ask(url, timeout, access)
     if not 200 <= answer.status < 300:
         raise urllib.error.HTTPError(url, answer.status, answer.reason, answer.headers, io.BytesIO(answer.body))
@@ -36,7 +37,7 @@ def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> byte
 
 
 def healthy(host: str, port: int) -> bool:
-    """Whether a node answers at that address that it is well."""
+    """Returns whether the node at that address answers that it is well."""
     try:
         fetch(f"http://{host}:{port}/health")
     except (OSError, ValueError):
@@ -47,10 +48,10 @@ def healthy(host: str, port: int) -> bool:
 def ask(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> Answer:
     """Returns the answer to a GET, if it is no larger than any answer of ours. `access`: key and certificates for the node.
 
-    `timeout` bounds the connection, and then everything else together, however slowly the answer drips. Redirects are not followed, and
-    `http_proxy` means nothing here: a key goes to the node alone.
+    `timeout` bounds the connection, and then everything else together, however slowly the answer arrives. Redirects are not followed, and
+    `http_proxy` is ignored: a key goes to the node alone.
 
-    Raises OSError if there is none, ValueError if it is not HTTP.
+    Raises OSError if there is no answer, ValueError if it is not HTTP.
     """
     parts = urllib.parse.urlsplit(url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)

@@ -53,7 +53,7 @@ def main(verbose: bool) -> None:
 
 
 def _log_what_happens() -> None:
-    """For commands that run for long: our own log reports what happens, not only what goes wrong."""
+    """Sets up the log for long-running commands: our own log reports what happens, not only what goes wrong."""
     for package in ("transfer", "pd_cache", "launch"):
         logging.getLogger(package).setLevel(min(logging.INFO, logging.getLogger().level))
 
@@ -111,9 +111,9 @@ def demo(file: Path | None, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
 @click.option("--watch", is_flag=True, help="Show the table every two seconds until Ctrl-C.")
 def status(file: Path, as_json: bool, watch: bool) -> None:
-    """Who is in the cluster, and what each is doing: roles, up since, hit rate, bytes by tier, in flight, errors by reason.
+    """Show the nodes of the cluster, and what each is doing: roles, up since, hit rate, bytes by tier, in flight, errors by reason.
 
-    Exits with 1 unless discovery and everybody in it answers, and nobody's chunks differ from the others'.
+    Exits with 1 unless discovery and every node answer, and all nodes name chunks alike.
     """
     from rich.console import Console
 
@@ -141,8 +141,7 @@ def status(file: Path, as_json: bool, watch: bool) -> None:
 def doctor(file: Path | None, as_json: bool) -> None:
     """Check this machine, and with -c its cluster: what is wrong, why it matters, and how to repair it.
 
-    Puts 64 MiB into each segment of the pool, reads them back and removes them. Exits with 1 if anything is broken; warnings
-    are no reason.
+    Puts 64 MiB into each segment of the pool, reads them back and removes them. Exits with 1 if anything is broken, but not for warnings.
     """
     from rich.console import Console
 

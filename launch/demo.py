@@ -47,7 +47,7 @@ class NodeTokens(msgspec.Struct):
 
 
 class NodeRun(NodeTokens):
-    """The same, with the time from the request's arrival at the node to its first token."""
+    """The same, and the time from the request's arrival at the node to its first token."""
 
     ttft_ms: float
 
@@ -59,7 +59,7 @@ class Recompute(msgspec.Struct):
 
 
 class Compared(msgspec.Struct):
-    """One prompt: through prefill and decode node, and on the lone engine."""
+    """The results for one prompt: through prefill and decode node, and on the lone engine."""
 
     prompt_tokens: int
     prefill: NodeTokens
@@ -91,7 +91,7 @@ class _Answer(msgspec.Struct):
 
 
 def prompts(vocabulary: int, chunk_size: int, longest: int) -> list[list[int]]:
-    """Token ids: two long prompts with one prefix, the first again, a part of it that ends with a chunk, a short one."""
+    """Returns token ids: two long prompts with one prefix, the first again, a part of it that ends with a chunk, a short one."""
     rng = random.Random(0)
     size = min(longest - _OUTPUT_TOKENS, 3000)
     prefix = [rng.randrange(vocabulary) for _ in range(size * 5 // 6 // chunk_size * chunk_size)]
@@ -100,7 +100,7 @@ def prompts(vocabulary: int, chunk_size: int, longest: int) -> list[list[int]]:
 
 
 def run_demo(file: Path, *, as_json: bool) -> bool:
-    """Run everything and print the outcome. Returns False if any output differs. Takes well under a minute."""
+    """Runs everything and prints the outcome. Returns False if any output differs. Takes well under a minute."""
     config, source = read_config(file)
     engine = config.engine
     proxies = config.by_role("proxy")
@@ -147,7 +147,7 @@ def _vocabulary(engine: ReferenceEngineConfig) -> int:
 
 
 def _ask(url: str, model: str, prompt: list[int]) -> _Answer:
-    """Post one completion to the proxy and read its stream to the end."""
+    """Posts one completion to the proxy and reads its stream to the end."""
     body = {"model": model, "prompt": prompt, "max_tokens": _OUTPUT_TOKENS, "stream": True, "ignore_eos": True}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -177,7 +177,7 @@ def _events(stream: Any) -> Iterator[_Event]:
 
 
 def _compute_alone(engine: ReferenceEngineConfig, todo: list[list[int]]) -> Iterator[tuple[list[int], float]]:
-    """Tokens and time to first token of each prompt on an engine in this process."""
+    """Yields tokens and time to first token of each prompt, computed by an engine in this process."""
     with closing(ReferenceEngine.open(engine)) as alone:
         for prompt in todo:
             generation = alone.submit(

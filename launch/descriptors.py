@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 PER_REQUEST = 4
-"""Of the proxy, for each request: the client's connection and the node's, and an idle one of each kind that is kept for reuse."""
+"""Descriptors of the proxy for each request: the client's connection and the node's, and an idle one of each kind kept for reuse."""
 RESERVED = 256
 """Descriptors of the proxy for health checks, discovery, lookups in the pool, and files."""
 
 
 def descriptors_for(max_requests: int) -> int:
-    """Returns the limit of open files that a proxy needs for so many requests at a time."""
+    """Returns the limit of open files that a proxy needs for this many requests at a time."""
     return RESERVED + PER_REQUEST * max_requests

@@ -1,4 +1,4 @@
-"""What launching can fail with."""
+"""The errors of launching nodes."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ _AGAIN_S = 1.0
 
 
 class ForeignProgram:
-    """One such program, from entering the context, which starts it, to leaving it, which ends it."""
+    """One such program: entering the context starts it, leaving the context ends it."""
 
     def __init__(self, name: str, spawn: Callable[[], Endable], grace_s: float) -> None:
-        """`spawn` starts it. It is given `grace_s` seconds to end by itself before it is killed."""
+        """`spawn` starts the program. The program has `grace_s` seconds to end by itself before it is killed."""
         self._name = name
         self._spawn = spawn
         self._grace_s = grace_s
@@ -43,9 +43,9 @@ class ForeignProgram:
         again: bool = False,
         anew: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`wait_serving`, call `ready`, and return when `stop` is set. Raises RoleError if it ends by itself meanwhile.
+        """Does `wait_serving`, calls `ready`, and returns when `stop` is set. Raises RoleError if the program ends by itself meanwhile.
 
-        Ends it and starts it again whenever `anew()` is true.
+        Ends the program and starts it again whenever `anew()` is true.
         """
         self.wait_serving(stop, serving=serving, deadline=deadline, hint=hint, again=again)
         if not stop.is_set():
@@ -65,10 +65,10 @@ class ForeignProgram:
         hint: Callable[[], str],
         again: bool = False,
     ) -> None:
-        """Return when `serving()` is true, or `stop` is set.
+        """Returns when `serving()` is true, or `stop` is set.
 
-        Raises RoleError if it ends by itself, or does not serve by `deadline` (`time.monotonic()`). `hint` names a likely
-        cause. With `again` it is started anew if it ends before it has served.
+        Raises RoleError if the program ends by itself, or does not serve by `deadline` (`time.monotonic()`). `hint` names a likely cause.
+        With `again`, the program is restarted if it ends before it has served.
         """
         while not stop.is_set() and not serving():
             late = time.monotonic() > deadline

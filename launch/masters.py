@@ -37,10 +37,10 @@ class Segment(msgspec.Struct, frozen=True):
     """A segment, as the master's `/get_segments_detail` reports it."""
 
     segment_name: str
-    """Its name, as in `preferred_segment`: `host:port`."""
+    """The segment's name, as in `preferred_segment`: `host:port`."""
     size_bytes: int
     te_endpoint: str
-    """Where its owner takes connections: `host:port`."""
+    """Where its owner accepts connections: `host:port`."""
     allocator_used_bytes: int = 0
     protocol: str = ""
 

@@ -1,14 +1,14 @@
 """Child processes that do not outlive the process that started them.
 
-Three layers, so that nothing is left behind whichever of them is killed:
+Three layers make sure that nothing is left behind, whichever process is killed:
 
-1. The kernel tells a child that its parent died (`die_with_parent`, `spawn_child`; Linux).
+1. The kernel signals a child when its parent dies (`die_with_parent`, `spawn_child`; Linux).
 2. Each supervised program leads a session of its own, and with it a process group. A Ctrl-C at the terminal therefore
-   reaches the supervisor alone, which stops everybody in order; and when a leader is gone the rest of its group,
+   reaches the supervisor alone, which stops all programs in order. When a leader is gone, the rest of its group,
    its own children, is killed.
 3. A guardian process holds the other end of a pipe and does the same for a supervisor that was killed.
 
-What escapes is a descendant that was started by other means *and* moved into a session of its own.
+The only process that escapes is a descendant that was started by other means *and* moved into a session of its own.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ OnLine = Callable[[Stream, str], None]
 
 _END_POLL_S = 0.02
 _KILLED_S = 5.0
-"""How long a killed process may take to be gone; longer only if the kernel itself hangs on it."""
+"""How long a killed process may take to disappear. It takes longer only if the kernel itself hangs on it."""
 _LONGEST_LINE = 64 << 10
-"""Bytes; what is longer is passed on in pieces."""
+"""In bytes; longer lines are passed on in pieces."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Something to run. `argv[0]` is a path or is looked up in PATH.
+    """A program to run. `argv[0]` is a path or is looked up in PATH.
 
-    `env` is added to this process's environment, in which PYTHONUNBUFFERED is set where it was not.
+    `env` is added to this process's environment; PYTHONUNBUFFERED is set unless it already was.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Process(Protocol):
     def pid(self) -> int: ...
 
     def poll(self) -> int | None:
-        """The exit status (negative: the signal's number) once it ended and all of its output was passed on."""
+        """Returns the exit status (negative: the signal's number) once the process has ended and all of its output was passed on."""
 
     def terminate(self) -> None:
-        """Ask it to stop. No error if it has ended already."""
+        """Asks the process to stop. No error if it has ended already."""
 
     def kill(self) -> None:
-        """End it and its process group. No error if it has ended already."""
+        """Kills the process and its process group. No error if it has ended already."""
 
 
 class Endable(Protocol):
@@ -94,10 +94,10 @@ def end(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[E]:
-    """Ends processes: asks all of them to stop, and kills those that have not after `grace_s` seconds. Returns those.
+    """Ends processes: asks all of them to stop, and kills those that have not ended after `grace_s` seconds. Returns those.
 
-    With `ask=False` they have been asked in another way, or, with a grace of 0, are killed at once. On return all have ended,
-    except those that the kernel does not end within five seconds of being killed: these are logged.
+    With `ask=False`, they have been asked in another way, or, with a grace of 0, are killed immediately. On return all have ended, except
+    those that the kernel does not end within five seconds of being killed: these are logged.
     """
     running = [process for process in processes if process.poll() is None]
 
@@ -121,10 +121,10 @@ def end(
 
 
 def die_with_parent(signum: signal.Signals = signal.SIGTERM, *, parent: int | None = None, poll_s: float = 0.5) -> None:
-    """Have this process sent `signum` when its parent ends, however that ends.
+    """Makes the kernel send `signum` to this process when its parent ends, however it ends.
 
-    `parent`: the pid that the parent told us, which closes the gap between our start and this call; without it a parent
-    that is dead by now goes unnoticed. Where the kernel does not offer it, a daemon thread looks every `poll_s` seconds.
+    `parent`: the parent's pid, passed by the parent, which closes the gap between our start and this call. Without it, a parent that is
+    already dead goes unnoticed. If the kernel does not offer this, a daemon thread looks every `poll_s` seconds.
     """
     expected = os.getppid() if parent is None else parent
     if _tethered.set_death_signal(signum):
@@ -147,12 +147,14 @@ def spawn_child(
     blocked: Iterable[signal.Signals] = (),
     **popen: Any,
 ) -> subprocess.Popen[bytes]:
-    """Start a foreign binary that cannot be taught `die_with_parent`; it is sent `death_signal` when we end.
+    """Starts a foreign binary that cannot call `die_with_parent` itself. It is sent `death_signal` when this process ends.
 
-    It stays in our process group, so that whoever ends the group ends it, and starts with SIGINT ignored: a Ctrl-C is
-    ours to handle. `blocked` are signals that it starts with blocked, for one that waits for them itself. `popen` goes to `subprocess.Popen`; stdin is /dev/null unless given. FileNotFoundError if there is no
-    such program. Call this on a thread that lives as long as the process (the main thread): the kernel takes the end of
-    the *thread* that started a child for the end of its parent.
+    The child stays in our process group, so that it ends with the group. It starts with SIGINT ignored: a Ctrl-C is ours to handle.
+    `blocked` are signals that it starts with blocked, for a child that waits for them itself. `popen` goes to `subprocess.Popen`; stdin
+    is /dev/null unless given. Raises FileNotFoundError if there is no such program.
+
+    Call this on a thread that lives as long as the process (the main thread): the kernel takes the end of the *thread* that started a
+    child for the end of its parent.
     """
     popen.setdefault("stdin", subprocess.DEVNULL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -181,16 +183,16 @@ class LocalProcesses:
         self._guardian: _Guardian | None = None
 
     def spawn(self, program: Program, on_line: OnLine) -> Process:
-        """Start `program`, in a session of its own. OSError if it cannot be started."""
+        """Starts `program`, in a session of its own. Raises OSError if it cannot be started."""
         if self._guardian is None:
             self._guardian = _Guardian(self._grace_s)
         child = _Child(program, on_line, self._guardian.forget)
-        # killed between these two lines, we leave it to the kernel's signal
+        # if we are killed between these two lines, the kernel's signal ends the child
         self._guardian.watch(child.pid)
         return child
 
     def close(self) -> None:
-        """Let the guardian go. Processes that still run are ended by it."""
+        """Ends the guardian, which ends processes that still run."""
         guardian, self._guardian = self._guardian, None
         if guardian is not None:
             guardian.close()
@@ -257,7 +259,7 @@ class _Child:
                 if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     return None
             except ChildProcessError:
-                pass  # somebody else reaped it
+                pass  # another thread or handler reaped it
             else:
                 self._send(os.killpg, signal.SIGKILL)
             self._popen.wait()
@@ -291,7 +293,7 @@ class _Output(threading.Thread):
         self._finish_read, self._finish_write = os.pipe()
 
     def finish(self) -> None:
-        """Pass on what is there already, then end. The writers must be gone."""
+        """Passes on what is there already, then ends. The writers must be gone."""
         os.write(self._finish_write, b"!")
         self.join()
         os.close(self._finish_write)

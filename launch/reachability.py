@@ -1,8 +1,8 @@
-"""Which addresses of a cluster this machine can connect to: asked by `pd-cache doctor` here, and of nodes by their `/peers`.
+"""Which addresses of a cluster this machine can connect to. `pd-cache doctor` checks it here, and asks nodes by their `/peers`.
 
-A node that connected to any address given in a request would be a port scanner for everybody who can reach it. So requests name no
-addresses: a node tries the addresses that its own file or discovery names, and of the segments in the master's list those on the same
-hosts. The result is kept for a second, and one round at a time is under way, however many requests come.
+A node that connected to any address given in a request would be a port scanner for anyone who can reach it. So requests name no
+addresses. A node tries the addresses that its own file or discovery names, and, of the segments in the master's list, those on the same
+hosts. The result is kept for a second, and only one round at a time is under way, however many requests come.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pd_cache.decoding import decode_json
 
 CONNECT_S = 1.0
 MAX_TARGETS = 256
-"""Most addresses that one round tries; further ones are left out, and counted."""
+"""The most addresses that one round tries; further ones are left out, and counted."""
 _AT_A_TIME = 32
 _FRESH_S = 1.0
-"""Short, so that asking again after a repair shows its effect."""
+"""Short, so that the next request after a repair shows its effect."""
 _SYNC_S = 2.0
 
 
@@ -34,7 +34,7 @@ class PeerAddress(msgspec.Struct, frozen=True):
     """One address to connect to."""
 
     peer: str
-    """The node's name; for anything that is not a node of ours, what it is."""
+    """The node's name; for anything that is not a node of ours, a description."""
     what: str
     """`service`, `metrics`, `segment`, `metadata`, `discovery`."""
     address: str
@@ -105,7 +105,7 @@ def read_peers(body: bytes) -> PeerReport:
 
 
 async def reach(targets: Iterable[PeerAddress]) -> list[Reach]:
-    """Try to connect to each, some at a time; nothing is sent."""
+    """Tries to connect to each, some at a time; sends nothing."""
     places = asyncio.Semaphore(_AT_A_TIME)
 
     async def one(target: PeerAddress) -> Reach:
@@ -115,7 +115,7 @@ async def reach(targets: Iterable[PeerAddress]) -> list[Reach]:
                 _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_S)
             except TimeoutError:
                 return Reach(target, f"no answer within {CONNECT_S:g} s")
-            except (OSError, ValueError) as error:  # ValueError: a name that is none
+            except (OSError, ValueError) as error:  # ValueError: not a valid name
                 number = getattr(error, "errno", None)
                 return Reach(target, os.strerror(number) if number and number > 0 else str(error))
             writer.close()
@@ -135,13 +135,13 @@ class PeerChecks:
         self._looked_at = float("-inf")
 
     async def report(self) -> PeerReport:
-        """Returns what this node reaches, by the round of the last second, the one under way, or a new one."""
+        """Returns what this node reaches. Uses the last second's round, the one under way, or a new one."""
         if self._task is None or (self._task.done() and time.monotonic() - self._looked_at > _FRESH_S):
             self._task = asyncio.create_task(self._look())
         return await asyncio.shield(self._task)
 
     async def answer(self) -> dict[str, Any]:
-        """The same as plain values for JSON."""
+        """Returns the report as plain values for JSON."""
         return dict(msgspec.to_builtins(await self.report()))
 
     async def _look(self) -> PeerReport:

@@ -1,4 +1,4 @@
-"""One orderly stop for every way of being told to: SIGTERM, Ctrl-C, a closed terminal."""
+"""One orderly stop for every request to stop: SIGTERM, Ctrl-C, a closed terminal."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import NoReturn
 class StopFlag:
     """An event that a signal handler may set.
 
-    A handler runs on the main thread, between any two instructions: `threading.Event.set` there waits for a lock that the
-    interrupted `wait` may hold. This one takes no lock. Close it after use; not to be used after that.
+    A handler runs on the main thread, between any two instructions: `threading.Event.set` would wait there for a lock that the
+    interrupted `wait` may hold. This class takes no lock. Close it after use, and do not use it after that.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class StopFlag:
         os.set_blocking(self._write, False)
 
     def set(self) -> None:
-        """Wake every waiter, now and from now on."""
+        """Wakes every waiter, now and from now on."""
         self._set = True
         try:
             os.write(self._write, b"!")
@@ -35,7 +35,7 @@ class StopFlag:
         return self._set
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` seconds, for ever by default. True if it is set."""
+        """Waits up to `timeout` seconds, for ever by default. Returns True if it is set."""
         if not self._set:
             select.select([self._read], [], [], timeout)
         return self._set
@@ -46,14 +46,14 @@ class StopFlag:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """What asks a process to stop. SIGHUP is not among them where it is ignored: that is how `nohup` works."""
+    """Returns the signals that ask a process to stop. SIGHUP is left out if it is ignored: that is how `nohup` works."""
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, *hangup]
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:
-    """A flag that SIGTERM, SIGINT and SIGHUP set while the block runs. Main thread only (ValueError elsewhere)."""
+    """Yields a flag that SIGTERM, SIGINT and SIGHUP set while the block runs. Main thread only: raises ValueError elsewhere."""
     flag = StopFlag()
 
     def handler(signum: int, frame: FrameType | None) -> None:
@@ -76,7 +76,7 @@ class StoppedError(BaseException):
 
 @contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Signals that ask to stop unwind the stack with StoppedError, so that what was opened is closed. Main thread only."""
+    """Makes signals that ask to stop raise StoppedError, so that what was opened is closed. Main thread only."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise StoppedError(number)

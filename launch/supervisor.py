@@ -4,8 +4,8 @@
         supervisor.start([[master], [store], [prefill, decode], [proxy]], stop)
         supervisor.wait(stop, restart=True)
 
-A program is ready when it prints `ready NAME URL` (or `ready NAME`) on stdout; everything else that it prints is passed on
-as `NAME | line`. How processes are kept from outliving us is told in `launch.process`.
+A program is ready when it prints `ready NAME URL` (or `ready NAME`) on stdout. Everything else that it prints is passed on as `NAME |
+line`. `launch.process` explains how processes are kept from outliving the supervisor.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ class SupervisorError(PdCacheError):
 
 
 def backoff_s(failures: int) -> float:
-    """Seconds to wait before the restart after so many failures in a row: 1, 2, 4 … 30."""
+    """Returns the seconds to wait before the restart after this many failures in a row: 1, 2, 4 … 30."""
     return min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(failures - 1, 16))
 
 
 def to_stderr(line: str) -> None:
-    """The sink of a supervisor that somebody watches."""
+    """Writes a line to stderr: the sink of a supervisor with a person watching."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
 
 class _Watched:
-    """One program and what has become of it. `process` is None while it waits for its restart."""
+    """One program and its state. `process` is None while it waits for its restart."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.process: Process | None = None
         self.url: str | None = None
-        """None until it is ready, empty if it has none."""
+        """None until the program is ready, empty if it has no URL."""
         self.tail: deque[str] = deque(maxlen=_TAIL)
         self.started = 0.0
         self.failures = 0
@@ -82,8 +82,7 @@ class _Watched:
 class Supervisor:
     """Starts, watches and stops programs. Use it on one thread, which must live as long as the programs.
 
-    `sink` is called with whole lines, one at a time, from other threads. `clock` (seconds), `sleep` and `spawn` are there
-    to be replaced by tests.
+    `sink` is called with whole lines, one at a time, from other threads. Tests replace `clock` (seconds), `sleep` and `spawn`.
     """
 
     def __init__(
@@ -115,19 +114,19 @@ class Supervisor:
 
     @property
     def ready_urls(self) -> dict[str, str]:
-        """What each program that is ready announced as its URL, empty where it has none."""
+        """The URL that each ready program announced, empty if it has none."""
         return {w.program.name: w.url for w in self._all() if w.process is not None and w.url is not None}
 
     @property
     def pids(self) -> dict[str, int]:
-        """The processes that were started and not found dead since."""
+        """The pids of processes that were started and not found dead since."""
         return {w.program.name: w.process.pid for w in self._all() if w.process is not None}
 
     def start(self, programs: Sequence[Program | Sequence[Program]], stop_event: StopEvent | None = None) -> bool:
-        """Start programs one after the other, each when the one before is ready; those of an inner list together.
+        """Starts programs one after the other, each when the one before is ready; those of an inner list together.
 
-        True once all are ready, False if `stop_event` was set first. SupervisorError, with everything stopped, if one cannot
-        be started, ends (also one of an earlier group), or is not ready within `ready_timeout_s` of its start.
+        Returns True once all are ready, False if `stop_event` was set first. Raises SupervisorError, with everything stopped, if one
+        cannot be started, ends (even one of an earlier group), or is not ready within `ready_timeout_s` of its start.
         """
         if self._stopped:
             raise ValueError("this supervisor was stopped; make a new one")
@@ -149,10 +148,10 @@ class Supervisor:
         return True
 
     def wait(self, stop_event: StopEvent, *, restart: bool = False) -> None:
-        """Watch until `stop_event` is set. The programs still run then; leaving the `with` block stops them.
+        """Watches until `stop_event` is set. The programs still run then; leaving the `with` block stops them.
 
-        A program that ends is logged, and with `restart` started again after 1, 2, 4 … 30 s (from 1 s again once it ran for
-        60 s); without, everything is stopped and SupervisorError raised.
+        A program that ends is logged. With `restart`, it is started again after 1, 2, 4 … 30 s (from 1 s again once it ran for 60 s).
+        Otherwise everything is stopped and SupervisorError is raised.
         """
         try:
             while not stop_event.wait(_POLL_S):
@@ -163,14 +162,14 @@ class Supervisor:
             raise
 
     def stop(self) -> None:
-        """Stop everything, the last group first: SIGTERM, and SIGKILL after `stop_grace_s`. Does nothing the second time.
+        """Stops everything, the last group first: SIGTERM, and SIGKILL after `stop_grace_s`. Does nothing the second time.
 
-        On return no process and no thread of ours is left.
+        On return no process and no thread of the supervisor is left.
         """
         self._stopped = True
         while self._groups:
             self._stop_group(self._groups[-1])
-            self._groups.pop()  # only now: a stop that was interrupted is continued by the next
+            self._groups.pop()  # only now, so that the next call continues a stop that was interrupted
         self._local.close()
 
     def _all(self) -> Iterator[_Watched]:
@@ -229,7 +228,7 @@ class Supervisor:
                 raise self._error(watched, f"ended: {_told(status)}", status)
             self._retry_later(watched, f"ended: {_told(status)}")
         elif watched.url is None and now - watched.started >= self._settings.ready_timeout_s:
-            # no grace: it never came up, and the others must be watched meanwhile
+            # no grace: it never became ready, and the others must be watched meanwhile
             end([watched.process], 0, ask=False, clock=self._clock, sleep=self._sleep)
             self._retry_later(watched, f"was not ready within {self._settings.ready_timeout_s:g} s")
 

@@ -1,4 +1,4 @@
-"""Which node a process is to run, and on which ports: what the file leaves open is chosen here."""
+"""Which node a process runs, and on which ports: chooses what the file leaves open."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_cache.errors import ConfigError
 
 
 def choose_ports(config: ClusterConfig, nodes: Iterable[Node] | None = None) -> ClusterConfig:
-    """Returns the same cluster with a free port wherever one of `nodes`, by default all of this machine, has port 0."""
+    """Returns the same cluster with a free port wherever one of `nodes` (by default, all of this machine) has port 0."""
     mine = {node.name for node in (local_nodes(config) if nodes is None else nodes)}
     with contextlib.ExitStack() as stack:
         nodes = []
@@ -21,7 +21,7 @@ def choose_ports(config: ClusterConfig, nodes: Iterable[Node] | None = None) -> 
             chosen = {}
             for field in PORT_FIELDS:
                 if node.name in mine and getattr(node, field, None) == 0:
-                    # kept until all are chosen, so that no two nodes get the same one
+                    # kept until all are chosen, so that no two nodes get the same port
                     holder = stack.enter_context(bound_socket(node.host, 0))
                     chosen[field] = holder.getsockname()[1]
             nodes.append(msgspec.structs.replace(node, **chosen))
@@ -29,8 +29,8 @@ def choose_ports(config: ClusterConfig, nodes: Iterable[Node] | None = None) -> 
 
 
 def choose_sockets(config: ClusterConfig) -> ClusterConfig:
-    """Returns the same cluster with the address of each cache server written out: processes with another environment would choose
-    another folder."""
+    """Returns the same cluster with the address of each cache server written out: a process with another environment would choose another
+    folder."""
     nodes = (
         msgspec.structs.replace(node, url=config.server_url(node)) if isinstance(node, CacheServerNode) else node
         for node in config.nodes
@@ -57,7 +57,7 @@ def pick_node(config: ClusterConfig, role: str, name: str | None) -> Node:
 
 
 def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
-    """Finds ports 0 with which `launch` cannot work: other processes have to know the port, and only the file tells them."""
+    """Returns a problem if the node has a port 0 that `launch` cannot work with: other processes learn the port only from the file."""
     registered = isinstance(config.discovery, EtcdDiscovery)
     for index, other in enumerate(config.nodes):
         needed = (
@@ -74,7 +74,7 @@ def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
 
 
 def _shares_memory(config: ClusterConfig, node: Node) -> bool:
-    """Whether the node's process has to know the address of its host's `mooncake_client` from the file."""
+    """Returns whether the node's process has to know the address of its host's `mooncake_client` from the file."""
     transfer = config.transfer
     return transfer.client == "host" and not transfer.client_address and node in config.caching_nodes()
 

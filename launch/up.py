@@ -39,7 +39,7 @@ class Cluster:
 
 
 def quiet(line: str) -> None:
-    """A sink for the nodes' output if nobody watches it; a node that fails still shows its last lines."""
+    """Drops the nodes' output; a node that fails still shows its last lines."""
 
 
 @contextmanager
@@ -50,11 +50,11 @@ def running(
     stop: StopEvent | None = None,
     sink: Callable[[str], None] = to_stderr,
 ) -> Iterator[Cluster]:
-    """Start this machine's nodes, each when those it needs are ready; stop them in reverse order at the end.
+    """Starts this machine's nodes, each when those it needs are ready, and stops them in reverse order at the end.
 
-    Every process runs `pd-cache launch ROLE` on a copy of the file in which each port is chosen. Raises ConfigError or SupervisorError
-    if they cannot all be started, after stopping those that were, and RuntimeFolderError if this user has no runtime folder of their
-    own. `sink` gets the nodes' output.
+    Every process runs `pd-cache launch ROLE` on a copy of the file in which each port is chosen. Raises ConfigError or SupervisorError if
+    they cannot all be started, after stopping those that were, and RuntimeFolderError if this user has no runtime folder of their own.
+    `sink` gets the nodes' output.
     """
     mine = local_nodes(config)
     if not mine:
@@ -76,7 +76,7 @@ def running(
 
 
 def running_config(file: Path) -> ClusterConfig | None:
-    """Returns the configuration, with every port chosen, that a living `up` of `file` runs; None if there is none.
+    """Returns the configuration, with every port chosen, of a living `up` of `file`; None if there is none.
 
     Ignores notes that another user could have left there, and those of an `up` that was killed.
     """

@@ -1,6 +1,6 @@
 """pd-cache: a shared KV cache over Mooncake for disaggregated prefill/decode LLM serving.
 
-`__all__` is the public API. Its names are loaded when they are first used: importing this package loads neither torch nor Mooncake.
+`__all__` is the public API. Its names are loaded at their first use: importing this package loads neither torch nor Mooncake.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ _MODULES = {
         "TransferSettings",
     ),
 }
-"""The imports above, at run time; a test holds the two together."""
+"""The imports above, at run time; a test keeps the two in step."""
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 

@@ -1,8 +1,8 @@
-"""vLLM's block hashes without vLLM: for who knows a prompt's tokens and asks the pool what vLLM has stored of it.
+"""Computes vLLM's block hashes without vLLM, for programs that know a prompt's tokens and look up what vLLM has stored of it.
 
-In vLLM 0.32 (`v1/core/kv_cache_utils.py`) a block's hash is that of the pickled tuple of the hash of the block before it, its token
-ids, and what its KV depends on besides (of a plain request the `cache_salt`, in the first block). The first block follows the hash
-of a seed: PYTHONHASHSEED where that is set, else a fixed string.
+In vLLM 0.32 (`v1/core/kv_cache_utils.py`) a block's hash is the hash of a pickled tuple: the hash of the block before it, its token ids,
+and whatever else its KV depends on (for a plain request, the `cache_salt`, in the first block only). The first block follows the hash of
+a seed: PYTHONHASHSEED if that is set, otherwise a fixed string.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ SEED_VARIABLE = "PYTHONHASHSEED"
 
 
 class UnknownHashesError(PdCacheError):
-    """Block hashes that nobody but the engine can compute."""
+    """Block hashes that only the engine itself can compute."""
 
 
 def describe_hashes(algorithm: str, seed: str, own: str) -> str:
-    """What vLLM's block hashes depend on besides tokens, and `own`, the file's `hash_seed`: for `Namespace.hash_seed`.
+    """Returns what vLLM's block hashes depend on besides tokens, for `Namespace.hash_seed`. `own` is the `hash_seed` of the cluster's
+    file.
 
-    Of the seed only a digest, by which who has it knows it again. That keeps no secret: PYTHONHASHSEED has 32 bits, so whoever sees
-    the digest can find it. It need be none for sha256; for xxhash vLLM wants it to be one.
+    The description holds a digest of the seed, so that a node with the same seed can recognise it. The digest keeps no secret:
+    PYTHONHASHSEED has 32 bits, so anyone who sees the digest can find it. The seed need not be secret for sha256; for xxhash, vLLM
+    expects it to be.
     """
     return f"{algorithm}:{_digest(seed)}:{own}"
 
@@ -37,8 +39,10 @@ class BlockHasher:
     """Hashes blocks as the engines of one namespace do."""
 
     def __init__(self, block_size: int, described: str, seeds: Iterable[str] = ()) -> None:
-        """`described` as `describe_hashes` made it; `seeds` may be among what it was made of, besides this process's own and the
-        default. UnknownHashesError says why the hashes cannot be computed here.
+        """`described` is what `describe_hashes` returned. `seeds` are further candidates for its seed, besides this process's own and the
+        default.
+
+        Raises UnknownHashesError, which says why, if the hashes cannot be computed here.
         """
         algorithm, _, rest = described.partition(":")
         if algorithm != _ALGORITHM:
@@ -57,7 +61,7 @@ class BlockHasher:
         self._root = _hash(seed)
 
     def hashes(self, tokens: Sequence[int], cache_salt: str | None = None) -> list[bytes]:
-        """The chained hash of each whole block: 32 bytes."""
+        """Returns the chained hash of each whole block, 32 bytes each."""
         step, previous = self._block_size, self._root
         extra: tuple[tuple[str, str], ...] | None = (("cache_salt", cache_salt),) if cache_salt else None
         hashes = []

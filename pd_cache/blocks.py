@@ -1,4 +1,4 @@
-"""BlockCache: a cache as a serving engine's worker uses it, by the names of chunks and the ids of blocks."""
+"""BlockCache: a cache as a serving engine's worker uses it, in terms of chunk names and block ids."""
 
 from __future__ import annotations
 
@@ -14,70 +14,70 @@ if TYPE_CHECKING:
 
 
 class StoreOutcome(enum.IntEnum):
-    """What a store did for a chunk."""
+    """What a store achieved for a chunk."""
 
     NOT = 0
-    """The chunk is not in the pool, or not known to be."""
+    """The chunk is not in the pool, or not known to be there."""
     BEFORE = 1
     """The chunk was there already."""
     NEW = 2
-    """The chunk was missing, and is there after the put. Another node may have put it at the same time: Mooncake's puts of a key that is
-    there succeed, and a host client cannot tell the two apart."""
+    """The chunk was missing, and is there after the put. Another node may have put it at the same time: Mooncake reports success for a
+    put of an existing key, and a host client cannot tell the two cases apart."""
 
     @staticmethod
     def together(parts: Iterable[StoreOutcome]) -> StoreOutcome:
-        """Returns the outcome for a chunk of several parts: new if a part is new and all are there."""
+        """Returns the outcome for a chunk of several parts: NEW if all parts are there and at least one is new."""
         known = list(parts)
         return StoreOutcome.NOT if StoreOutcome.NOT in known else max(known)
 
 
 class Slots(NamedTuple):
-    """Places of tokens in a paged cache, one by one, for an engine that does not think in whole blocks."""
+    """Places of single tokens in a paged cache, for an engine that does not work in whole blocks."""
 
     mapping: torch.Tensor
     """int `[chunks * chunk_size]`: `block * block_size + offset` of each token."""
 
 
 Places = Sequence[int] | Slots
-"""Where chunks lie in a paged cache: their blocks, in order, or the slots of their tokens."""
+"""Where chunks lie in a paged cache: the blocks, in order, or the slots of the tokens."""
 
 
 class BlockCache(Protocol):
     """A cache over one paged KV cache, in this process (`CacheEngine`) or in the host's cache server (`ServerCache`). Thread-safe.
 
-    What the pool or the server cannot do ends the prefix or leaves a chunk unstored. It is counted, and never raised. The
-    caller's mistakes raise ValueError before anything moves. No call touches a block after it has returned.
+    If the pool or the server cannot do something, the prefix ends there or the chunk stays unstored. This is counted, and never raised.
+    The caller's mistakes raise ValueError before anything moves. No call touches a block after it has returned.
     """
 
     metrics: CacheMetrics
 
     @property
     def chunk_size(self) -> int:
-        """Tokens a chunk."""
+        """Tokens per chunk."""
 
     @property
     def block_size(self) -> int:
-        """Tokens a block of the paged cache."""
+        """Tokens per block of the paged cache."""
 
     @property
     def available(self) -> bool:
-        """False while the pool or the server is known to be away: every call is then a miss, at once."""
+        """False while the pool or the server is known to be unreachable: every call is then a miss, immediately."""
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """Use these KV tensors, one a layer, in layer order, where a call names no others."""
+        """Uses these KV tensors, one per layer, in layer order, for calls that name no others."""
 
     def name_chunks(
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None = None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
-        """Returns the names of a prompt's whole chunks, given as token ids or as the engine's block hashes."""
+        """Returns the names of a prompt's whole chunks. The prompt is given as token ids or as the engine's block hashes."""
 
     def lookup(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> int:
         """Returns how many chunks, from the first, the cache holds with every shard.
 
-        The first `at_hand` chunks are not asked for and count as found. Where the cache is a server, it keeps what it found from
-        eviction for `session`, until that retrieves it or ends. `timeout` is in seconds.
+        The first `at_hand` chunks are not looked up and count as found. A cache server protects what it found from eviction for
+        `session`, until the session retrieves it or ends. `timeout` is in seconds.
         """
 
     def store(
@@ -89,9 +89,9 @@ class BlockCache(Protocol):
         after: Any = None,
         timeout: float | None = None,
     ) -> list[StoreOutcome]:
-        """Store chunks that lie in `blocks` of `kv_caches`, or of the registered tensors; returns what became of each.
+        """Stores the chunks that lie in `blocks` of `kv_caches` (by default, of the registered tensors). Returns the outcome of each.
 
-        `after` is a `mark` after which they are computed.
+        `after` is a `mark`: the chunks are read once the work before it is done. `timeout` is in seconds.
         """
 
     def retrieve(
@@ -103,17 +103,17 @@ class BlockCache(Protocol):
         session: str = "",
         timeout: float | None = None,
     ) -> int:
-        """Load chunks into `blocks`; returns how many of them, from the first, lie there now.
+        """Loads chunks into `blocks`. Returns how many of them, from the first, are there now.
 
-        The first blocks may be -1: they are left out. Blocks of chunks that were not loaded may have been overwritten; all other
-        blocks are untouched.
+        The first blocks may be -1: they are skipped. Blocks of chunks that were not loaded may have been overwritten; all other blocks
+        are untouched. `timeout` is in seconds.
         """
 
     def end(self, session: str) -> None:
-        """Let go of what a session keeps. Nothing happens if there is none."""
+        """Releases what a session protects. Does nothing if there is no such session."""
 
     def mark(self) -> Any:
-        """Marks the work that the calling thread has given the device so far, for a store to come after."""
+        """Marks the work that the calling thread has given the device so far, so that a store can wait for it."""
 
     def close(self) -> None:
-        """Let go of the cache and of the KV tensors. Idempotent."""
+        """Releases the cache and the KV tensors. Idempotent."""

@@ -1,4 +1,4 @@
-"""What a cache is: how chunks are named, the tiers that keep them, and what one process with a cache needs to know. No files, no YAML.
+"""What a cache is: how chunks are named, which tiers keep them, and what a process needs to know to open one. No files, no YAML.
 
 `pd_cache.cluster` reads these structs from a cluster's file; a program that embeds the cache makes them itself.
 """
@@ -22,14 +22,14 @@ AbsolutePath = Annotated[
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
 MAX_SHARDS = 1024
-"""Most objects that a chunk may be cut into: a lookup asks for each of them."""
+"""The most objects that a chunk may be cut into: a lookup asks for each of them."""
 
 EvictionName = Literal["lru", "lfu", "s3fifo"]
 PromotionName = Literal["always", "second_hit", "never"]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings that have only the declared keys when they are read from a mapping."""
+    """Settings that accept only the declared keys when they are read from a mapping."""
 
 
 class LocalTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="local"):
@@ -37,40 +37,40 @@ class LocalTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="local
 
     capacity: ByteSize
     device: Literal["cpu", "cuda"] = "cpu"
-    """On the CPU it shares one registered memory with `transfer.staging_size`, so that nothing is copied."""
+    """On the CPU, the tier shares one registered memory region with `transfer.staging_size`, so that nothing is copied."""
     policy: EvictionName = "lru"
     promote: PromotionName = "always"
     """When to put a chunk that was read from a later tier into this one."""
     blocking: bool = True
-    """Whether a store waits for this tier; in fact, writing to memory never waits."""
+    """Whether a store waits for this tier. Writing to memory never waits anyway."""
 
 
 class DiskTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="disk"):
     """Files, which survive a restart."""
 
     path: AbsolutePath
-    """An absolute folder. Processes that share one each take a folder of their own below it."""
+    """An absolute folder. Processes that share it each use a folder of their own below it."""
     capacity: ByteSize
     """The budget of each process."""
     policy: EvictionName = "lru"
     promote: PromotionName = "always"
     blocking: bool = False
-    """Whether a store waits for the disk, or writes behind."""
+    """Whether a store waits for the disk; otherwise the disk is written in the background."""
     direct: bool = True
-    """Whether to bypass the page cache, if the file system can."""
+    """Whether to bypass the page cache, if the file system supports that."""
     sync: bool = False
-    """Whether a file is flushed to the medium before its name appears. A torn file is detected and costs a miss."""
+    """Whether a file is flushed to the medium before its name appears. Without this, a torn file is detected and costs a miss."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
-    """Files read at the same time, and as many written."""
+    """How many files are read at the same time, and how many are written."""
     retry_s: Seconds = 30.0
-    """How long a disk that failed, or cannot be written, is left alone; also how often a budget that had shrunk may grow again."""
+    """How long a disk that failed or cannot be written is left alone, and how often a reduced budget may grow again."""
 
 
 class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
     """The shared pool, and where in it this node's chunks go."""
 
     pipelined: bool = True
-    """Whether the next chunks are fetched while the last are checked and scattered; else one batch at a time."""
+    """Whether the next chunks are fetched while the last are checked and scattered; otherwise one batch moves at a time."""
     blocking: bool = True
     """Whether a store waits for the pool."""
 
@@ -79,22 +79,22 @@ StorageTier = LocalTier | DiskTier | MooncakeTier
 
 
 class CacheConfig(Section, frozen=True, kw_only=True):
-    """The `cache` section: what a chunk is, and where chunks live. All nodes that are to share hits must agree on it."""
+    """The `cache` section: what a chunk is, and where chunks live. Nodes share hits only if they agree on it."""
 
     chunk_size: Positive = 256
-    """Tokens a chunk; a multiple of the engine's block size."""
+    """Tokens per chunk; a multiple of the engine's block size."""
     hash_mode: Literal["auto", "tokens", "blocks"] = "auto"
-    """Name chunks by hashing tokens, or by the engine's own block hashes; `auto` is blocks for vLLM, else tokens."""
+    """Whether chunks are named by hashing tokens or by the engine's own block hashes; `auto` means blocks for vLLM, otherwise tokens."""
     hash_seed: LineOrEmpty = ""
     shards: Annotated[int, msgspec.Meta(ge=0, le=MAX_SHARDS)] = 0
-    """Into how many parts a chunk's KV heads are cut: a common multiple of the tensor-parallel sizes of all nodes that are to
-    share chunks. 0 takes the least one of the nodes in this file."""
+    """How many parts a chunk's KV heads are cut into: a common multiple of the tensor-parallel sizes of all nodes that share chunks. 0
+    means the least common multiple for the nodes in this file."""
     tiers: Annotated[tuple[StorageTier, ...], msgspec.Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
     """Where chunks live, fastest first."""
 
     @property
     def named_by(self) -> Literal["tokens", "blocks"]:
-        """`hash_mode`, with `auto` resolved to tokens: an engine that has block hashes sets them before."""
+        """`hash_mode`, with `auto` resolved to tokens: an engine that has block hashes sets the mode beforehand."""
         return "blocks" if self.hash_mode == "blocks" else "tokens"
 
 
@@ -113,11 +113,11 @@ class ServerSettings(Section, frozen=True, kw_only=True):
     """How a cache server divides its threads and memory among the engines of its host."""
 
     threads: Annotated[int, msgspec.Meta(ge=2, le=64)] = 3
-    """Threads that do what engines ask for: one answers lookups, the others move bytes."""
+    """Threads that serve engines: one answers lookups, the others move bytes."""
     max_in_flight: Positive = 256
-    """Operations queued or running; one more is answered `busy`, which engines count as a miss."""
+    """The most operations queued or running. One more is answered `busy`, which engines count as a miss."""
     session_s: Seconds = 60.0
-    """For how long a lookup protects what it found from eviction, if nobody loads it."""
+    """How long a lookup protects what it found from eviction if nothing loads it."""
     idle_s: Seconds = 600.0
-    """For how long it keeps the memory of a size of chunk after the last engine with such chunks has gone. The size with the
-    segment keeps its memory, and so does the one that was used last while there is no engine at all."""
+    """How long the server keeps the memory for a chunk size after the last engine with that size has left. The size that has the segment
+    keeps its memory, and while there is no engine at all, so does the size that was used last."""

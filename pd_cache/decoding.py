@@ -1,7 +1,7 @@
-"""Decodes JSON and msgpack that other processes wrote; the one place that does.
+"""Decodes JSON and msgpack that other processes wrote; the only module that does.
 
-msgspec reports wrong bytes in three ways: MsgspecError for a wrong syntax or schema, UnicodeDecodeError for a text that is not UTF-8,
-and RecursionError for deep nesting. If a caller catches only some of them, one bad record ends its work. Here all of them become
+msgspec reports bad bytes in three ways: MsgspecError for a wrong syntax or schema, UnicodeDecodeError for text that is not UTF-8, and
+RecursionError for deep nesting. If a caller catches only some of them, one bad record stops it. Here all of them become
 `UndecodableError`, a ValueError whose message fits on one line of a log.
 """
 
@@ -23,7 +23,7 @@ _preparing = threading.Lock()
 
 
 class UndecodableError(ValueError):
-    """Bytes that are not what they should be; the message says why."""
+    """Bytes that are not what was expected; the message says why."""
 
 
 @overload
@@ -35,7 +35,7 @@ def decode_json(raw: Buffer | str, kind: Any) -> Any: ...
 
 
 def decode_json(raw: Buffer | str, kind: Any) -> Any:
-    """Returns the value of type `kind` that JSON text holds. Raises UndecodableError for any other bytes."""
+    """Returns the value of type `kind` that the JSON text holds. Raises UndecodableError for anything else."""
     try:
         return msgspec.json.decode(raw, type=prepared(kind))
     except (ValueError, RecursionError) as error:
@@ -43,7 +43,7 @@ def decode_json(raw: Buffer | str, kind: Any) -> Any:
 
 
 def msgpack_decoder(kind: Any, dec_hook: Callable[[type, Any], Any] | None = None) -> Callable[[Buffer], Any]:
-    """Returns a function from msgpack to a value of type `kind`, which raises UndecodableError for any other bytes."""
+    """Returns a function that decodes msgpack to a value of type `kind` and raises UndecodableError for any other bytes."""
     decode = msgspec.msgpack.Decoder(prepared(kind), dec_hook=dec_hook).decode
 
     def read(raw: Buffer) -> Any:
@@ -56,9 +56,9 @@ def msgpack_decoder(kind: Any, dec_hook: Callable[[type, Any], Any] | None = Non
 
 
 def prepared(kind: T) -> T:
-    """Returns `kind` when any thread may decode or convert to it.
+    """Returns `kind` once it is safe for any thread to decode or convert to it.
 
-    msgspec examines a type when it is first used. If two threads do that at the same time, the process crashes (seen with 0.22).
+    msgspec examines a type at its first use. If two threads do that at the same time, the process crashes (seen with 0.22).
     """
     if kind not in _prepared:
         with _preparing:
@@ -76,6 +76,6 @@ def _undecodable(error: Exception) -> UndecodableError:
 
 
 def one_line(text: str) -> str:
-    """Returns a text from outside in a form that a log or a terminal can show: control characters escaped, a long end cut off."""
+    """Returns text from outside in a form that a log or a terminal can show: control characters escaped, a long end cut off."""
     shown = text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_LONGEST])
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"

@@ -1,6 +1,6 @@
-"""CacheEngine: lookup, store and retrieve by the names of chunks and the ids of blocks. Orchestration only.
+"""CacheEngine: lookup, store and retrieve, in terms of chunk names and block ids. Orchestration only.
 
-`pd_cache.prompts` has the same for tokens, masks and slot mappings.
+`pd_cache.prompts` offers the same in terms of tokens, masks and slot mappings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pd_cache.paged import DeviceMark, PagedCopier, host_pin, open_copier, plan
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens
 
 _REMEMBERED = 4
-"""Sets of KV tensors remembered per engine; an engine has one, tests and re-registrations a few."""
+"""How many sets of KV tensors are remembered per engine. An engine has one; tests and re-registrations have a few."""
 
 KVCaches = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 
@@ -47,7 +47,7 @@ class CacheEngine:
         layout: KVLayout,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Take over `backend`, which is closed with the engine. Raises ValueError if layout and metadata disagree."""
+        """Takes over `backend`, which is closed with the engine. Raises ValueError if layout and metadata disagree."""
         described = CacheMetadata.of(
             metadata.model,
             layout,
@@ -73,15 +73,15 @@ class CacheEngine:
 
     @property
     def available(self) -> bool:
-        """False while the pool is known to be down: lookups are then misses and stores are dropped, at once."""
+        """False while the pool is known to be down: lookups are then misses and stores are dropped, immediately."""
         return not self.mover.closed and self.backend.available
 
     def wait_available(self, timeout: float) -> None:
-        """Wait for the pool. Raises PoolUnavailableError after `timeout` seconds. Serving engines need not call this."""
+        """Waits for the pool. Raises PoolUnavailableError after `timeout` seconds. Serving engines need not call this."""
         self.backend.wait_available(timeout)
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Use these KV tensors from now on. Raises ValueError for tensors that are not of the engine's layout."""
+        """Uses these KV tensors from now on. Raises ValueError for tensors that do not have the engine's layout."""
         self._registered = self._pages(kv_caches)
 
     def name_chunks(
@@ -94,7 +94,7 @@ class CacheEngine:
     def lookup(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> int:
-        """Asks once, with one request for the keys of all chunks and shards. A session keeps nothing here."""
+        """Looks up with a single request for the keys of all chunks and shards. Sessions protect nothing here."""
         at_hand = min(at_hand, len(names))
         if self.mover.closed:
             return at_hand
@@ -109,7 +109,8 @@ class CacheEngine:
         after: DeviceMark | None = None,
         timeout: float | None = None,
     ) -> list[StoreOutcome]:
-        """Store the chunks that the pool lacks. `timeout` bounds the whole; without it each transfer has the configured one."""
+        """Stores the chunks that the pool lacks. `timeout` (s) bounds the whole call; without it, each transfer has the configured
+        timeout."""
         run = self._run(names, blocks, kv_caches, may_leave_out=False)
         if after is not None:
             after.follow()
@@ -124,23 +125,24 @@ class CacheEngine:
         session: str = "",
         timeout: float | None = None,
     ) -> int:
-        """Load chunks up to the first that the pool lacks."""
+        """Loads chunks up to the first that the pool lacks."""
         return self.mover.load(self._run(names, blocks, kv_caches, may_leave_out=True), timeout)
 
     def end(self, session: str) -> None:
-        """Nothing to do: a lookup keeps nothing here."""
+        """Does nothing: a lookup protects nothing here."""
 
     def mark(self) -> DeviceMark:
         return DeviceMark(self._pages(None).tensors[0])
 
     def close(self) -> None:
-        """Wait for what moves, at most `transfer.timeouts.close_ms`; close the backend, let go of the KV tensors. Idempotent."""
+        """Waits at most `transfer.timeouts.close_ms` for moves under way, then closes the backend and releases the KV tensors.
+        Idempotent."""
         if not self.mover.close(self.settings.transfer.timeouts.close_ms / 1000):
             return
         with self._lock:
             remembered = list(self._remembered.values())
             self._remembered.clear()
-        for pages in remembered:  # before the backend: the staging memory is page-locked until that closes
+        for pages in remembered:  # before the backend: the staging memory is page-locked until this closes
             _close(pages)
         self.backend.close()
 
@@ -157,7 +159,7 @@ class CacheEngine:
         return ChunkRun(self.database.keys(names, self.metadata.shards), chunks, pages.copiers)
 
     def _pages(self, kv_caches: KVCaches | None) -> _Pages:
-        """Returns what these tensors, or else the registered ones, are copied with."""
+        """Returns these tensors, or the registered ones, with their copiers."""
         if kv_caches is None:
             if self._registered is None:
                 raise ValueError("no KV tensors: call register_kv_caches first")
@@ -208,7 +210,7 @@ class CacheEngineBuilder:
         metrics: CacheMetrics | None = None,
         backend: Callable[[NodeSettings, int], StorageBackend] | None = None,
     ) -> CacheEngine:
-        """Returns the engine of this id, and makes it if there is none yet. Does not wait for the pool.
+        """Returns the engine with this id. Creates it if there is none, without waiting for the pool.
 
         Raises ValueError if one exists for another config, metadata or layout. `backend` replaces the configured tiers.
         """
@@ -233,13 +235,13 @@ class CacheEngineBuilder:
 
     @classmethod
     def get(cls, instance_id: str) -> CacheEngine | None:
-        """Returns the engine of this id, if there is one."""
+        """Returns the engine with this id, if there is one."""
         with cls._lock:
             return cls._engines.get(instance_id)
 
     @classmethod
     def destroy(cls, instance_id: str) -> None:
-        """Close and forget the engine of this id; nothing happens if there is none."""
+        """Closes and forgets the engine with this id. Does nothing if there is none."""
         with cls._lock:
             engine = cls._engines.pop(instance_id, None)
         if engine is not None:

@@ -4,11 +4,11 @@ from transfer.errors import PdCacheError
 
 
 class ConfigError(PdCacheError):
-    """A configuration file that cannot be used; the message names file, key path, value and what is allowed."""
+    """A configuration file that cannot be used. The message names the file, the key's path, the value and what is allowed."""
 
 
 class LayoutError(PdCacheError, ValueError):
-    """KV tensors of a shape, stride or type that pages cannot be moved in and out of."""
+    """KV tensors whose shape, stride or type does not allow pages to be moved in and out."""
 
 
 class UnsupportedModelError(PdCacheError, ValueError):

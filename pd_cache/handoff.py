@@ -1,6 +1,6 @@
-"""What a prefill node tells a decode node about a prompt: our part of `kv_transfer_params`. The one home of that format.
+"""What a prefill node tells a decode node about a prompt: our part of `kv_transfer_params`. The only module that knows this format.
 
-A proxy sends the prefill node `do_remote_decode: true`, and forwards the node's answer to the decode node unread:
+A proxy sends `do_remote_decode: true` to the prefill node, and forwards the node's answer to the decode node unread:
 
     {"do_remote_prefill": true, "pd_cache": {"prefix_tokens": 4096, "namespace": "0123456789abcdef",
                                              "prefill": {"cached_tokens": 1024, "computed_tokens": 3072}}}
@@ -33,7 +33,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     prefix_tokens: Count = 0
     """Whole chunks, from the start of the prompt."""
     namespace: Annotated[str, msgspec.Meta(pattern=r"^[!-~]{0,64}\Z")] = ""
-    """Fingerprint of the namespace they are stored in; a node of another one need not wait. Empty if unknown."""
+    """Fingerprint of the namespace they are stored in; a node of another namespace need not wait. Empty if unknown."""
     prefill: PrefillWork | None = None
 
 
@@ -48,7 +48,7 @@ class _Params(msgspec.Struct, frozen=True):
 
 
 class BadParams(ValueError):
-    """`kv_transfer_params` that are wrong. `path` is the key's, with dots; empty for all of them."""
+    """`kv_transfer_params` that are wrong. `path` is the path of the wrong key, with dots; empty if it is the whole."""
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__(f"kv_transfer_params{path and '.' + path}: {message}")
@@ -59,14 +59,15 @@ class Handoff(msgspec.Struct, frozen=True):
     """A request's `kv_transfer_params`, as a node understands them."""
 
     announce: bool = False
-    """Another node decodes this prompt: say what was stored."""
+    """Another node decodes this prompt, so this node has to say what it stored."""
     announced: Announcement | None = None
 
 
 def read_params(params: object) -> Handoff:
-    """Reads a request's `kv_transfer_params`. Raises BadParams, which says what is wrong. Keys of other connectors are ignored.
+    """Reads a request's `kv_transfer_params`. Keys of other connectors are ignored.
 
-    `params`: any value that an engine found there; None and an empty mapping ask for nothing.
+    `params` may be any value that an engine received; None and an empty mapping ask for nothing. Raises BadParams, which says what is
+    wrong.
     """
     if params is None:
         return Handoff()
@@ -82,5 +83,5 @@ def read_params(params: object) -> Handoff:
 
 
 def write_params(announcement: Announcement) -> dict[str, Any]:
-    """The `kv_transfer_params` of a prefill node's answer."""
+    """Returns the `kv_transfer_params` for a prefill node's answer."""
     return {"do_remote_prefill": True, "pd_cache": msgspec.to_builtins(announcement)}

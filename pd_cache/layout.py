@@ -1,10 +1,10 @@
 """KVLayout: how an engine lays out its paged cache, and how many bytes a chunk has. Pure.
 
-Every layout that we know comes down to one picture. The cache is a list of **planes**, one or two a layer; a plane is an
-array of **pages**, page b being the part of block b that lies in that plane, contiguous; and inside a page the bytes of a
-token are `pieces` runs of `piece_bytes`: a page is `[pieces, block_size, piece_bytes]`.
+Every layout that we know can be described in the same way. The cache is a list of **planes**, one or two per layer. A plane is an array
+of **pages**: page b is the part of block b that lies in this plane, and it is contiguous. Inside a page, the bytes of a token are
+`pieces` runs of `piece_bytes`: a page is `[pieces, block_size, piece_bytes]`.
 
-| tensors of a layer | planes a layer | pieces |
+| tensors of a layer | planes per layer | pieces |
 |---|---|---|
 | `HEADS_FIRST` `[blocks, kv_heads, block_size, 2*head_dim]` | 1 | kv_heads |
 | `KV_OUTER` `[2, blocks, block_size, kv_heads, head_dim]` | 2 | 1 |
@@ -12,10 +12,10 @@ token are `pieces` runs of `piece_bytes`: a page is `[pieces, block_size, piece_
 | `HEADS_LAST` `[blocks, kv_heads, block_size, 2*head_dim]`, laid out in memory as `[blocks, block_size, kv_heads, …]` | 1 | 1 |
 | `MLA` `[blocks, block_size, dim]` | 1 | 1 |
 
-Whole blocks move as opaque pages; only slot mappings that are no whole blocks look at the pieces.
+Whole blocks move as opaque pages. Pieces matter only for slot mappings that do not cover whole blocks.
 
-Where a piece is a head (`HEADS_FIRST`), pages can be cut into **shards** of some heads each: contiguous slices, which is what
-lets nodes of different tensor-parallel size use the same objects.
+If each piece is a head (`HEADS_FIRST`), pages can be cut into **shards** of some heads each. Shards are contiguous slices, so nodes of
+different tensor-parallel size can use the same objects.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     blocks: int
     block_size: int
-    """Tokens a block."""
+    """Tokens per block."""
     pieces: int
     piece_bytes: int
     dtype: str
@@ -108,17 +108,17 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_format(self) -> str:
-        """What lies inside a page, in a word, e.g. `heads_first.8x16x512`: part of the namespace."""
+        """What lies inside a page, in a word, e.g. `heads_first.8x16x512`; part of the namespace."""
         return f"{self.kind.value}.{self.pieces}x{self.block_size}x{self.piece_bytes}"
 
     def chunk_bytes(self, chunk_size: int) -> int:
-        """Bytes of a chunk's pages. ValueError if `chunk_size` is no whole number of blocks."""
+        """Returns the bytes of a chunk's pages. Raises ValueError if `chunk_size` is not a whole number of blocks."""
         if chunk_size < 1 or chunk_size % self.block_size:
             raise ValueError(f"chunk_size {chunk_size} must be a positive multiple of block_size {self.block_size}")
         return chunk_size // self.block_size * self.block_bytes
 
     def shard(self, count: int) -> KVLayout:
-        """The layout of one of `count` equal shards of each page. LayoutError where pages cannot be cut like that."""
+        """Returns the layout of one of `count` equal shards of each page. Raises LayoutError if pages cannot be cut like that."""
         if count == 1:
             return self
         if self.kind is not PageKind.HEADS_FIRST:
@@ -133,10 +133,10 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_tensors(cls, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor],
                      kind: PageKind | None = None) -> KVLayout:  # fmt: skip
-        """Derive the layout from the engine's tensors, one a layer, in layer order.
+        """Derives the layout from the engine's tensors, one per layer, in layer order.
 
-        `kind` is needed only where shapes cannot tell `KV_OUTER` from `KV_INNER` (both first dimensions 2). Raises
-        LayoutError for tensors that differ from each other, have an unknown shape, or pages that are not contiguous.
+        `kind` is needed only if shapes cannot tell `KV_OUTER` from `KV_INNER` (both first dimensions are 2). Raises LayoutError for
+        tensors that differ from each other, have an unknown shape, or have pages that are not contiguous.
         """
         tensors = layer_tensors(kv_caches)
         if not tensors:
@@ -173,19 +173,19 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def layer_tensors(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors in layer order, whichever way the engine keeps them."""
+    """Returns the tensors in layer order, whether the engine keeps them in a mapping or a sequence."""
     return list(kv_caches.values()) if isinstance(kv_caches, Mapping) else list(kv_caches)
 
 
 def shard_tensors(tensors: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
-    """The views of each of `count` shards of `HEADS_FIRST` tensors; see `KVLayout.shard`."""
+    """Returns, for each of `count` shards, the views of it in `HEADS_FIRST` tensors; see `KVLayout.shard`."""
     if count == 1:
         return [list(tensors)]
     return [list(views) for views in zip(*(tensor.chunk(count, dim=1) for tensor in tensors), strict=True)]
 
 
 def _page(kind: PageKind, tensor: torch.Tensor) -> torch.Tensor:
-    """The first page, its dimensions in the order in which the bytes should lie."""
+    """Returns the first page, with its dimensions in the order in which the bytes should lie."""
     if kind is PageKind.KV_OUTER:
         return tensor[0, 0]
     return tensor[0].transpose(0, 1) if kind is PageKind.HEADS_LAST else tensor[0]

@@ -1,7 +1,7 @@
-"""What the cache counts, in Prometheus' terms, and the log lines that go with troubles.
+"""What the cache counts, as Prometheus metrics, and the log lines that report troubles.
 
-Metrics live in a registry that the caller owns; nothing is registered globally. An outage is never counted as a plain
-miss: `pd_cache_troubles_total` has a `reason` for every chunk that could not be stored, and for each that ended a load.
+Metrics live in a registry that the caller owns; nothing is registered globally. An outage is never counted as a plain miss:
+`pd_cache_troubles_total` has a `reason` for every chunk that could not be stored, and for each that ended a load.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 
 
 
 class TierMetrics:
-    """What one storage tier counts. Chunks, except where said otherwise."""
+    """The counters of one storage tier. They count chunks unless stated otherwise."""
 
     def __init__(self, owner: CacheMetrics, tier: str) -> None:
         self.tier = tier
@@ -35,60 +35,60 @@ class TierMetrics:
         self._off = owner._tier_off.labels(tier)
 
     def hit(self, chunks: int = 1) -> None:
-        """Chunks that were read from this tier."""
+        """Counts chunks that were read from this tier."""
         self._hits.inc(chunks)
 
     def missed(self, reason: str) -> None:
-        """A chunk that this tier should have had, by its own index; the next tier was asked."""
+        """Counts a chunk that this tier should have had according to its own index; the next tier was asked."""
         self._owner._tier_misses.labels(self.tier, reason).inc()
         self._owner.say(f"tier {self.tier}", reason, 1, "", "chunks not read")
 
     def holds(self, nbytes: int) -> None:
-        """Bytes that the tier holds now."""
+        """Sets the number of bytes that the tier holds now."""
         self._bytes.set(nbytes)
 
     def evicted(self, chunks: int) -> None:
-        """Chunks that were evicted for others."""
+        """Counts chunks that were evicted to make room for others."""
         if chunks:
             self._evictions.inc(chunks)
 
     def dropped(self, reason: str, chunks: int = 1) -> None:
-        """Writes that did not happen."""
+        """Counts writes that did not happen."""
         if chunks:
             self._owner._tier_dropped.labels(self.tier, reason).inc(chunks)
             self._owner.say(f"tier {self.tier}", reason, chunks, "", "writes dropped")
 
     def healed(self) -> None:
-        """Count a damaged object that was removed, so that it is written again."""
+        """Counts a damaged object that was removed, so that it can be written again."""
         self._owner._tier_healed.labels(self.tier).inc()
         self._owner.say(f"tier {self.tier}", "damaged", 1, "", "objects removed, to be stored again")
 
     def ignored(self, kind: str, files: int) -> None:
-        """Count files found at start that are not whole objects of ours."""
+        """Counts files found at the start that are not whole objects of ours."""
         if files:
             self._owner._tier_ignored.labels(self.tier, kind).inc(files)
 
     def budget(self, nbytes: int) -> None:
-        """Bytes that the tier may hold now."""
+        """Sets the number of bytes that the tier may hold now."""
         self._owner._tier_budget.labels(self.tier).set(nbytes)
 
     def shrunk(self, nbytes: int, detail: str) -> None:
-        """Set the budget to `nbytes`, because the file system has no room for all of it."""
+        """Sets the budget to `nbytes`, because the file system has no room for the configured one."""
         self.budget(nbytes)
         self._owner.say(f"tier {self.tier}", "evicted, the file system is full", 1, detail)
 
     def spoiled(self, what: str, error: str, detail: str) -> None:
-        """Count a file that could not be read, written or deleted because of an `error` that concerns it alone."""
+        """Counts a file that could not be read, written or deleted because of an `error` that affects only this file."""
         self._owner._tier_spoiled.labels(self.tier, error).inc()
         self._owner.say(f"tier {self.tier}: {what} failed", error, 1, detail, "files")
 
     def switched_off(self, reason: str) -> None:
-        """Note that the tier failed and is left alone for a while, or is only read."""
+        """Notes that the tier failed and is left alone for a while, or can only be read."""
         self._off.set(1)
         self._owner._tier_failures.labels(self.tier, reason).inc()
 
     def switched_on(self) -> None:
-        """Note that the tier is in use."""
+        """Notes that the tier is in use."""
         self._off.set(0)
 
 
@@ -127,7 +127,7 @@ class CacheMetrics:
             registry=self.registry,
         )
         self.changes = 0
-        """Goes up whenever something was counted."""
+        """Increases whenever something was counted."""
         tier, registry = ["tier"], self.registry
         self._tier_hits = Counter("pd_cache_tier_hits", "Chunks read, by tier", tier, registry=registry)
         self._tier_misses = Counter(
@@ -165,17 +165,17 @@ class CacheMetrics:
         self._lock = threading.Lock()
 
     def tokens(self, op: str, outcome: str, count: int) -> None:
-        """Count tokens; outcomes are `requested` and `hit`, `loaded` or `stored`."""
+        """Counts tokens; outcomes are `requested` and `hit`, `loaded` or `stored`."""
         if count:
             self._tokens[op, outcome].inc(count)
 
     def moved(self, op: str, nbytes: int) -> None:
-        """Count payload bytes that arrived."""
+        """Counts payload bytes that arrived."""
         if nbytes:
             self._bytes.labels(op).inc(nbytes)
 
     def trouble(self, op: str, reason: str, chunks: int = 1, *, detail: str = "") -> None:
-        """Count chunks that ended in `reason`, and say so in the log, at most once in ten seconds for each reason."""
+        """Counts chunks that ended in `reason`, and logs it at most once in ten seconds for each reason."""
         if not chunks:
             return
         self.changes += 1
@@ -189,14 +189,14 @@ class CacheMetrics:
             log.warning("%s: %d %s: %s%s", what, total, unit, reason, detail and f" ({detail})")
 
     def tier(self, name: str) -> TierMetrics:
-        """The counters of one storage tier."""
+        """Returns the counters of one storage tier."""
         with self._lock:
             if name not in self._tiers:
                 self._tiers[name] = TierMetrics(self, name)
             return self._tiers[name]
 
     def totals(self) -> dict[tuple[str, ...], float]:
-        """Returns everything counted so far: (family, labels...) -> value. For durations it has sum and number, but no buckets."""
+        """Returns everything counted so far: (family, labels...) -> value. A duration appears as sum and number, without buckets."""
         found: dict[tuple[str, ...], float] = {}
         for family in self.registry.collect():
             for sample in family.samples:
@@ -208,7 +208,7 @@ class CacheMetrics:
         return found
 
     def outages(self, op: str, statuses: Sequence[Status]) -> None:
-        """Count every status that is neither OK nor a plain miss."""
+        """Counts every status that is neither OK nor a plain miss."""
         if statuses.count(Status.OK) + statuses.count(Status.MISSING) < len(statuses):
             for status, chunks in collections.Counter(statuses).items():
                 if status is not Status.OK and status is not Status.MISSING:
@@ -216,7 +216,7 @@ class CacheMetrics:
 
     @contextmanager
     def timed(self, op: str) -> Iterator[None]:
-        """Observe the duration of the body, however it ends."""
+        """Observes the duration of the block, however it ends."""
         start = time.perf_counter()
         try:
             yield

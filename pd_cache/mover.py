@@ -1,7 +1,7 @@
 """ChunkMover: moves runs of chunks between a paged cache and a backend, for an engine's own cache and for a cache server.
 
-Store and load are pipelines over the backend's memory: while one batch of chunks is on the network, the next is gathered or
-the last is scattered.
+Store and load are pipelines over the backend's memory: while one batch of chunks is on the network, the next is gathered or the last is
+scattered.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Deadline:
         self._end = None if timeout is None else clock() + timeout
 
     def left(self) -> float | None:
-        """The seconds until then, at least 0; None where there is no deadline."""
+        """Returns the seconds until the deadline, at least 0; None if there is no deadline."""
         return None if self._end is None else max(0.0, self._end - self._clock())
 
     @property
@@ -43,26 +43,26 @@ class Deadline:
 
 
 class ChunkRun(NamedTuple):
-    """Chunks of a prompt: the keys of their objects, the places of their tokens in a paged cache, and the methods that move them."""
+    """Chunks of a prompt: the keys of their objects, the places of their tokens in a paged cache, and the copiers that move them."""
 
     keys: list[str]
-    """Chunk by chunk, and in each shard by shard."""
+    """Chunk by chunk, and within a chunk shard by shard."""
     chunks: list[ChunkSlots]
     copiers: list[PagedCopier]
     """One for each shard."""
 
     def part(self, first: int, end: int) -> ChunkRun:
-        """The run of the chunks from `first` to before `end`."""
+        """Returns the run of the chunks from `first` to before `end`."""
         shards = len(self.copiers)
         return ChunkRun(self.keys[first * shards : end * shards], self.chunks[first:end], self.copiers)
 
     def gather(self, index: int, payload: torch.Tensor) -> PendingCopy:
-        """Begin to copy the tokens of the object with the key of this index into `payload`."""
+        """Begins to copy into `payload` the tokens of the object whose key has this index."""
         chunk, shard = divmod(index, len(self.copiers))
         return self.copiers[shard].gather(self.chunks[chunk], payload)
 
     def scatter(self, index: int, payload: torch.Tensor) -> PendingCopy:
-        """Begin to copy the object with the key of this index to where its tokens belong."""
+        """Begins to copy the object whose key has this index to the places of its tokens."""
         chunk, shard = divmod(index, len(self.copiers))
         return self.copiers[shard].scatter(self.chunks[chunk], payload)
 
@@ -70,8 +70,8 @@ class ChunkRun(NamedTuple):
 class ChunkMover:
     """Moves runs of chunks between paged caches and a backend, in overlapping steps. Thread-safe.
 
-    The caller keeps ownership of the backend. The backend's failures are counted and never raised. A copier's errors go to the caller,
-    with all memory given back.
+    The caller keeps ownership of the backend. The backend's failures are counted and never raised. A copier's errors are raised to the
+    caller, after all memory has been given back.
     """
 
     def __init__(self, backend: StorageBackend, database: ChunkedTokenDatabase, metrics: CacheMetrics) -> None:
@@ -86,13 +86,13 @@ class ChunkMover:
 
     @property
     def closed(self) -> bool:
-        """True in a forked child, too: the threads that move chunks do not exist there."""
+        """Whether it is closed. True in a forked child, too: the threads that move chunks do not exist there."""
         return self._closed or os.getpid() != self._process
 
     def store(self, run: ChunkRun, timeout: float | None = None) -> list[StoreOutcome]:
-        """Store the objects that the backend lacks; returns what became of each chunk.
+        """Stores the objects that the backend lacks. Returns the outcome of each chunk.
 
-        `timeout` (s) bounds the whole call; without it, each transfer has the configured one.
+        `timeout` (s) bounds the whole call; without it, each transfer has the configured timeout.
         """
         outcomes, shards = self._store(run, timeout), len(run.copiers)
         if shards == 1:
@@ -100,7 +100,7 @@ class ChunkMover:
         return [StoreOutcome.together(outcomes[at : at + shards]) for at in range(0, len(outcomes), shards)]
 
     def load(self, run: ChunkRun, timeout: float | None = None) -> int:
-        """Load chunks in order up to the first that is missing. Returns how many were loaded. `timeout` (s) bounds the whole call."""
+        """Loads chunks in order up to the first that is missing. Returns how many were loaded. `timeout` (s) bounds the whole call."""
         self.metrics.tokens("retrieve", "requested", self._tokens(run, len(run.keys)))
         with self._moving() as may_move, self.metrics.timed("retrieve"):
             if not run.keys or not may_move:
@@ -112,7 +112,7 @@ class ChunkMover:
         return loaded
 
     def close(self, timeout: float) -> bool:
-        """Begin nothing more, and wait up to `timeout` seconds for the moves under way. Returns False if it was closed before."""
+        """Begins no more moves, and waits up to `timeout` seconds for those under way. Returns False if it was closed before."""
         if self.closed:  # in a forked child, a thread that does not exist here may hold the lock
             return False
         with self._idle:
@@ -126,12 +126,12 @@ class ChunkMover:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _tokens(self, run: ChunkRun, objects: int) -> int:
-        """Returns how many tokens so many objects of a run hold."""
+        """Returns how many tokens this many objects of a run hold."""
         return objects * self._database.chunk_size // len(run.copiers)
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[bool]:
-        """Keep `close` waiting while bytes move. Yields False if it is closed already."""
+        """Keeps `close` waiting while bytes move. Yields False if the mover is closed already."""
         moves = False
         try:
             if not self.closed:
@@ -147,7 +147,7 @@ class ChunkMover:
                     self._idle.notify_all()
 
     def _store(self, run: ChunkRun, timeout: float | None) -> list[StoreOutcome]:
-        """Returns what became of each object."""
+        """Returns the outcome of each object."""
         deadline = Deadline(timeout)
         outcomes = [StoreOutcome.NOT] * len(run.keys)
         self.metrics.tokens("store", "requested", self._tokens(run, len(run.keys)))
@@ -189,9 +189,9 @@ class ChunkMover:
         return statuses
 
     def _gather(self, run: ChunkRun, indices: list[int], deadline: Deadline) -> list[Staged]:
-        """Stage objects of `indices`, from the first, as far as there is memory. Stages none only if no memory came free in time.
+        """Stages the objects of `indices`, from the first, as far as there is memory. Stages none only if no memory became free in time.
 
-        Only the first waits for memory, so that two stores that hold some never wait for each other. Each object is sealed as soon
+        Only the first object waits for memory, so that two stores that hold some never wait for each other. Each object is sealed as soon
         as its bytes are there, so that any later change of the memory is detected.
         """
         staged: list[Staged] = []
@@ -215,7 +215,7 @@ class ChunkMover:
         return staged
 
     def _get(self, run: ChunkRun, timeout: float | None) -> int:
-        """Scatter objects in order up to the first that is missing. Returns how many were loaded."""
+        """Scatters objects in order up to the first that is missing. Returns how many were loaded."""
         loaded = 0
         deadline = Deadline(timeout)
         with contextlib.closing(self.backend.batched_get(run.keys, timeout=timeout)) as fetches:
@@ -229,8 +229,8 @@ class ChunkMover:
                     if fetched.payload is None:
                         self.metrics.trouble("retrieve", fetched.reason)
                         break
-                    # waited for at once: the transfers behind this chunk run ahead meanwhile, and a reader that holds
-                    # no memory while it waits for the next chunk can never keep another from going on
+                    # wait immediately: meanwhile the transfers behind this chunk run ahead. A reader that holds no
+                    # memory while it waits for the next chunk can never block another reader.
                     run.scatter(index, torch.frombuffer(fetched.payload, dtype=torch.uint8)).wait()
                     loaded += 1
                 finally:
@@ -238,7 +238,7 @@ class ChunkMover:
         return loaded
 
     def _annotate(self, deadline: Deadline) -> None:
-        """Leave the namespace's manifest beside its chunks, once."""
+        """Stores the namespace's manifest beside its chunks, once."""
         if not self._annotated:
             key, manifest = self._database.manifest_key, self._database.namespace.manifest()
             self._annotated = self.backend.annotate(key, manifest, timeout=deadline.left()) is Status.OK

@@ -1,4 +1,4 @@
-"""PromptCache: a `BlockCache` by tokens, masks and slot mappings, for callers that speak those."""
+"""PromptCache: a `BlockCache` in terms of tokens, masks and slot mappings, for callers that use those."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class _Wanted(NamedTuple):
     first: int
     """The first wanted token."""
     length: int
-    """Of the prompt, in tokens."""
+    """The prompt's length in tokens."""
 
 
 class PromptCache:
-    """`lookup`, `store` and `retrieve` of prompts, given as token ids or as the engine's block hashes. Thread-safe.
+    """`lookup`, `store` and `retrieve` for prompts, given as token ids or as the engine's block hashes. Thread-safe.
 
     What the pool cannot do is counted, and never raised. The caller's mistakes raise ValueError before anything moves.
     """
 
     def __init__(self, cache: BlockCache) -> None:
-        """`cache` stays its owner's."""
+        """The caller keeps ownership of `cache`."""
         self.cache = cache
 
     def lookup(
@@ -44,7 +44,7 @@ class PromptCache:
     ) -> int:
         """Returns the length, in tokens, of the longest prefix that the cache holds.
 
-        The whole chunks among the first `at_hand` tokens are not asked for and count as found. `timeout` (s) bounds the request.
+        The whole chunks among the first `at_hand` tokens are not looked up and count as found. `timeout` (s) bounds the request.
         """
         size, names = self.cache.chunk_size, self.cache.name_chunks(tokens, hashes, extra_keys)
         chunks = min(max(at_hand, 0) // size, len(names))
@@ -61,12 +61,12 @@ class PromptCache:
         extra_keys: Iterable[ExtraKey] = (),
         timeout: float | None = None,
     ) -> int:
-        """Store the whole chunks of a prompt that the pool lacks; returns the tokens newly stored.
+        """Stores the whole chunks of a prompt that the pool lacks. Returns how many tokens were newly stored.
 
-        tokens: n ids, or `hashes`: one per block, n = blocks * block_size. mask: bool [n], `FFFTTT`, the False prefix a
-        whole number of chunks that need no storing. slot_mapping: int [n], `block * block_size + offset` of each token.
-        kv_caches: the engine's tensors, one a layer; those that are registered if it is left out. timeout (s) bounds the whole;
-        without it each transfer has the configured one.
+        The prompt is `tokens`, n ids, or `hashes`, one per block, with n = blocks * block_size. mask: bool [n], `FFFTTT`; the False
+        prefix is a whole number of chunks that need no storing. slot_mapping: int [n], `block * block_size + offset` of each token.
+        kv_caches: the engine's tensors, one per layer; by default the registered ones. timeout (s) bounds the whole call; without it,
+        each transfer has the configured timeout.
         """
         wanted = self._wanted(tokens, mask, slot_mapping, hashes, extra_keys)
         outcomes = self.cache.store(wanted.names, wanted.places, kv_caches=kv_caches, timeout=timeout)
@@ -84,12 +84,13 @@ class PromptCache:
         session: str = "",
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """Load a prompt's chunks into the paged buffer, up to the first that the pool lacks.
+        """Loads a prompt's chunks into the paged buffer, up to the first that the pool lacks.
 
-        Arguments as for `store`, but `timeout` (s) bounds the whole; the mask's False prefix is not wanted. The wanted
-        slots may begin with whole blocks of -1, which are left as they are: the engine has them. Returns a bool tensor
-        [n] on the CPU: True where the token's KV now lies in the buffer, one contiguous run from the mask's first True.
-        Slots of wanted tokens that come back False may have been overwritten; all other slots are untouched.
+        Returns a bool tensor [n] on the CPU: True for each token whose KV is now in the buffer, one contiguous run from the mask's first
+        True. Slots of wanted tokens that are False in it may have been overwritten; all other slots are untouched.
+
+        The arguments are those of `store`, except that the mask's False prefix is not wanted and that the wanted slots may begin with
+        whole blocks of -1. Those blocks are skipped: the engine has them. timeout (s) bounds the whole call.
         """
         wanted = self._wanted(tokens, mask, slot_mapping, hashes, extra_keys)
         loaded = self.cache.retrieve(wanted.names, wanted.places, kv_caches=kv_caches, session=session, timeout=timeout)
@@ -105,7 +106,7 @@ class PromptCache:
         hashes: Sequence[bytes] | None,
         extra_keys: Iterable[ExtraKey],
     ) -> _Wanted:
-        """Checks the arguments and returns what of the prompt is wanted."""
+        """Checks the arguments and returns the part of the prompt that is wanted."""
         cache, size = self.cache, self.cache.chunk_size
         names = cache.name_chunks(tokens, hashes, extra_keys)
         length = len(tokens) if tokens is not None else len(hashes or ()) * cache.block_size
@@ -118,7 +119,7 @@ class PromptCache:
 
 
 def _unwanted_prefix(mask: Mask | None, length: int, chunk_size: int) -> int:
-    """Returns how many tokens, from the first, a mask of `length` leaves out. Raises ValueError for any other shape of mask."""
+    """Returns how many tokens, from the first, a mask of `length` leaves out. Raises ValueError for a mask of any other shape."""
     if mask is None:
         return 0
     wanted = mask if isinstance(mask, torch.Tensor) else torch.tensor(list(mask), dtype=torch.bool)

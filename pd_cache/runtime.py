@@ -1,12 +1,12 @@
 """Where processes of one user leave files for one another: sockets, locks, and notes about what runs.
 
-Everything of that kind lies in one folder that belongs to the user alone, `$XDG_RUNTIME_DIR/pd-cache` or `/tmp/pd-cache-UID`.
-In /tmp every local user can create that folder first, or a link of that name. So nothing in it is believed before the folder itself
-has been opened without following a link, and its owner and mode have been read from the open folder. After that nobody else can
-replace it: /tmp is sticky, and the folder's mode is 0700.
+All such files are in one folder that belongs to the user alone, `$XDG_RUNTIME_DIR/pd-cache` or `/tmp/pd-cache-UID`. In /tmp, every local
+user can create that folder first, or a link of that name. So nothing in it is trusted until the folder itself has been opened without
+following a link, and its owner and mode have been read from the open folder. After that no other user can replace it: /tmp is sticky, and
+the folder's mode is 0700.
 
-A file says what is running only while its writer holds a lock on it. The kernel releases the lock when the writer ends, however
-it ends; a pid could have been given to another process.
+A file is valid only while its writer holds a lock on it. The kernel releases the lock when the writer ends, however it ends. A pid would
+not do: it could have been given to another process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def runtime_folder() -> Path:
 
 
 def _folders() -> list[Path]:
-    """Returns the folders that a process of this user may have chosen: not every process has the variable."""
+    """Returns the folders that a process of this user may have chosen: not every process has XDG_RUNTIME_DIR."""
     shared = _SHARED / f"pd-cache-{os.geteuid()}"
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     if named.startswith("/"):
@@ -52,7 +52,7 @@ def _folders() -> list[Path]:
 
 @contextlib.contextmanager
 def own_folder(path: Path | None = None) -> Iterator[int]:
-    """Makes the folder (by default `runtime_folder()`) if need be, and yields a descriptor of it.
+    """Makes the folder (by default `runtime_folder()`) if it does not exist, and yields a descriptor of it.
 
     Raises RuntimeFolderError if it is a link, belongs to another user, or is open to others.
     """
@@ -71,9 +71,9 @@ def own_folder(path: Path | None = None) -> Iterator[int]:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Makes a folder inside of the runtime folder, and removes it at the end.
+    """Makes a folder inside the runtime folder, and removes it at the end.
 
-    Folders of this kind that killed processes left are removed, too. Raises RuntimeFolderError as `own_folder` does.
+    It also removes such folders that killed processes left behind. Raises RuntimeFolderError for the same reasons as `own_folder`.
     """
     with own_folder() as parent:
         base = runtime_folder()
@@ -96,7 +96,7 @@ def temporary_folder() -> Iterator[Path]:
 def note(name: str, text: str) -> Iterator[bool]:
     """Leaves `text` under `name` in the runtime folder for as long as the context lasts; see `read_note`.
 
-    Yields False, and leaves nothing, if a living process has left one there.
+    Yields False, and leaves nothing, if a living process has already left a note there.
     """
     if read_note(name) is not None:
         yield False
@@ -118,14 +118,15 @@ def note(name: str, text: str) -> Iterator[bool]:
 
 
 def read_note(name: str) -> str | None:
-    """Returns the note of a living process of this user; None if there is none. Raises RuntimeFolderError as `own_folder` does."""
+    """Returns the note of a living process of this user; None if there is none. Raises RuntimeFolderError for the same reasons as
+    `own_folder`."""
     for number, path in enumerate(_folders()):
         try:
             folder = _opened(path)
         except FileNotFoundError:
             continue
         except OSError as error:
-            if number:  # not ours, and not the one that we use: what another user planted there is nothing to us
+            if number:  # not the folder that we use, and not ours: ignore what another user planted there
                 continue
             raise RuntimeFolderError(f"{path}: {error.strerror}; {_REPAIR}") from None
         try:
@@ -151,9 +152,9 @@ def _read(name: str, folder: int) -> str | None:
 
 @contextlib.contextmanager
 def lock_file(path: Path) -> Iterator[bool]:
-    """Holds a lock on a file, which is removed afterwards. Yields False at once if another process holds the lock.
+    """Holds a lock on a file, which is removed afterwards. Yields False immediately if another process holds the lock.
 
-    A file that a killed process left is taken over.
+    A file left behind by a killed process is taken over.
     """
     while True:
         with open(_made(path), "wb") as file:
@@ -176,7 +177,10 @@ _REPAIR = "remove it, or set XDG_RUNTIME_DIR to a folder of your own with mode 0
 
 
 def _opened(path: Path) -> int:
-    """Returns a descriptor of a folder that is ours alone. Raises OSError if it does not exist, RuntimeFolderError if it is not ours."""
+    """Returns a descriptor of a folder that is ours alone.
+
+    Raises OSError if it does not exist, RuntimeFolderError if it is not ours.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         found, above = os.fstat(descriptor), path.parent.stat()
@@ -200,7 +204,7 @@ def _made(path: Path) -> int:
 
 
 def _locked(descriptor: int) -> bool:
-    """Whether another open file holds a lock on this one."""
+    """Returns whether another open file holds a lock on this one."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -209,11 +213,11 @@ def _locked(descriptor: int) -> bool:
 
 
 def _held(name: str, folder: int) -> bool:
-    """Whether the process that made a temporary folder still lives."""
+    """Returns whether the process that made a temporary folder is still alive."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
     except OSError:
-        return True  # not a folder of ours: left alone
+        return True  # not a folder of ours: leave it alone
     try:
         return _locked(descriptor)
     finally:
@@ -221,7 +225,7 @@ def _held(name: str, folder: int) -> bool:
 
 
 def _is_still(descriptor: int, name: str | Path, folder: int | None = None) -> bool:
-    """Whether a name still stands for the open file."""
+    """Returns whether a name still refers to the open file."""
     try:
         named = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:

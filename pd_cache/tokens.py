@@ -51,7 +51,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: Size
     chunk_size: Size
     shards: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)]
-    """Into how many objects a chunk is cut: the tensor-parallel size for most models, or a multiple of it."""
+    """How many objects a chunk is cut into: the tensor-parallel size for most models, or a multiple of it."""
     hash_mode: Literal["tokens", "blocks"]
     hash_seed: str = ""
     """Hash mode: what the engine's block hashes depend on besides tokens (algorithm and seed)."""
@@ -62,18 +62,18 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, manifest: bytes) -> Namespace:
-        """Reverses `manifest`. Raises ValueError for any other text, and for another version's."""
+        """Reads what `manifest` returned. Raises ValueError for any other text, and for another version's manifest."""
         told: dict[str, str | int] = decode_json(manifest, dict[str, str | int])
         if told.pop("format", None) != KEY_FORMAT:
             raise ValueError(f"no manifest of format {KEY_FORMAT}: {manifest[:200]!r}")
         return msgspec.convert(told, prepared(cls))
 
     def described(self) -> dict[str, Any]:
-        """The two fields by which a node reports its namespace."""
+        """Returns the two fields by which a node reports its namespace."""
         return {"fingerprint": self.fingerprint(), "namespace": msgspec.to_builtins(self)}
 
     def fingerprint(self) -> str:
-        """16 hex digits that are equal if and only if all fields are equal."""
+        """Returns 16 hex digits that are equal if and only if all fields are equal."""
         return hashlib.sha256(self.manifest()).hexdigest()[:16]
 
 
@@ -108,8 +108,8 @@ def _tensor_bytes(tokens: Any) -> bytes:
 
 
 def root(extra_keys: Iterable[ExtraKey] = ()) -> bytes:
-    """`H_{-1}`: it keeps requests of different isolation apart. Each part is tagged and length-prefixed, so that
-    ("ab", "c") and ("a", "bc") differ, and so do "1" and 1."""
+    """Returns `H_{-1}`, which keeps requests of different isolation apart. Each part is tagged and length-prefixed, so that ("ab", "c")
+    and ("a", "bc") differ, and so do "1" and 1."""
     digest = hashlib.sha256(b"pd-cache root")
     for part in extra_keys:
         if isinstance(part, bool) or not isinstance(part, (str, bytes, int)):
@@ -135,9 +135,9 @@ def hash_tokens(tokens: Tokens, chunk_size: int, extra_keys: Iterable[ExtraKey] 
 
 
 def stride_hashes(block_hashes: Sequence[bytes], blocks_per_chunk: int) -> list[bytes]:
-    """Picks, from an engine's chained block hashes, that of each chunk's last block; nothing is hashed twice.
+    """Returns, from an engine's chained block hashes, the hash of each chunk's last block; nothing is hashed twice.
 
-    Short hashes are kept whole, longer ones are truncated to 16 bytes.
+    Short hashes are kept whole; longer ones are truncated to 16 bytes.
     """
     hashes = list(block_hashes[blocks_per_chunk - 1 :: blocks_per_chunk])
     if any(not isinstance(value, bytes) or len(value) < 8 for value in hashes):
@@ -146,26 +146,26 @@ def stride_hashes(block_hashes: Sequence[bytes], blocks_per_chunk: int) -> list[
 
 
 class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What a serving engine says about its model and its place in it; with `CacheConfig` it makes the namespace."""
+    """What a serving engine says about its model and its place in it. Together with `CacheConfig` it determines the namespace."""
 
     model: str
-    """Identifies the weights, not only a name: see `Namespace.model`."""
+    """Identifies the weights; a name alone is not enough: see `Namespace.model`."""
     kv_dtype: str
     page_format: str
     layers: int
     block_size: int
     page_bytes: int
     world_size: int = 1
-    """How many ranks hold a part of each chunk; each holds another part."""
+    """How many ranks hold a part of each chunk; each holds a different part."""
     rank: int = 0
     shards_per_rank: int = 1
-    """How many shards of a chunk each rank holds; each shard is an object. page_format and page_bytes are one shard's."""
+    """How many shards of a chunk each rank holds; each shard is an object. page_format and page_bytes describe one shard."""
 
     @classmethod
     def of(
         cls, model: str, layout: KVLayout, *, world_size: int = 1, rank: int = 0, shards_per_rank: int = 1
     ) -> CacheMetadata:
-        """The metadata of an engine whose paged cache, on this rank, has this layout.
+        """Returns the metadata of an engine whose paged cache, on this rank, has this layout.
 
         Raises LayoutError if its pages cannot be cut into `shards_per_rank` shards.
         """
@@ -184,7 +184,7 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def within(cls, namespace: Namespace) -> CacheMetadata:
-        """Reverses `namespace`, for the first of as many ranks as there are shards."""
+        """Returns metadata for `namespace`: the first of as many ranks as there are shards."""
         return cls(
             model=namespace.model,
             kv_dtype=namespace.kv_dtype,
@@ -205,7 +205,7 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
         return range(self.rank * self.shards_per_rank, (self.rank + 1) * self.shards_per_rank)
 
     def namespace(self, cache: CacheConfig) -> Namespace:
-        """The namespace of all nodes whose KV is interchangeable with this one's."""
+        """Returns the namespace of all nodes whose KV is interchangeable with this one's."""
         return Namespace(
             model=self.model,
             kv_dtype=self.kv_dtype,
@@ -238,13 +238,13 @@ class ChunkedTokenDatabase:
         return f"{self._prefix}/manifest"
 
     def root(self, extra_keys: Iterable[ExtraKey] = ()) -> bytes:
-        """As the function `root`."""
+        """Does the same as the function `root`."""
         return root(extra_keys)
 
     def name_chunks(
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
-        """The hash of each whole chunk of a prompt, given as tokens or, in hash mode, as the engine's block hashes."""
+        """Returns the hash of each whole chunk of a prompt, given as tokens or, in hash mode, as the engine's block hashes."""
         if hashes is not None and tokens is None:
             if tuple(extra_keys):
                 raise ValueError(
@@ -256,22 +256,22 @@ class ChunkedTokenDatabase:
         raise ValueError("exactly one of tokens and block hashes must be given")
 
     def hash_tokens(self, tokens: Tokens, extra_keys: Iterable[ExtraKey] = ()) -> list[bytes]:
-        """Token mode: as the function `hash_tokens`."""
+        """Does the same as the function `hash_tokens`, in token mode."""
         self._expect("tokens")
         return hash_tokens(tokens, self.chunk_size, extra_keys)
 
     def stride_hashes(self, block_hashes: Sequence[bytes]) -> list[bytes]:
-        """Hash mode: as the function `stride_hashes`."""
+        """Does the same as the function `stride_hashes`, in hash mode."""
         self._expect("blocks")
         return stride_hashes(block_hashes, self.blocks_per_chunk)
 
     def keys(self, hashes: Iterable[bytes], shards: Iterable[int] = (0,)) -> list[str]:
-        """Returns the pool's keys of some shards, chunk by chunk: the keys of one chunk follow one another."""
+        """Returns the pool's keys of some shards, chunk by chunk: the keys of a chunk are adjacent."""
         prefixes = [f"{self._prefix}/{shard}/" for shard in shards]
         return [prefix + name for name in (value.hex() for value in hashes) for prefix in prefixes]
 
     def all_shard_keys(self, hashes: Iterable[bytes]) -> list[str]:
-        """The keys of every shard."""
+        """Returns the keys of every shard, chunk by chunk."""
         return self.keys(hashes, range(self.namespace.shards))
 
     def _expect(self, mode: str) -> None:

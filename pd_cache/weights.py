@@ -1,9 +1,9 @@
-"""A digest of a model's folder, which tells apart two models of the same name, shape and size. Pure but for reading files.
+"""A digest of a model's folder, which distinguishes two models of the same name, shape and size. It does nothing but read files.
 
-config.json counts whole. Of weight files, which may be hundreds of gigabytes, samples count: of a safetensors file the
-whole header and four samples of every tensor, so that a fine-tune that touched a single matrix differs; of other formats
-256 samples of the file. A file that differs in a few scattered numbers only may be taken for the same: give such models a
-revision of their own (`connector.revision`).
+The digest covers config.json whole, and samples of the weight files, which may be hundreds of gigabytes. For a safetensors file the
+samples are the whole header and four places in every tensor, so that a fine-tune that changed a single matrix differs. For other formats
+they are 256 places in the file. Files that differ only in a few scattered numbers may get the same digest: give such models a revision of
+their own (`connector.revision`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LONGEST_HEADER = 100 << 20
 
 
 class WeightsError(PdCacheError):
-    """A folder without a model whose weights can be told from those of others."""
+    """A folder without a model whose weights can be distinguished from others."""
 
 
 def weights_digest(folder: Path) -> str:
@@ -48,7 +48,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def _places(opened: BinaryIO, file: Path, size: int) -> Iterator[tuple[int, int]]:
-    """Returns what to read: (start, length) in bytes."""
+    """Yields what to read: (start, length) in bytes."""
     header = _safetensors_header(opened, size) if file.suffix == ".safetensors" else None
     if header is None:
         yield from _spread(0, size, _SAMPLES_OF_A_FILE)
@@ -60,7 +60,7 @@ def _places(opened: BinaryIO, file: Path, size: int) -> Iterator[tuple[int, int]
 
 
 def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
-    """`count` samples from `start` to `end`, the first and the last byte among them; everything if there is no more than that."""
+    """Yields `count` samples from `start` to `end`, including the first and the last byte; the whole range if it is no longer than that."""
     if end - start <= count * _SAMPLE:
         yield start, max(0, end - start)
         return

@@ -21,7 +21,7 @@ _MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "m
 
 
 def about(config: ClusterConfig | None = None, **more: str) -> dict[str, str]:
-    """The command, when and where it ran, versions, and those of the file's settings that bear on speed; then `more`."""
+    """Returns the command, when and where it ran, versions, and those of the file's settings that bear on speed; then `more`."""
     facts = {
         "command": command(),
         "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
@@ -34,7 +34,7 @@ def about(config: ClusterConfig | None = None, **more: str) -> dict[str, str]:
 
 
 def command() -> str:
-    """What was typed; a bench that was started as a module is named as `pd-cache` knows it."""
+    """Returns what was typed; a bench that was started as a module is named as `pd-cache` knows it."""
     program = Path(sys.argv[0])
     words = ["pd-cache", "bench", program.stem] if program.parent.name == "suites" else [program.name]
     return shlex.join([*words, *sys.argv[1:]])
@@ -48,7 +48,7 @@ def machine() -> str:
 
 
 def versions() -> str:
-    """Of pd-cache, Mooncake's wheel and Python."""
+    """The versions of pd-cache, Mooncake's wheel and Python."""
     found = [f"pd-cache {pd_cache.__version__}"]
     for name in _MOONCAKE:
         try:
@@ -59,7 +59,7 @@ def versions() -> str:
 
 
 def settings(config: ClusterConfig) -> dict[str, str]:
-    """The file's `transfer` and `cache` sections as far as they differ from the defaults, and how nodes find one another."""
+    """Returns the file's `transfer` and `cache` sections as far as they differ from the defaults, and how nodes find one another."""
     return {
         "cluster": config.name,
         "discovery": str(config.discovery.__struct_config__.tag),

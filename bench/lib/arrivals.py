@@ -60,7 +60,7 @@ def synthetic(
 
 
 def from_trace(requests: Sequence[Request], times: Iterable[float], scale: float, longest: int) -> list[Arrival]:
-    """The requests of a trace with prompts and outputs `scale` times shorter, and none longer than `longest` in all.
+    """Returns the requests of a trace with prompts and outputs `scale` times shorter, and none longer than `longest` in all.
 
     Equal blocks make equal tokens. A prompt that is too long keeps its beginning.
     """
@@ -80,7 +80,7 @@ def from_trace(requests: Sequence[Request], times: Iterable[float], scale: float
 
 
 def ideal_hit_rate(arrivals: Iterable[Arrival]) -> float:
-    """What a pool that never forgets, and has everything at once, would find: tokens of whole parts that came before."""
+    """Returns what a pool that never forgets, and has everything immediately, would find: tokens of whole parts that came before."""
     pool, found, total = Infinite[Part](), 0, 0
     for arrival in arrivals:
         found += sum(part.tokens for part in arrival.prompt[: pool.use(arrival.prompt)])
@@ -89,7 +89,7 @@ def ideal_hit_rate(arrivals: Iterable[Arrival]) -> float:
 
 
 def prompt_ids(parts: Iterable[Part], vocabulary: int) -> list[int]:
-    """The token ids of a prompt."""
+    """Returns the token ids of a prompt."""
     return [
         token
         for part in parts

@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
     @property
     def object_bytes(self) -> int:
-        """Of a chunk in the pool: two bytes for each number of K and V."""
+        """The bytes of a chunk in the pool: two for each number of K and V."""
         return self.chunk * self.layers * self.kv_heads * 2 * self.head_dim * 2 + TRAILER_BYTES
 
     @property
@@ -71,7 +71,7 @@ def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def size(context: click.Context, parameter: click.Parameter, value: str) -> ByteSize:
-    """A click callback for sizes such as 4GiB."""
+    """Returns a click callback for sizes such as 4GiB."""
     try:
         return ByteSize.parse(value)
     except ValueError as error:
@@ -79,7 +79,7 @@ def size(context: click.Context, parameter: click.Parameter, value: str) -> Byte
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds that the call takes."""
+    """Returns the seconds that the call takes."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
@@ -133,21 +133,21 @@ class Prompt:
         )
 
     def store(self, engine: CacheEngine) -> None:
-        """Store all whole chunks, none of which the engine's pool may hold."""
+        """Stores all whole chunks, none of which the engine's pool may hold."""
         stored = PromptCache(engine).store(self.tokens, kv_caches=self.cache, slot_mapping=self.source)
         assert stored == self.whole_tokens, f"only {stored} tokens were stored"
 
     def retrieve(self, engine: CacheEngine) -> None:
-        """Load all whole chunks into the target."""
+        """Loads all whole chunks into the target."""
         mask = PromptCache(engine).retrieve(self.tokens, kv_caches=self.cache, slot_mapping=self.target)
         assert int(mask.sum()) == self.whole_tokens, f"only {int(mask.sum())} tokens were loaded"
 
     def scramble(self) -> None:
-        """Make the target differ from the source everywhere."""
+        """Makes the target differ from the source everywhere."""
         source, target = self._order
         self._bits[:, target] = self._bits[:, source] ^ 1
 
     def arrived(self) -> bool:
-        """Whether source and target hold the same bytes, as far as whole chunks reach."""
+        """Returns whether source and target hold the same bytes, as far as whole chunks reach."""
         source, target = (order[: self._whole_blocks] for order in self._order)
         return torch.equal(self._bits[:, source], self._bits[:, target])

@@ -21,11 +21,11 @@ class Link(NamedTuple):
     what: str
     """In words, e.g. `eth0`."""
     gbit: float | None
-    """Gbit/s in each direction; None where nobody knows (loopback, most virtual interfaces)."""
+    """Gbit/s in each direction; None if it is unknown (loopback, most virtual interfaces)."""
 
 
 def link_of(host: str, transfer: TransferSettings, sysfs: Path = Path("/sys/class")) -> Link:
-    """The link by which this machine, at the address `host`, talks to the others."""
+    """Returns the link by which this machine, at the address `host`, talks to the others."""
     if transfer.protocol == "rdma":
         devices = transfer.devices or rdma_devices(sysfs / "infiniband")
         rates = [_rdma_gbit(sysfs / "infiniband" / device) for device in devices]
@@ -38,7 +38,7 @@ def link_of(host: str, transfer: TransferSettings, sysfs: Path = Path("/sys/clas
 
 
 def _rdma_gbit(device: Path) -> float | None:
-    """The sum over the device's ports that are up."""
+    """Returns the sum over the device's ports that are up."""
     total = 0.0
     for port in device.glob("ports/*"):
         try:
@@ -52,7 +52,7 @@ def _rdma_gbit(device: Path) -> float | None:
 def _ethernet_gbit(interface: Path) -> float | None:
     try:
         if not _physical(interface):
-            return None  # what it says of its speed is made up
+            return None  # the speed that it reports is made up
         speed = int((interface / "speed").read_text())
     except (OSError, ValueError):
         return None
@@ -60,14 +60,14 @@ def _ethernet_gbit(interface: Path) -> float | None:
 
 
 def _physical(interface: Path) -> bool:
-    """Whether there is a device under it: directly, or under the interfaces that a bond, a VLAN or a bridge is made of."""
+    """Returns whether there is a device under it: directly, or under the interfaces that a bond, a VLAN or a bridge is made of."""
     if (interface / "device").exists():
         return True
     return any(_physical(interface.parent / lower.name.removeprefix("lower_")) for lower in interface.glob("lower_*"))
 
 
 def _interface_of(host: str) -> str | None:
-    """The interface that has this address."""
+    """Returns the interface that has this address."""
     try:
         address = socket.gethostbyname(host)
     except OSError:

@@ -32,14 +32,14 @@ class Outcome(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     sent: float = 0.0
     first: float | None = None
-    """Its first token; None if none came."""
+    """When its first token came; None if none came."""
     last: float = 0.0
     tokens: int = 0
     """Generated."""
     cached: int | None = None
-    """Prompt tokens that no node had to compute, where the answer tells."""
+    """Prompt tokens that no node had to compute, if the answer says so."""
     error: str = ""
-    """Of which kind; empty if it was answered to the end."""
+    """The kind of error; empty if it was answered to the end."""
 
 
 class Load(msgspec.Struct):
@@ -60,7 +60,7 @@ class Target(NamedTuple):
     model: str
     vocabulary: int
     deadline_s: float
-    """Of each request, from when it is due to its last byte."""
+    """In seconds, for each request: from when it is due to its last byte."""
     most: int
     """Requests in flight; one more is dropped."""
     salted: str = ""
@@ -70,14 +70,14 @@ class Target(NamedTuple):
     certificate: str = ""
     """The server's own, in PEM format, where that is to be trusted; empty: those that the machine's authorities signed."""
     hands_over: bool = False
-    """Whether a node may answer that another one has computed the prompt for. What that says it found in a cache is then no
-    reuse, and only what our own nodes tell of both counts."""
+    """Whether a node may answer for which another has computed the prompt. The cache hits that such a node reports are then no reuse, and
+    only the reports of our own nodes, of both kinds, count."""
 
 
 async def generate(
     target: Target, arrivals: Sequence[Arrival], start: float, done: Callable[[], None] = lambda: None
 ) -> Load:
-    """Send every request when it is due, `start` being the `time.monotonic()` of due time 0. `done` is called after each.
+    """Sends every request when it is due, `start` being the `time.monotonic()` of due time 0. `done` is called after each.
 
     Ends when the last one has been answered, or has reached its deadline.
     """
@@ -217,7 +217,7 @@ async def read_stream(
     outcome: Outcome,
     gaps: Histogram,
 ) -> str:
-    """Read server-sent events to the end into `outcome` and `gaps`; the kind of error, empty for none."""
+    """Reads server-sent events to the end into `outcome` and `gaps`; the kind of error, empty for none."""
     pending = bytearray()
     async for data in answer.content.iter_any():
         now = since_due()
@@ -260,7 +260,7 @@ def _count(event: _Event, now: float, hands_over: bool, outcome: Outcome, gaps: 
 
 
 def join(loads: Iterable[Load]) -> Load:
-    """What several generators saw, in the order in which requests were due."""
+    """Returns what several generators saw, in the order in which requests were due."""
     parts = list(loads)
     outcomes = [outcome for load in parts for outcome in load.outcomes]
     return Load(sorted(outcomes, key=lambda outcome: outcome.due), Histogram.of(load.gaps for load in parts))

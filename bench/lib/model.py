@@ -17,7 +17,7 @@ def write_model(
     kv_heads: int = 4,
     positions: int = 16384,
 ) -> Path:
-    """The folder; the same seed gives the same weights."""
+    """Returns the folder; the same seed gives the same weights."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

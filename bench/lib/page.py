@@ -38,7 +38,7 @@ pre{overflow-x:auto;padding:.8rem;background:var(--band);font-size:.8rem}
 
 
 def page(report: Report, checks: Sequence[Check], results: Mapping[str, Any]) -> str:
-    """The whole document. `results` are shown as JSON at its end, folded away."""
+    """Returns the whole document. `results` are shown as JSON at its end, folded away."""
     parts = [_table(part) if isinstance(part, Table) else _figure(part) for part in report.parts]
     title = escape(report.title)
     return "\n".join(

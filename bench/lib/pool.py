@@ -21,7 +21,7 @@ from transfer.store import load_mooncake
 def local_pool(
     segment_size: int, *, transfer: TransferSettings | None = None, master: MasterNode | None = None
 ) -> Iterator[str]:
-    """`host:port` of the master of a pool with `segment_size` bytes of memory, prefaulted. `master` tells how it evicts."""
+    """Yields `host:port` of the master of a pool with `segment_size` bytes of memory, prefaulted. `master` says how it evicts."""
     with _pool(segment_size, transfer or TransferSettings(), master) as config:
         yield config.master_address
 
@@ -37,10 +37,10 @@ def host_pool(segment_size: int) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def own_master(config: ClusterConfig, host: str, segment_size: int = 0, **changes: Any) -> Iterator[str]:
-    """`host:port` of a master on this machine, for clients with `bench_transfer(config)` on any machine.
+    """Yields `host:port` of a master on this machine, for clients with `bench_transfer(config)` on any machine.
 
-    It is set as the file's master is, but for `changes` (fields of `MasterNode`), and nobody else knows of it. Beside it a store
-    node with `segment_size` bytes, prefaulted, if that is not 0.
+    Its settings are those of the file's master, except for `changes` (fields of `MasterNode`), and no other process knows of it. A store
+    node with `segment_size` bytes, prefaulted, runs beside it if that is not 0.
     """
     usual = next((node for node in config.nodes if isinstance(node, MasterNode)), MasterNode(name="master"))
     master = msgspec.structs.replace(usual, host=host, port=0, metrics_port=0, **changes)
@@ -50,7 +50,7 @@ def own_master(config: ClusterConfig, host: str, segment_size: int = 0, **change
 
 
 def bench_transfer(config: ClusterConfig) -> TransferSettings:
-    """The file's `transfer` section for a client of a bench's own pool: embedded, without a segment unless it is given one."""
+    """Returns the file's `transfer` section for a client of a bench's own pool: embedded, without a segment unless it is given one."""
     return msgspec.structs.replace(
         config.transfer, client="embedded", client_address="", metadata="P2PHANDSHAKE", segment_size=ByteSize(0)
     )
@@ -75,7 +75,7 @@ def _running(transfer: TransferSettings, *nodes: Node) -> Iterator[ClusterConfig
 
 @contextmanager
 def raw_client(master: str, host: str = "127.0.0.1", transfer: TransferSettings | None = None) -> Iterator[Any]:
-    """A bare Mooncake client without a segment: the raw thing that benches compare with, in the same environment."""
+    """Yields a bare Mooncake client without a segment: the raw thing that benches compare with, in the same environment."""
     settings = transfer or TransferSettings()
     prepare(settings)  # read at the first setup() of a process, and this is it
     client = load_mooncake().MooncakeDistributedStore()
@@ -91,7 +91,7 @@ def raw_client(master: str, host: str = "127.0.0.1", transfer: TransferSettings 
 
 @contextmanager
 def raw_host_client(address: str) -> Iterator[Any]:
-    """A bare dummy client of the `mooncake_client` at `address`."""
+    """Yields a bare dummy client of the `mooncake_client` at `address`."""
     client = load_mooncake().MooncakeDistributedStore()
     code = client.setup_dummy(0, 16 << 20, address)
     if code != 0:

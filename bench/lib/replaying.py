@@ -40,7 +40,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
     lease_ms: int = 0
     """With `master`: its lease, which no transfer may outlive."""
     pin: str = "none"
-    """With `master`: as `pin` of the Mooncake tier."""
+    """With `master`: the `pin` of the Mooncake tier."""
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ class Replay(msgspec.Struct, frozen=True):
     """For the progress bar."""
     requests: list[Request]
     speed: float | None
-    """Times as fast as the trace was; None is as fast as possible."""
+    """How many times as fast as the trace was; None is as fast as possible."""
 
 
 class Remove(msgspec.Struct, frozen=True):
@@ -73,9 +73,9 @@ class Tally(msgspec.Struct):
     requests: int = 0
     prompt_tokens: int = 0
     found_chunks: int = 0
-    """Of the prefixes that lookups found."""
+    """How many chunks the prefixes have that lookups found."""
     loaded_chunks: int = 0
-    """Of those, loaded with the right bytes."""
+    """How many of those were loaded with the right bytes."""
     damaged_chunks: int = 0
     """Loaded with other bytes than were stored."""
     stored_chunks: int = 0
@@ -91,7 +91,7 @@ class Tally(msgspec.Struct):
 
     @staticmethod
     def together(tallies: Iterable[Tally]) -> Tally:
-        """Of clients that worked at the same time."""
+        """Returns the tally of clients that worked at the same time."""
         parts = list(tallies)
         total = Tally(seconds=max(part.seconds for part in parts))
         for part in parts:
@@ -106,7 +106,7 @@ class Replayer:
     """A client of the pool. Close it."""
 
     def __init__(self, settings: NodeSettings, job: Open, stopping: threading.Event) -> None:
-        """Begin to connect. What loops ends soon after `stopping` is set."""
+        """Begins to connect. What loops ends soon after `stopping` is set."""
         self._cache = ShrunkenCache(job.longest, job.chunk_bytes)
         self._stopping = stopping
         self._instance = f"replay-{uuid.uuid4().hex}"
@@ -155,7 +155,7 @@ class Replayer:
             tally.refused_chunks += outcomes.count(StoreOutcome.NOT)
 
     def remove(self, blocks: Sequence[int], lease_ms: int) -> None:
-        """Take chunks out of the pool, as far as that goes: those under a lease when it is over."""
+        """Takes chunks out of the pool, as far as that goes: those under a lease when it is over."""
         database = self.engine.database
         keys = [*database.all_shard_keys(_names(blocks)), database.manifest_key]
         for _ in range(2):
@@ -184,7 +184,7 @@ class ReplaySite(Site):
 
     @step
     def open(self, job: Open) -> Opened:
-        """Connect; a client from before is closed."""
+        """Connects; a client from before is closed."""
         self._disconnect()
         settings = self._settings(job)
         self._replayer = Replayer(settings, job, self.stopping)
@@ -200,14 +200,14 @@ class ReplaySite(Site):
 
     @step
     def remove(self, job: Remove) -> Nothing:
-        """Leave nothing behind in a pool that is not ours."""
+        """Leaves nothing behind in a pool that is not ours."""
         assert self._replayer is not None, "not open"
         self._replayer.remove(job.blocks, job.lease_ms)
         return Nothing()
 
     @step
     def disconnect(self, job: Nothing) -> Nothing:
-        """Disconnect: the pool is about to end."""
+        """Disconnects: the pool is about to end."""
         self._disconnect()
         return job
 

@@ -1,6 +1,6 @@
-"""What every bench tells: its figures, and beside them the targets and whether they were met.
+"""What every bench reports: its figures, and beside them the targets and whether they were met.
 
-As tables for people, as one JSON object for scripts, and, where a bench has a `Report`, as a page with plots (`bench/lib/page.py`).
+The report is tables for people, one JSON object for scripts, and, if a bench has a `Report`, a page with plots (`bench/lib/page.py`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Figure(NamedTuple):
 
 @dataclass
 class Report:
-    """What a bench has to tell, in the order in which it is told."""
+    """The contents of a bench's report, in order."""
 
     title: str
     summary: str = ""
@@ -74,7 +74,7 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def report_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """As `output_options`, and `--html`: the argument `html` of `finish`."""
+    """Does the same as `output_options`, and adds `--html`: the argument `html` of `finish`."""
     return output_options(click.option("--html", type=click.Path(path_type=Path, dir_okay=False), callback=_in_a_folder, help="Also write a page with plots to this file; it needs nothing else.")(command))  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def _in_a_folder(context: click.Context, option: click.Parameter, file: Path | N
 
 
 def progress() -> Progress:
-    """A progress bar on stderr where a person watches, nothing elsewhere."""
+    """Returns a progress bar on stderr where a person watches, nothing elsewhere."""
     console = Console(stderr=True)
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 
@@ -100,10 +100,10 @@ def finish(
     report: Report | None = None,
     html: Path | None = None,
 ) -> None:
-    """Print the report; with `strict`, exit with 1 if a check failed.
+    """Prints the report; with `strict`, exits with 1 if a check failed.
 
-    `results` are all figures, for JSON. `report`: how they are told to people; without one they are a table as they are.
-    `html`: write it as a page, too, which needs a `report`.
+    `results` are all figures, for JSON. `report`: how to show them to people; without one, they are shown as a table. `html`: write it as
+    a page, too, which needs a `report`.
     """
     listed = list(checks)
     ok = all(check.ok for check in listed)
@@ -152,7 +152,7 @@ def _plain(results: Mapping[str, Any]) -> list[Table]:
 
 
 def shown(value: object) -> str:
-    """A cell's text: floats with three digits behind the point, or none from 1000 on; nothing for None."""
+    """Returns a cell's text: floats with three digits behind the point, or none from 1000 on; nothing for None."""
     if value is None:
         return ""
     if isinstance(value, float):

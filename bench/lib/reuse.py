@@ -18,7 +18,7 @@ class SimulatedCache(Protocol):
     """A cache in simulation."""
 
     def use(self, blocks: Sequence[int]) -> int:
-        """How many of a prompt's blocks, from the first, are found; then all are kept."""
+        """Returns how many of a prompt's blocks, from the first, are found; then all are kept."""
 
 
 B = TypeVar("B", bound=Hashable)
@@ -57,7 +57,7 @@ class Lru:
         return len(self._held)
 
     def __iter__(self) -> Iterator[int]:
-        """The blocks held, those that go next first."""
+        """Yields the blocks held, those that go next first."""
         return iter(self._held)
 
 
@@ -71,7 +71,7 @@ def _leading(blocks: Sequence[B], held: Container[B]) -> int:
 
 
 def hit_rate(requests: Iterable[Request], cache: SimulatedCache) -> float:
-    """Of a trace, from 0 to 1."""
+    """The hit rate of a trace, from 0 to 1."""
     hit = total = 0
     for request in requests:
         hit += cache.use(request.whole_blocks) * BLOCK_TOKENS

@@ -26,7 +26,7 @@ _PATIENCE_S = 60.0
 
 
 def round_trips(url: str, count: int) -> list[float]:
-    """Seconds of each of `count` lookups that ask for nothing, one after the other."""
+    """Returns the seconds of each of `count` lookups that ask for nothing, one after the other."""
     client = ServerConnection(url, None, "scheduler", EngineIdentity(model="bench", block_size=16))
     try:
         for _ in range(200):
@@ -60,7 +60,7 @@ class Echo(Site):
 
 
 def raw_round_trips(count: int) -> list[float]:
-    """What ZMQ itself takes for frames of that size between two Python processes: the floor of `round_trips`."""
+    """Returns what ZMQ itself takes for frames of that size between two Python processes: the floor of `round_trips`."""
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder, closing(Crew(Echo, Place.here())) as crew:
         url = f"ipc://{folder}/echo.sock"
         crew.grow(1)
@@ -87,7 +87,7 @@ class Asking(msgspec.Struct, frozen=True):
 
 
 class Latencies(msgspec.Struct, frozen=True):
-    """Of each lookup, in seconds from when it was due."""
+    """The seconds of each lookup, from when it was due."""
 
     seconds: list[float]
 
@@ -117,7 +117,7 @@ class Scheduler(Site):
             assert _look_up(self._adapter, str(index), _PROMPT, 0.0001) == LOOKUP_TOKENS, (
                 "a lookup missed what is there"
             )
-            latencies.append(time.monotonic() - due)  # of one that had to wait for the one before, too
+            latencies.append(time.monotonic() - due)  # includes the wait of a lookup that was delayed by the one before
         return Latencies(latencies)
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Scheduler(Site):
 
 
 def _look_up(adapter: SchedulerAdapter, request: str, prompt: list[int], pause_s: float) -> int | None:
-    """A lookup with a session, which is ended; the tokens found."""
+    """Looks up in a session, ends it, and returns the tokens found."""
     adapter.maybe_submit_lookup_request(request, token_ids=prompt)
     while (found := adapter.check_lookup_result(request)) is None:
         if pause_s:
@@ -146,13 +146,13 @@ def lookups_at_a_rate(url: str, model: str, seconds: float) -> list[float]:
 
 
 def resident(pid: int) -> int:
-    """Bytes of a process's own memory: what it shares with engines does not count."""
+    """Returns the bytes of a process's own memory: what it shares with engines does not count."""
     memory = psutil.Process(pid).memory_info()
     return int(memory.rss - memory.shared)
 
 
 def memory_growth(url: str, model: str, pid: int, requests: int) -> dict[str, float]:
-    """The server's memory before and after many requests, each a lookup with a session that is ended, after a warm-up."""
+    """Returns the server's memory before and after many requests, each a lookup with a session that is ended, after a warm-up."""
     adapter = SchedulerAdapter(url, None, EngineIdentity(model=model, block_size=16))
     prompt = list(range(LOOKUP_TOKENS // 4))
 

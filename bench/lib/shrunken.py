@@ -35,17 +35,17 @@ class ShrunkenCache:
         self.layout = KVLayout.from_tensors(self.tensors)
 
     def fill(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Write the pages of a prompt's blocks; the slot mapping to store them from."""
+        """Writes the pages of a prompt's blocks; the slot mapping to store them from."""
         self._pages(0, len(blocks))[:] = self._bytes_of(blocks)
         return self._source[: len(blocks) * BLOCK_TOKENS]
 
     def target(self, blocks: int) -> torch.Tensor:
-        """The slot mapping to load so many blocks into; their pages are cleared."""
+        """Returns the slot mapping to load so many blocks into; their pages are cleared."""
         self._pages(self._blocks, blocks)[:] = 0
         return self._target[: blocks * BLOCK_TOKENS]
 
     def arrived(self, blocks: Sequence[int]) -> bool:
-        """Whether the target holds exactly the bytes of these blocks."""
+        """Returns whether the target holds exactly the bytes of these blocks."""
         return np.array_equal(self._pages(self._blocks, len(blocks)), self._bytes_of(blocks))
 
     def _pages(self, first: int, count: int) -> Words:
@@ -57,12 +57,12 @@ class ShrunkenCache:
 
 
 def object_bytes(chunk_bytes: int) -> int:
-    """Bytes of a chunk's object in the pool."""
+    """Returns the bytes of a chunk's object in the pool."""
     return chunk_bytes + TRAILER_BYTES
 
 
 def allotted_bytes(nbytes: int) -> int:
-    """What Mooncake's allocator sets aside for an object: the next size with three binary digits after the first.
+    """Returns what Mooncake's allocator sets aside for an object: the next size with three binary digits after the first.
 
     So an object a little larger than a power of two takes an eighth more. Mooncake's own metrics count the bytes asked for.
     """

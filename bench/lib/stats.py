@@ -14,7 +14,7 @@ _WIDTH = math.log(1.01)
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """The least value that at least `part` (0 to 1) of the values do not exceed; nan without values."""
+    """Returns the least value that at least `part` (0 to 1) of the values do not exceed; nan without values."""
     # a little less: 0.07 * 100 is 7.000000000000001
     return float(np.quantile(values, part * (1 - 1e-12), method="inverted_cdf")) if len(values) else math.nan
 
@@ -34,7 +34,7 @@ class Histogram(msgspec.Struct):
         return sum(self.bins.values())
 
     def quantile(self, part: float) -> float:
-        """As `quantile`, right to one percent."""
+        """Returns the same as `quantile`, within one percent."""
         if not self.bins:
             return math.nan
         numbers, counts = np.array(sorted(self.bins.items())).T
@@ -43,5 +43,5 @@ class Histogram(msgspec.Struct):
 
     @classmethod
     def of(cls, parts: Iterable[Histogram]) -> Histogram:
-        """All of them together."""
+        """Returns the sum of the histograms."""
         return cls(dict(sum((Counter(part.bins) for part in parts), Counter())))

@@ -8,7 +8,7 @@ from html import escape
 from typing import NamedTuple
 
 SERIES = 8
-"""Series that one plot can tell apart."""
+"""How many series one plot can distinguish."""
 _LIGHT = "--ink:#1e293b;--quiet:#475569;--grid:#cbd5e1;--paper:#ffffff;" + ";".join(
     f"--c{index}:{color}"
     for index, color in enumerate(
@@ -47,11 +47,11 @@ class Plot(NamedTuple):
     body: str
 
     def svg(self) -> str:
-        """As a file of its own."""
+        """Returns the plot as a file of its own."""
         return self._element(f'xmlns="http://www.w3.org/2000/svg" width="{self.width:.0f}" height="{self.height:.0f}"', f"<style>{STYLE}</style>\n")  # fmt: skip
 
     def inline(self) -> str:
-        """As a part of a page that has `STYLE`."""
+        """Returns the plot as a part of a page that has `STYLE`."""
         return self._element(
             f'role="img" aria-label="{escape(self.title)}" style="max-width:{self.width:.0f}px;min-width:min({self.width:.0f}px,32rem)"'
         )
@@ -98,7 +98,7 @@ def line_plot(
     log_x: bool = True,
     y_most: float | None = None,
 ) -> Plot:
-    """Lines through points; x logarithmic (then above zero), unless `log_x` is false; y from zero to `y_most`, if it is given.
+    """Returns lines through points; x logarithmic (then above zero), unless `log_x` is false; y from zero to `y_most`, if it is given.
 
     Where there are few different x, these are the ticks.
     """
@@ -143,7 +143,7 @@ def line_plot(
 def matrix_plot(
     title: str, unit: str, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]]
 ) -> Plot:
-    """A cell for each row and column, darker the larger its value, which is written in it; None leaves it empty.
+    """Returns a cell for each row and column, darker the larger its value, which is written in it; None leaves it empty.
 
     Where a row and a column have the same name, the cell is grey: it does not compare with the others.
     """
@@ -193,13 +193,13 @@ def _x_ticks(xs: Sequence[float], log_x: bool) -> list[float]:
 
 
 def _nice(value: float) -> float:
-    """The next 1, 2, 2.5 or 5 times a power of ten from `value` on."""
+    """Returns the next 1, 2, 2.5 or 5 times a power of ten from `value` on."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= value * (1 - 1e-9))
 
 
 def _legend(names: Sequence[str], x: float, y: float, width: float) -> tuple[list[str], float]:
-    """The legend's parts, and where the plot may begin below it."""
+    """Returns the legend's parts, and where the plot may begin below it."""
     parts, start = [], x
     for color, name in enumerate(names):
         length = 34 + 6.5 * len(name)

@@ -60,7 +60,7 @@ class Server(NamedTuple):
 
 @contextmanager
 def own_cluster(vocabulary: int | None) -> Iterator[Server]:
-    """A small cluster of the reference engine on this machine; a block of a trace, sixteen times shorter, is one chunk there."""
+    """Yields a small cluster of the reference engine on this machine; a block of a trace, sixteen times shorter, is one chunk there."""
     config = ClusterConfig(
         name="bench-serve",
         transfer=TransferSettings(staging_size=ByteSize(64 << 20)),
@@ -88,7 +88,7 @@ def own_cluster(vocabulary: int | None) -> Iterator[Server]:
 
 
 def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> Server:
-    """The first proxy that discovery finds. ConfigError if it finds none."""
+    """Returns the first proxy that discovery finds. Raises ConfigError if it finds none."""
     with open_directory(config) as directory:
         directory.wait_synced(_FIND_S)
         view = directory.view()
@@ -112,7 +112,7 @@ def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> Server:
 
 
 def _of_engine(engine: EngineConfig | None, vocabulary: int | None) -> tuple[str, int, int]:
-    """Name, vocabulary and longest request of the model that a file names. ConfigError where it does not tell."""
+    """Returns name, vocabulary and longest request of the model that a file names. Raises ConfigError if the file does not say."""
     if isinstance(engine, ReferenceEngineConfig):
         if engine.model.random is not None:
             words = vocabulary or engine.model.random.vocab_size
@@ -126,7 +126,7 @@ def _of_engine(engine: EngineConfig | None, vocabulary: int | None) -> tuple[str
 
 
 def any_server(url: str, model: str | None, vocabulary: int | None, key: str) -> Server:
-    """One that is given by its address. ConfigError where it does not list its models."""
+    """Returns the server at `url`. Raises ConfigError if it does not list its models."""
     if vocabulary is None:
         raise ConfigError("--url needs --vocabulary: prompts are made of token ids below it")
     request = urllib.request.Request(f"{url.rstrip('/')}/v1/models")
@@ -156,7 +156,7 @@ def past_prefill(proxy: str, access: Access = NOBODY) -> float:
 
 
 def looked_up(nodes: Sequence[str]) -> tuple[float, float] | None:
-    """Tokens that nodes found in the pool, and asked for, since their start; None where not all of them tell."""
+    """Returns how many tokens nodes found in the pool and how many they looked up, since their start; None if not all of them report it."""
     found = asked = 0.0
     try:
         for node in nodes:

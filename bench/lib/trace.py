@@ -64,7 +64,7 @@ def read_request(line: bytes) -> Request:
 
 
 def read_trace(file: Path, limit: int | None = None) -> list[Request]:
-    """The first `limit` requests of a trace, in the order of their times. TraceError names the line that does not fit."""
+    """Returns the first `limit` requests of a trace, in the order of their times. TraceError names the line that does not fit."""
     requests: list[Request] = []
     for number, line in _lines(file):
         if len(requests) == limit:
@@ -79,7 +79,7 @@ def read_trace(file: Path, limit: int | None = None) -> list[Request]:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers."""
+    """Yields the lines that are not blank, with their numbers."""
     number = 0
     try:
         with _opened(file) as stream:

@@ -1,4 +1,4 @@
-"""`vllm serve` as anybody would start it, beside what pd-cache launches: to compare with, and to switch the connector on by hand."""
+"""`vllm serve` in its usual form, beside what pd-cache launches: to compare with, and to switch the connector on by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def vllm_server(
     *more: str,
     ready_timeout_s: float = 600.0,
 ) -> Iterator[str]:
-    """A server of `model` under the name `name`, on a free port of this machine; its URL.
+    """Yields a server of `model` under the name `name`, on a free port of this machine; its URL.
 
     RoleError, with the last lines that it printed, if it ends or is not ready in time.
     """

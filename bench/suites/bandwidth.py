@@ -39,7 +39,7 @@ from transfer.store import MooncakeStore
 _OPEN_S = 30.0
 _MARGIN_S = 10.0
 _RATIO = 0.9
-"""Put and get shall reach so much of what the raw engine does between the same two."""
+"""The share of the raw engine's throughput, between the same two nodes, that put and get have to reach."""
 PARTS = ("put", "get", "raw_write", "raw_read")
 
 
@@ -95,7 +95,7 @@ class BandwidthSite(Site):
 
     @step
     def open(self, job: Open) -> Opened:
-        """Mount the segment, and register memory for raw transfers."""
+        """Mounts the segment, and registers memory for raw transfers."""
         batch = job.objects * job.object_bytes
         needed, memory = 7 * batch, machine_memory().total
         if needed > memory // 2:
@@ -138,7 +138,7 @@ class BandwidthSite(Site):
 
     @step
     def transfer(self, job: Transfer) -> Timed:
-        """One batch, timed. TransferError if not all of it got there."""
+        """Moves one batch and returns its timing. Raises TransferError if part of it did not arrive."""
         keys = [f"pdc1/bench/{job.run}/{self.place.node}/{index}" for index in range(len(self._source))]
         what = f"{job.part} {'to' if job.part in ('put', 'raw_write') else 'from'} {job.to.node} ({job.to.host})"
         if job.part == "get":
@@ -202,7 +202,7 @@ class Pair:
 def measure(
     fleet: Fleet, opened: dict[str, Opened], groups: Iterable[Sequence[tuple[str, str]]], batch: int, rounds: int
 ) -> Iterator[list[Pair]]:
-    """The pairs of each group, all of a group at the same time. The first round of each is not counted."""
+    """Yields the pairs of each group, all of a group at the same time. The first round of each is not counted."""
     timeout = _MARGIN_S + max(max(one.timeouts.get_ms, one.timeouts.put_ms) for one in opened.values()) / 1000
     for group in groups:
         pairs = [Pair(begin, end, {part: [] for part in PARTS}) for begin, end in group]
@@ -221,7 +221,7 @@ def measure(
 
 
 def one_at_a_time(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Every node to every node; what crosses links comes first."""
+    """Returns a group for each pair of nodes. Pairs that cross a link come first."""
     pairs = [(begin, end) for begin in nodes for end in nodes]
     return [[pair] for pair in sorted(pairs, key=lambda pair: pair[0] == pair[1])]
 
@@ -246,7 +246,7 @@ def link_gbps(
 def lead(
     fleet: Fleet, object_bytes: int, objects: int, rounds: int, at_once: bool, link_gbit: float | None
 ) -> dict[str, Any]:
-    """Open everywhere, measure, close everywhere; the figures, and what there is to say about the run."""
+    """Opens everywhere, measure, close everywhere; the figures, and what there is to say about the run."""
     batch, hosts, config = object_bytes * objects, fleet.hosts, fleet.place.config
     with own_master(config, hosts[fleet.own]) as master, fleet.closing_sites(), progress() as bar:
         job = Open(master, object_bytes, objects)
@@ -281,7 +281,7 @@ def lead(
     }
 
 
-# --- what it tells ---------------------------------------------------------------------------------------------------
+# --- the report ------------------------------------------------------------------------------------------------------
 
 
 def ratios(rows: Sequence[dict[str, Any]], ours: str, limit: str) -> list[float]:
@@ -303,7 +303,7 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
 
 
 def report_of(figures: dict[str, Any]) -> Report:
-    """The figures for people."""
+    """Returns the figures for people."""
     nodes, rows, at_once = figures["nodes"], figures["results"], figures["at_once"]
     names = list(nodes)
     by_pair = {(row["from"], row["to"]): row for row in rows}

@@ -1,8 +1,8 @@
 """CacheEngine.store and .retrieve against Mooncake's own batch calls on the same bytes and objects, in the same run.
 
-Llama-3.1-8B's KV shape by default (32 layers, 8 KV heads, 128, bf16: 128 KiB a token), over TCP from a store node in
-another process. Rounds are interleaved, raw and ours in turn, and medians are compared. A thread that wants to run each
-millisecond tells for how long all of Python stood still meanwhile: an engine's own threads stand still with it.
+The default is Llama-3.1-8B's KV shape (32 layers, 8 KV heads, 128, bf16: 128 KiB per token), over TCP from a store node in another
+process. Rounds are interleaved, raw and ours in turn, and medians are compared. A thread that wants to run each millisecond measures for
+how long all of Python stood still meanwhile: an engine's own threads stand still with it.
 
     pd-cache bench engine --json         or  python -m bench.suites.engine --json
     pd-cache bench engine --busy 12      beside twelve programs that compute
@@ -58,14 +58,14 @@ class Heartbeat(threading.Thread):
             self._longest, self._last = max(self._longest, now - self._last - self._BEAT_S), now
 
     def longest(self) -> float:
-        """Seconds of the longest standstill since this was asked before."""
+        """Returns the seconds of the longest standstill since this was asked before."""
         longest, self._longest = self._longest, 0.0
         return longest
 
 
 @contextlib.contextmanager
 def busy_programs(count: int) -> Iterator[None]:
-    """So many programs that compute beside us."""
+    """Runs `count` programs that compute beside this one."""
     programs = [spawn_child((sys.executable, "-c", "while True: pass")) for _ in range(count)]
     try:
         yield
@@ -74,9 +74,9 @@ def busy_programs(count: int) -> Iterator[None]:
 
 
 def measure(engine: CacheEngine, prompt: Prompt, raw: RawPool, rounds: Iterable[int]) -> dict[str, Any]:
-    """GB/s of each, medians over the rounds; the very first store, into memory nobody has written to, apart.
+    """Returns GB/s of each, medians over the rounds; the very first store, into memory not written to before, is listed apart.
 
-    And the longest standstill in any round of each.
+    Also returns the longest standstill in any round of each.
     """
     keys = engine.database.keys(engine.database.hash_tokens(prompt.tokens))
     nbytes = len(keys) * prompt.layout.chunk_bytes(engine.chunk_size)

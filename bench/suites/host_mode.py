@@ -1,14 +1,14 @@
 """Two engines of one host in `host` mode: one stores, the other retrieves, against raw dummy-client calls in the same run.
 
-A master, a store node that runs the host's `mooncake_client`, and two engines, each in a process of its own. Rounds are
-interleaved, raw and ours in turn, and medians are compared. Each is held against two measures:
+A master, a store node that runs the host's `mooncake_client`, and two engines, each in a process of its own. Rounds are interleaved, raw
+and ours in turn, and medians are compared. Each is compared with two measures:
 
 - `raw_put`, `raw_get`: one batch call moves the same objects between its process's shared memory and the segment.
 - `raw_put_copied`, `raw_get_copied`: the same, with the one copy that a paged buffer makes necessary: while a call moves a
   batch, a plain copy brings the next into shared memory, or the last out of it. No gather, no scatter, no checksum.
 
-`copy` is a plain copy of as many bytes by one thread, `…_at_once` what both processes reach together. Where two copies at once
-are hardly faster than one, memory is the limit, and nobody comes near `raw_put` who has to copy first.
+`copy` is a plain copy of as many bytes by one thread; `…_at_once` is what both processes reach together. If two copies at once are hardly
+faster than one, memory is the limit, and a program that has to copy first cannot come near `raw_put`.
 
     pd-cache bench host_mode --json         or  python -m bench.suites.host_mode --json
 """
@@ -81,7 +81,7 @@ class CopiedPool:
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """What an engine's process is told."""
+    """The parameters of an engine's process."""
 
     master: str
     client: str
@@ -113,7 +113,7 @@ class EngineSite(Site):
 
     @step
     def open(self, job: Setting) -> Nothing:
-        """Connect to the host's client."""
+        """Connects to the host's client."""
         torch.manual_seed(0)  # the same prompt in both processes, so that each can check what it got
         shape = job.shape
         self._prompt = prompt = Prompt(shape)
@@ -153,7 +153,7 @@ class EngineSite(Site):
 
     @step
     def check(self, job: Nothing) -> Took:
-        """Compare what was loaded."""
+        """Compares what was loaded."""
         return Took(0.0, self._prompt.arrived())
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ def rounds_of(crew: Crew, nbytes: int, rounds: Iterable[int]) -> dict[str, Any]:
         do("raw_remove", _WRITER)
         do("remove", _WRITER)
 
-    one_round()  # whose memory nobody has touched before
+    one_round()  # its memory has not been touched before
     first = seconds["store"][0]
     seconds.clear()
     for _ in rounds:

@@ -56,7 +56,7 @@ def interleaved(rounds: int, **functions: Callable[[], object]) -> dict[str, flo
 def measure(
     client: MooncakeLookupClient, database: ChunkedTokenDatabase, raw: Any, tokens: list[int], rounds: int
 ) -> dict[str, float]:
-    """One row of the report: a prompt whose every chunk is in the pool."""
+    """Returns one row of the report: a prompt whose every chunk is in the pool."""
     keys = database.all_shard_keys(database.hash_tokens(tokens))
     store(client, raw, keys, tokens)
     tensor = torch.tensor(tokens)
@@ -74,7 +74,7 @@ def measure(
 
 
 def metadata_of(model: str) -> CacheMetadata:
-    """A cache of Llama-3.1-8B's shape."""
+    """Returns a cache of Llama-3.1-8B's shape."""
     return CacheMetadata(
         model=model,
         kv_dtype="bfloat16",
@@ -86,7 +86,7 @@ def metadata_of(model: str) -> CacheMetadata:
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
-    """So many random tokens."""
+    """Returns `count` random token ids."""
     rng = random.Random(seed)
     return [rng.randrange(128_000) for _ in range(tokens)]
 
@@ -95,7 +95,7 @@ def prompt(tokens: int, seed: int) -> list[int]:
 def looking_up(
     place: Place, master: str, chunk: int, model: str
 ) -> Iterator[tuple[MooncakeLookupClient, ChunkedTokenDatabase, Any]]:
-    """A lookup client, the names of its chunks, and a raw client of the same pool."""
+    """Yields a lookup client, the names of its chunks, and a raw client of the same pool."""
     transfer = bench_transfer(place.config)
     settings = NodeSettings(master=master, host=place.host, cache=CacheConfig(chunk_size=chunk), transfer=transfer)
     metadata = metadata_of(model)
@@ -120,7 +120,7 @@ def store(client: MooncakeLookupClient, raw: Any, keys: list[str], tokens: list[
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """Become a client of this master, with a prompt of each length in the pool."""
+    """Asks to become a client of this master, with a prompt of each length in the pool."""
 
     master: str
     chunk: int
@@ -153,7 +153,7 @@ class TimedLookups(Site):
 
     @step
     def open(self, job: Opening) -> Nothing:
-        """Connect, and put this client's prompts into the pool: no two clients have the same."""
+        """Connects, and puts this client's prompts into the pool: no two clients have the same."""
         self._client, database, self._raw = self._open.enter_context(
             looking_up(self.place, job.master, job.chunk, f"bench-{job.seed}")
         )
@@ -166,7 +166,7 @@ class TimedLookups(Site):
 
     @step
     def ask(self, job: Asking) -> Asked:
-        """Ask without a pause. TransferError if an answer is not that the whole prompt is there."""
+        """Asks without a pause. Raises TransferError if an answer is not that the whole prompt is there."""
         tokens, keys = self._prompts[job.tokens]
         raw, client, latencies = self._raw, self._client, Histogram()
         whole = [1] * len(keys)
@@ -199,14 +199,14 @@ class Level(msgspec.Struct, frozen=True):
 
 
 class Growing(msgspec.Struct, frozen=True):
-    """Have so many clients."""
+    """Asks for this many clients."""
 
     clients: int
     opening: Opening
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """Of a node's clients together."""
+    """The results of a node's clients together."""
 
     per_s: float
     latencies: Histogram
@@ -221,7 +221,7 @@ class LookupSite(Site):
 
     @step
     def grow(self, job: Growing) -> Nothing:
-        """Start as many clients as are missing."""
+        """Starts as many clients as are missing."""
         before = len(self._crew)
         self._crew.grow(job.clients)
         if before < job.clients:
@@ -230,7 +230,7 @@ class LookupSite(Site):
 
     @step
     def ask(self, job: Level) -> Rate:
-        """Have them ask, all at the same time."""
+        """Makes the clients look up, all at the same time."""
         timeout = job.asking.seconds + _MARGIN_S
         asked = self._crew.run(TimedLookups.ask, job.asking, timeout_s=timeout, of=range(job.clients))
         rate = sum(one.latencies.count / one.seconds for one in asked)
@@ -258,7 +258,7 @@ def measure_parts(fleet: Fleet, master: str, chunk: int, rounds: int) -> list[di
 def measure_clients(
     fleet: Fleet, master: str, chunk: int, levels: Sequence[int], lengths: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
-    """A row for each length and number of clients a node, raw and lookups in turn."""
+    """Returns a row for each length and number of clients a node, raw and lookups in turn."""
     opening = Opening(master, chunk, tuple(lengths), random.randrange(1 << 31))
     rows = []
     with progress() as bar:
@@ -299,7 +299,7 @@ def lead(
 
 
 def checks_of(figures: dict[str, Any]) -> list[Check]:
-    """Of one client, against the parts."""
+    """Returns the checks of one client's lookups, against the parts."""
     rows = figures["results"]
     checks = [
         Check(f"lookup_ms, {row['tokens']} tokens", row["lookup_ms"], 1.3 * row["raw_exist_ms"] + row["hash_ms"], False)
@@ -313,7 +313,7 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
 
 
 def report_of(figures: dict[str, Any]) -> Report:
-    """The figures for people."""
+    """Returns the figures for people."""
     rows, clients, nodes = figures["results"], figures["clients"], figures["nodes"]
     parts: list[Table | Figure] = [
         Table("One client", list(rows[0]), [list(row.values()) for row in rows], "Medians; every chunk is in the pool.")

@@ -47,7 +47,7 @@ class Timing(NamedTuple):
 
 @contextmanager
 def _process(*command: str) -> Iterator[str]:
-    """A child that prints `ready ...` when it can be used; answers the last word of that line."""
+    """Yields a child that prints `ready ...` when it can be used; answers the last word of that line."""
     process = spawn_child(
         (sys.executable, *command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -70,7 +70,7 @@ def _proxy_file(folder: Path, name: str, prefill: Sequence[int], decode: Sequenc
     nodes += [{"name": f"p{port}", "role": "prefill", "port": port} for port in prefill]
     nodes += [{"name": f"d{port}", "role": "decode", "port": port} for port in decode]
     file = folder / f"{name}.yaml"
-    # nobody asks a pool: there is none
+    # no lookups: there is no pool
     file.write_text(yaml.safe_dump({"engine": engine, "proxy": {"direct_tokens": 0}, "nodes": nodes}))
     return file
 

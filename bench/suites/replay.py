@@ -1,15 +1,15 @@
-"""A trace of conversations on a real pool: its hit rate against the pool's capacity and the master's eviction settings.
+"""Replays a trace of conversations on a real pool: its hit rate against the pool's capacity and the master's eviction settings.
 
-Each request of the trace, in order: look up its whole blocks of 512 tokens, load what is found and compare every byte, store
-what is missing. Chunks are shrunken to a few KiB, so that the pool of a small machine holds as many as that of a large cluster;
-all else is real: keys, lookups, leases, transfers, eviction. Beside the pool stand two simulations: one that never forgets (the
+For each request of the trace, in order, a client looks up its whole blocks of 512 tokens, loads what is found and compares every byte,
+and stores what is missing. Chunks are shrunken to a few KiB, so that the pool of a small machine holds as many as that of a large
+cluster. All else is real: keys, lookups, leases, transfers, eviction. Two simulations give the context: one that never forgets (the
 trace's ideal), and LRU with the same capacity.
 
     pd-cache bench replay --trace FILE                     pools of several capacities on this machine, one after the other
     pd-cache bench replay --trace FILE -c cluster.yaml     the cluster's own pool, on every machine; only the coordinator reads FILE
 
-Across machines each conversation stays with one client, so that nobody looks up what another one is just about to store. The
-**hit rate** is the prompt tokens that were loaded, of all prompt tokens; see `bench/lib/reuse.py`.
+Across machines each conversation stays with one client, so that no client looks up what another is just about to store. The **hit rate**
+is the prompt tokens that were loaded, divided by all prompt tokens; see `bench/lib/reuse.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from transfer.settings import MIN_SEGMENT, Timeouts, TransferSettings
 
 _UNBOUNDED = math.inf
 _ROOM = 1.1
-"""Of an unbounded pool over what the trace needs: eviction must not begin."""
+"""The size of an unbounded pool, relative to what the trace needs: eviction must not begin."""
 _SLOWEST_S = 0.05
 """A request, on the average, before the replay is given up."""
 _STEP_S = 60.0
@@ -61,7 +61,7 @@ _COLUMNS = {
     "seconds": "seconds",
 }
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
-"""Of the trace's distinct blocks: the capacities that are tried where none are given."""
+"""Shares of the trace's distinct blocks: the capacities that are tried by default."""
 
 
 class Eviction(NamedTuple):
@@ -96,7 +96,7 @@ class Setting(NamedTuple):
 
 @contextmanager
 def shrunken_pool(setting: Setting, distinct: int) -> Iterator[str]:
-    """The master's `host:port` of a pool of this machine with room for as many chunks as `setting` says."""
+    """Yields the master's `host:port` of a pool of this machine with room for as many chunks as `setting` says."""
     bounded = setting.capacity != _UNBOUNDED
     assert setting.eviction is not None
     chunks = setting.capacity if bounded else _ROOM * distinct / setting.eviction.watermark
@@ -138,7 +138,7 @@ class Leader:
         self._longest_s = paced + 60 + _SLOWEST_S * len(requests)
 
     def on_pool_of_its_own(self, setting: Setting, what: str) -> dict[str, Any]:
-        """A row, from a pool that lasts as long as that takes."""
+        """Returns a row, from a pool that lasts as long as that takes."""
         with shrunken_pool(setting, len(self.distinct)) as master:
             tally, _ = self._replay(
                 what, setting.chunk_bytes, master=master, lease_ms=setting.lease_ms, pin=setting.pin
@@ -147,7 +147,7 @@ class Leader:
         return self._row(tally, setting)
 
     def on_the_clusters_pool(self, capacity_bytes: int, chunk_bytes: int, eviction: Eviction | None) -> dict[str, Any]:
-        """A row, from a pool that others may use, too. Its chunks are removed afterwards."""
+        """Returns a row, from a pool that others may use, too. Its chunks are removed afterwards."""
         tally, lease_ms = self._replay(f"chunks of {chunk_bytes} bytes", chunk_bytes)
         job = Remove(self.distinct, lease_ms)
         timeout_s = 2 * (_STEP_S + lease_ms / 1000 + _SLOWEST_S * len(self.distinct))
@@ -156,7 +156,7 @@ class Leader:
         return self._row(tally, Setting(capacity_bytes // slot, chunk_bytes, eviction, lease_ms, "as configured"))
 
     def _replay(self, what: str, chunk_bytes: int, **pool: Any) -> tuple[Tally, int]:
-        """What became of the requests, and the lease in force."""
+        """Returns what became of the requests, and the lease in force."""
         longest = max(1, *(len(request.whole_blocks) for request in self._trace))
         job = Open(model=f"replay-{uuid.uuid4().hex}", longest=longest, chunk_bytes=chunk_bytes, **pool)
         opened = self._fleet.everywhere(ReplaySite.open, job, timeout_s=_STEP_S)
@@ -186,7 +186,7 @@ class Leader:
 
 
 def checks_of(rows: Iterable[dict[str, Any]]) -> list[Check]:
-    """The targets that the rows allow to judge."""
+    """Returns the targets that the rows allow to judge."""
     checks = [
         Check("unbounded: points below the ideal", 100 * (row["ideal"] - row["hit_rate"]), 0.1, at_least=False)
         for row in rows
@@ -308,7 +308,7 @@ def main(
 
 
 def report_of(leader: Leader, rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> Report:
-    """The table, and the hit rate over the capacity."""
+    """Returns the table, and the hit rate over the capacity."""
     cells = [[100 * row[name] if name in _PERCENT else row[name] for name in _COLUMNS] for row in rows]
     lines: dict[str, list[tuple[float, float]]] = {
         "ideal": [(capacity, leader.ideal) for capacity, _ in leader.lru],
@@ -347,7 +347,8 @@ def settings_of(
     chunk_bytes: int,
     distinct: int,
 ) -> list[Setting]:
-    """All combinations; on an unbounded pool, where nothing is evicted, only the first. UsageError where a pool would be too small."""
+    """Returns all combinations; for an unbounded pool, which evicts nothing, only the first. Raises UsageError for a pool that would be too
+    small."""
     evictions, leases = evictions or (_DEFAULT_EVICTION,), leases or (_DEFAULT_LEASE_MS,)
     slot = allotted_bytes(object_bytes(chunk_bytes))
     least = -(-MIN_SEGMENT // slot)
@@ -365,7 +366,8 @@ def settings_of(
 
 
 def pool_of(config: ClusterConfig) -> tuple[int, Eviction | None]:
-    """Bytes of memory in a cluster's pool, and how it evicts, where the file says it. ConfigError where nobody gives memory."""
+    """Returns the bytes of memory in a cluster's pool, and how it evicts, if the file says it. Raises ConfigError if no node gives
+    memory."""
     with open_directory(config) as directory:
         directory.wait_synced(_FIND_S)
         capacity = sum(record.capacity.segment_bytes for record in directory.view().nodes)

@@ -1,8 +1,8 @@
 """The proxy's policies on a trace, in simulation: hit rate of the nodes' own caches, and how long prompts queue.
 
-The router is the proxy's own (`launch/proxy/routing.py`), with simulated time. A prefill node is modelled as a queue that
-computes one prompt after the other, at a steady rate of tokens that its cache lacks; its cache keeps the blocks used last. The
-format of traces is told in `bench/lib/trace.py`.
+The router is the proxy's own (`launch/proxy/routing.py`), with simulated time. A prefill node is modelled as a queue that computes one
+prompt after the other, at a steady rate of tokens that its cache lacks; its cache keeps the blocks used last. `bench/lib/trace.py`
+describes the format of traces.
 
     pd-cache bench routing --trace FILE --json         or  python -m bench.suites.routing --trace FILE --json
 """
@@ -40,7 +40,7 @@ class _Waiting(NamedTuple):
     arrived: float
     prompt: RoutedPrompt
     done: ExitStack
-    """Tells the router that the node is through with it."""
+    """Closed to report to the router that the node has finished the request."""
 
 
 class _Node:
@@ -51,7 +51,7 @@ class _Node:
 
 
 def simulate(requests: Iterable[Request], policy: Policy, nodes: int, cache_tokens: int, rate: float) -> Outcome:
-    """Let `nodes` nodes of `rate` tokens/s each compute the trace."""
+    """Lets `nodes` nodes of `rate` tokens/s each compute the trace."""
     pool = NodePool("prefill", policy)
     pool.update(Target(str(index), kv_tokens=cache_tokens) for index in range(nodes))
     fleet = {url: _Node(cache_tokens) for url in pool.urls()}
@@ -97,12 +97,12 @@ def simulate(requests: Iterable[Request], policy: Policy, nodes: int, cache_toke
 
 
 def ideal_hit_rate(requests: Iterable[Request]) -> float:
-    """Of one node whose cache never forgets."""
+    """Returns the hit rate of one node whose cache never forgets."""
     return simulate(requests, "round_robin", 1, 1 << 60, 1e12).hit_rate
 
 
 def compare(requests: list[Request], nodes: int, cache_tokens: int, rate: float) -> list[dict[str, Any]]:
-    """One row a policy."""
+    """Returns one row per policy."""
     rows = []
     for policy in _POLICIES:
         outcome = simulate(requests, policy, nodes, cache_tokens, rate)

@@ -45,7 +45,7 @@ _PASSES = ("recompute", "reuse")
 
 
 class Plan(NamedTuple):
-    """A load, as the options tell it."""
+    """A load, as given by the options."""
 
     rate: float | None
     """Requests a second; None takes the times of the trace."""
@@ -62,7 +62,7 @@ class Plan(NamedTuple):
     """Tokens of a prompt and its answer together."""
 
     def arrivals(self) -> list[Arrival]:
-        """In the order in which they are due. TraceError for a trace that cannot be read."""
+        """In the order in which they are due. Raises TraceError for a trace that cannot be read."""
         trace = None if self.trace is None else read_trace(self.trace, self.requests)
         count = len(trace) if trace is not None else self.requests or _REQUESTS
         if self.rate is not None:
@@ -128,7 +128,7 @@ class ServeSite(Site):
 def run_pass(
     fleet: Fleet, name: str, server: Server, target: Target, arrivals: Sequence[Arrival], ttft_limit_s: float | None
 ) -> tuple[Load, dict[str, Any]]:
-    """Every generator sends its share, all beginning together; what they saw, and a row of the report."""
+    """Has every generator send its share, all beginning together. Returns what they saw, and a row of the report."""
     parts = len(fleet.nodes)
     jobs = {
         node: Send(
@@ -151,7 +151,7 @@ def run_pass(
 
 
 def share_found(before: tuple[float, float] | None, after: tuple[float, float] | None) -> float | None:
-    """Of what was asked between two answers of `looked_up`, the share that was found; None where that is not known."""
+    """Returns the share that was found of what was looked up between two results of `looked_up`; None if it is not known."""
     if before is None or after is None or after[1] <= before[1]:
         return None
     return (after[0] - before[0]) / (after[1] - before[1])
@@ -292,7 +292,7 @@ def _read_key(file: Path) -> str:
 
 
 def report_of(loads: Mapping[str, Load], rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> Report:
-    """The figures of each pass beside each other; time to first token as it was distributed, and in the course of time."""
+    """Returns the figures of each pass beside each other; time to first token as it was distributed, and in the course of time."""
     names = [name for name in rows[0] if name != "pass"]
     cells = [[name, *(_cell(row[name]) for row in rows)] for name in names]
     parts: list[Table | Figure] = [

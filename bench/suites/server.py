@@ -52,7 +52,7 @@ _RENEWED = 1000
 
 @contextlib.contextmanager
 def cache_server(segment: int, staging: ByteSize, cache: CacheConfig) -> Iterator[tuple[NodeSettings, str, int]]:
-    """A pool and a cache server on it: settings for an engine of one's own, the server's URL, and its pid."""
+    """Yields a pool and a cache server on it: settings for an engine of one's own, the server's URL, and its pid."""
     nodes = (
         MasterNode(name="master", port=0, metrics_port=0),
         StoreNode(name="store", segment_size=ByteSize(segment)),
@@ -72,7 +72,7 @@ def cache_server(segment: int, staging: ByteSize, cache: CacheConfig) -> Iterato
 
 
 def served_cache(url: str, metadata: CacheMetadata, caches: dict[str, torch.Tensor], chunk: int) -> ServerCache:
-    """A server's cache, which has been lent these tensors."""
+    """Returns a server's cache, which has been lent these tensors."""
     cache = ServerCache(url, EngineIdentity.of(metadata, CacheConfig(chunk_size=chunk)), move_timeout_s=60)
     cache.register_kv_caches(caches)
     return cache
@@ -113,11 +113,11 @@ class Transfers:
         return self.engine.database.keys(self.engine.database.hash_tokens(self.prompt.tokens))
 
     def remove(self) -> None:
-        """Take the prompt out of the pool, so that it is stored again."""
+        """Takes the prompt out of the pool, so that it is stored again."""
         self.engine.backend.store.remove(self.keys, timeout=10, force=True)  # type: ignore[attr-defined]
 
     def wait_ready(self) -> None:
-        """Wait until both ways reach the pool."""
+        """Waits until both ways reach the pool."""
         self.engine.wait_available(30)
         _until(lambda: self.server.available, 30)
 
@@ -147,7 +147,7 @@ def from_the_pool(moves: Transfers, rounds: int) -> dict[str, float]:
             retrieve = timed(lambda cache=cache: moves.retrieve(cache))  # type: ignore[misc]
             assert moves.prompt.arrived(), f"other bytes came back from the {name}"
             moves.remove()
-            if index:  # the first round writes to memory that nobody has written to
+            if index:  # the first round writes to memory that was not written to before
                 seconds[f"{name}_store"].append(store)
                 seconds[f"{name}_retrieve"].append(retrieve)
     rates = gbps(moves.nbytes, seconds)
@@ -159,7 +159,7 @@ def from_the_pool(moves: Transfers, rounds: int) -> dict[str, float]:
 
 
 def holding(moves: Transfers, rounds: int) -> dict[str, float]:
-    """What keeping a prompt's chunks until they are loaded costs: asking for them before their lease ends, or fetching them."""
+    """Returns what keeping a prompt's chunks until they are loaded costs: asking for them before their lease ends, or fetching them."""
     moves.store(moves.own)
     backend, keys = moves.engine.backend, moves.keys
     asked = (keys * -(-_RENEWED // len(keys)))[:_RENEWED]

@@ -58,7 +58,7 @@ def room(objects: int, payload: int) -> ByteSize:
 def opened(
     tiers: Sequence[StorageTier], payload: int, *, staging: int = 8, master: str = "none"
 ) -> Iterator[StorageBackend]:
-    """The backend of these tiers, as a node has it, with memory for `staging` objects besides."""
+    """Yields the backend of these tiers, as a node has it, with memory for `staging` objects in addition."""
     settings = NodeSettings(
         master=master,
         cache=CacheConfig(tiers=tuple(tiers)),
@@ -89,7 +89,7 @@ def fill(backend: StorageBackend) -> None:
 
 
 def put(backend: StorageBackend, keys: Sequence[str]) -> None:
-    """Put whatever lies in the memory under each key."""
+    """Puts whatever lies in the memory under each key."""
     outcomes = []
     for key in keys:
         staged = backend.stage(timeout=30)
@@ -100,7 +100,7 @@ def put(backend: StorageBackend, keys: Sequence[str]) -> None:
 
 
 def get(backend: StorageBackend, keys: Sequence[str], use: Callable[[memoryview], object] | None = None) -> None:
-    """Read every key: checked, in order, each given back before the next."""
+    """Reads every key: checked, in order, each given back before the next."""
     for fetched in backend.batched_get(keys):
         assert fetched.payload is not None, fetched.reason
         if use is not None:
@@ -115,17 +115,17 @@ def names(count: int) -> list[str]:
 
 
 def spread(ratios: Sequence[float]) -> str:
-    """The smallest and the largest."""
+    """Returns the smallest and the largest."""
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def ratios(seconds: Seconds, measured: str, limit: str) -> list[float]:
-    """How fast `measured` was, of `limit`, round by round."""
+    """Returns how fast `measured` was, of `limit`, round by round."""
     return [raw / ours for raw, ours in zip(seconds[limit], seconds[measured], strict=True)]
 
 
 def interleave(rounds: int, **functions: Callable[[], object]) -> Seconds:
-    """Seconds of each function, called in turn, after one round that does not count."""
+    """Returns the seconds of each function, called in turn, after one round that does not count."""
     seconds: Seconds = {name: [] for name in functions}
     for _ in range(rounds + 1):
         for name, function in functions.items():
@@ -210,12 +210,12 @@ class RawDisk:
         self._memory = StagingPool(threads * file_bytes, file_bytes)  # as the tier's: prefaulted, in huge pages
 
     def fresh(self) -> None:
-        """Forget all files."""
+        """Forgets all files."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir()
 
     def fio(self, what: str) -> float:
-        """Seconds that fio takes to `write` fresh files, or to `read` them."""
+        """Returns the seconds that fio takes to `write` fresh files, or to `read` them."""
         options = {
             "name": "raw",
             "directory": self._folder,
@@ -247,7 +247,7 @@ class RawDisk:
         return float(nbytes / job["bw_bytes"])
 
     def loop(self, what: str) -> float:
-        """Seconds that plain loops of the same calls take, one a thread."""
+        """Returns the seconds that plain loops of the same calls take, one a thread."""
         slots = [self._memory.lease(0.0) for _ in range(self._threads)]
 
         def one(thread: int) -> None:
@@ -378,7 +378,7 @@ def measure_eviction(entries: int, policy: EvictionName, least: int, slices: int
     index: EvictingIndex[int] = EvictingIndex(entries, make_policy(policy, entries))
 
     def take_in(keys: Sequence[str]) -> float:
-        start = time.thread_time()  # nothing here waits: other processes shall not count
+        start = time.thread_time()  # nothing here waits: other processes do not count
         for key in keys:
             place = index.reserve(key).place
             assert place is not None
@@ -396,7 +396,7 @@ def measure_eviction(entries: int, policy: EvictionName, least: int, slices: int
 
 
 def checks_of(figures: dict[str, Any], most: int) -> list[Check]:
-    """The targets."""
+    """Returns the targets."""
     checks = [
         Check("local_get / memcpy", figures["local_get_ratio"], 0.8, at_least=True),
         Check("disk_get / raw read", figures["disk_get_ratio"], 0.8, at_least=True),

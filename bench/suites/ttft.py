@@ -72,7 +72,7 @@ class Server:
         self._host = url.removeprefix("http://")
 
     def first_token(self, prompt: Sequence[int]) -> float:
-        """Seconds from sending a request to its first token."""
+        """Returns the seconds from sending a request to its first token."""
         body = {"model": "bench", "prompt": list(prompt), "max_tokens": 1, "temperature": 0, "stream": True}
         encoded = json.dumps({**body, "return_token_ids": True}).encode()
         connection = http.client.HTTPConnection(self._host, timeout=300)
@@ -106,7 +106,7 @@ class Server:
             time.sleep(0.1)
 
     def cached_share(self) -> float:
-        """Share of the KV cache's blocks that somebody holds."""
+        """The share of the KV cache's blocks that are held."""
         with urllib.request.urlopen(f"http://{self._host}/metrics", timeout=30) as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:kv_cache_usage_perc"))
@@ -133,7 +133,7 @@ def arguments(positions: int) -> dict[str, Any]:
 
 @contextmanager
 def servers(model: Path, folder: Path, pool: ByteSize, positions: int) -> Iterator[Servers]:
-    """Start them one after the other: each takes all cores while it starts."""
+    """Starts them one after the other: each takes all cores while it starts."""
     config = ClusterConfig(
         name="bench",
         transfer=TransferSettings(staging_size=ByteSize(512 << 20)),
@@ -182,7 +182,7 @@ def servers(model: Path, folder: Path, pool: ByteSize, positions: int) -> Iterat
 
 
 def vllm(model: Path, positions: int, env: dict[str, str], *more: str) -> AbstractContextManager[str]:
-    """A server without pd-cache, otherwise as the others are."""
+    """Returns a server without pd-cache, otherwise as the others are."""
     return vllm_server(model, "bench", arguments(positions), {**_ENV, **env}, *more, ready_timeout_s=_READY_S)
 
 
@@ -216,7 +216,7 @@ def measure(up: Servers, tokens: int, rounds: int, raw: RawPool, client: Any) ->
 
 
 def lookup_p99_ms(master: str, tokens: int, rounds: int = 500) -> float:
-    """Of the lookup that the scheduler makes for a prompt, all of whose chunks it has to ask for."""
+    """Returns the 99th percentile, in ms, of the scheduler's lookup for a prompt if it has to ask for all its chunks."""
     metadata = CacheMetadata(
         model=uuid.uuid4().hex, kv_dtype="bfloat16", page_format="bench", layers=12, block_size=BLOCK, page_bytes=1
     )

@@ -35,7 +35,7 @@ _PROMISE_S = 10.0
 
 
 class Directory:
-    """Always the nodes of the file."""
+    """The nodes of the file, always."""
 
     def __init__(self, config: ClusterConfig, on_change: OnChange | None = None) -> None:
         """`on_change` gets each new view, the first one included; it must return quickly."""
@@ -44,15 +44,15 @@ class Directory:
             on_change(self._view)
 
     def view(self) -> View:
-        """Returns what is known at present, at once."""
+        """Returns what is known now, without waiting."""
         return self._view
 
     def wait_synced(self, timeout: float) -> bool:
-        """Wait until the view comes from a better source than the file, if there is one. Returns False after `timeout` s."""
+        """Waits until the view comes from a better source than the file, if there is one. Returns False after `timeout` s."""
         return True
 
     def close(self) -> None:
-        """Stop following."""
+        """Stops following."""
 
     def __enter__(self) -> Directory:
         return self
@@ -100,21 +100,21 @@ class Member:
         self._registration: Any = None
         self._announced = False
         self.namespace: Namespace | None = None
-        """To be set before `announce`, by a node that keeps a cache and knows its namespace."""
+        """Set it before `announce`, on a node that keeps a cache and knows its namespace."""
         self.master: str | None = None
-        """To be set before `announce`, by a client of the pool: where it expects the master."""
+        """Where a client of the pool expects the master. Set it before `announce`."""
         if isinstance(config.discovery, EtcdDiscovery):
             from launch.discovery.etcd import EtcdRegistration
 
             self._registration = EtcdRegistration(config.discovery, config.name)
 
     def about(self) -> dict[str, Any]:
-        """Version and namespace, for a node's `/health`: with static discovery, this is how others learn them."""
+        """Returns version and namespace, for a node's `/health`: with static discovery, other nodes learn them from there."""
         namespace = self.namespace.described() if self.namespace is not None else {}
         return {"version": pd_cache.__version__, **namespace}
 
     def announce(self, address: str) -> None:
-        """Announce that this node can be used, at `address`. Returns at once, whatever etcd does."""
+        """Announces that this node can be used, at `address`. Returns immediately, whatever etcd does."""
         record = describe_node(self._config, self._node, address, self.namespace)
         record = msgspec.structs.replace(record, master=self.master)
         if self._registration is not None and not self._announced:
@@ -122,7 +122,7 @@ class Member:
             self._registration.announce(record)
 
     def leave(self) -> None:
-        """Announce that this node leaves. Waits no longer than a call to etcd may take. May be called twice."""
+        """Announces that this node leaves. Waits no longer than a call to etcd may take. May be called twice."""
         if self._registration is not None:
             self._registration.close()
 
@@ -185,8 +185,8 @@ def known_master(config: ClusterConfig) -> str | None:
 def find_master(config: ClusterConfig, timeout_s: float) -> ClusterConfig:
     """Returns the same cluster with its masters in it: the file's own, or those that registered.
 
-    Raises ConfigError if no master is found within `timeout_s`. Clients find elected masters by themselves, but not what these
-    promise; that is waited for, but no longer than a few seconds.
+    Raises ConfigError if no master is found within `timeout_s`. Clients find elected masters by themselves, but not their promises; it
+    waits for those, too, but at most a few seconds.
     """
     discovery, elected = config.discovery, config.masters.ha
     if not isinstance(discovery, EtcdDiscovery) or (config.by_role("master") if elected else known_master(config)):

@@ -1,10 +1,9 @@
-"""Whether a master and etcd agree on who leads.
+"""Whether a master and etcd agree on which master leads.
 
 Mooncake's masters elect a leader by a key in etcd, which lives as long as the leader renews its lease. An etcd that dies and comes back
 costs an election. An etcd that loses data can leave masters in a state that never ends (measured; docs/mooncake.md). A leader whose key
-is gone goes on saying that it leads, but no client finds it. A standby that has followed a log of operations that is lost takes the key
-again and again, and refuses to serve. Master and etcd then disagree for good. A master that is started anew takes part in a new
-election.
+is gone still says that it leads, but no client finds it. A standby that has followed a lost log of operations takes the key again and
+again, and refuses to serve. Master and etcd then disagree for good. A master that is restarted takes part in a new election.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from launch.discovery.etcd import _Connector, _Lost
 from pd_cache.cluster import EtcdDiscovery
 
 DISAGREES_S = 30.0
-"""In an election that goes well, they disagree for a second or two, and for longer if the next leader has many keys to take over.
-Starting it anew then would lose these keys."""
+"""How long they may disagree. In an election that goes well it is a second or two, and longer if the next leader has many keys to take
+over; a restart then would lose these keys."""
 _POLL_S = 1.0
 
 
@@ -33,7 +32,7 @@ class ElectionWatch:
         leads: Callable[[], bool | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`address`: `host:port` of our master. `leads`: whether it says that it leads, or prepares to; None if it does not
+        """`address`: `host:port` of our master. `leads`: returns whether it says that it leads, or prepares to; None if it does not
         answer. `clock`: seconds. Raises ConfigError as `EtcdRegistration` does."""
         self._connector = _Connector(settings)
         self._key = f"mooncake-store/{cluster}/master_view"
@@ -53,11 +52,11 @@ class ElectionWatch:
         return since is not None and self._clock() - since >= DISAGREES_S
 
     def begin_anew(self) -> None:
-        """To be called when something was done about it: counts from now."""
+        """Starts counting from now. Call it after acting on a disagreement."""
         self._at_odds_since = None
 
     def look(self) -> None:
-        """Compare once. Waits no longer than a call to etcd and one to the master may take."""
+        """Compares once. Waits no longer than a call to etcd and one to the master may take."""
         if self._agree():
             self._at_odds_since = None
         elif self._at_odds_since is None:
@@ -68,7 +67,7 @@ class ElectionWatch:
             with self._connector.client() as client:
                 value, about = client.get(self._key)
         except _Lost:
-            return True  # without etcd no master can lead, and a new start would not help
+            return True  # without etcd no master can lead, and a restart would not help
         leads = self._leads()
         if leads is None:
             return True

@@ -31,7 +31,7 @@ _LONGEST_TICK_S = 1.0
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # etcd is in our own network
     ("grpc.use_local_subchannel_pool", 1),  # a new client connects at once, whatever the last one met
-    ("grpc.max_receive_message_length", 64 << 20),  # grpc's 4 MiB would hold three large values, no list
+    ("grpc.max_receive_message_length", 64 << 20),  # grpc's 4 MiB would hold three large values, but no list
 )
 
 
@@ -133,13 +133,13 @@ class EtcdRegistration:
         """Set while the record is in etcd, as far as we know."""
 
     def announce(self, record: NodeRecord) -> None:
-        """Register, now, and again whenever the lease is lost. Returns at once; call it once."""
+        """Registers now, and again whenever the lease is lost. Returns at once; call it once."""
         assert self._thread is None, "announced already"
         self._thread = threading.Thread(target=self._run, args=(record,), name="discovery-register", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Deregister. Waits for etcd no longer than two or three calls may take; the lease ends by itself otherwise."""
+        """Deregisters. Waits for etcd no longer than two or three calls may take; after that, the lease ends by itself."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -164,12 +164,12 @@ class EtcdRegistration:
                 log.log(level, "cannot register in etcd: %s; serving goes on", error)
                 self._away = True
                 pause.wait()
-            except Exception:  # the edge: if registration ended, nobody would find the node
+            except Exception:  # the edge: if registration ended, no process would find the node
                 log.exception("registering in etcd failed; it is tried again")
                 pause.wait()
 
     def _keep(self, client: Any, record: NodeRecord) -> None:
-        """Keep the lease alive, or get a new one, and make sure that the record is there."""
+        """Keeps the lease alive, or gets a new one, and makes sure that the record is there."""
         if self._lease is not None and not any(answer.TTL > 0 for answer in client.refresh_lease(self._lease)):
             log.warning("the lease in etcd was lost; registering again")
             self._lease = None
@@ -186,7 +186,8 @@ class EtcdRegistration:
         client.put(self._prefix + record.name, record.encode(), lease=self._lease)
 
     def _stays(self, found: bytes, record: NodeRecord) -> bool:
-        """Whether a value stays. One that is not a record does not. Another process's record does: two must not overwrite each other."""
+        """Returns whether a value stays. One that is not a record does not. Another process's record does: two must not overwrite each
+        other."""
         try:
             other = decode_record(found)
         except RecordError:
@@ -217,7 +218,7 @@ class EtcdRegistration:
 
 
 class EtcdWatch:
-    """Follows the records of a cluster. `view` answers at once, from what is known. Thread-safe."""
+    """Follows the records of a cluster. `view` returns immediately what is known. Thread-safe."""
 
     def __init__(
         self,
@@ -228,9 +229,9 @@ class EtcdWatch:
         seeds: Iterable[NodeRecord] = (),
         on_change: Callable[[View], None] | None = None,
     ) -> None:
-        """Begin to follow. `folder`: see `prefix_of`. `seeds`: nodes to believe in until etcd was read for the first time.
+        """Begins to follow. `folder`: see `prefix_of`. `seeds`: nodes to assume until etcd has been read for the first time.
 
-        `on_change` is called with each new view, one after the other, on threads of ours: it must return quickly.
+        `on_change` is called with each new view, one after the other, on the watch's own threads: it must return quickly.
         """
         self._connector = _Connector(settings)
         self._prefix = prefix_of(cluster, folder)
@@ -256,11 +257,11 @@ class EtcdWatch:
             return self._membership.view()
 
     def wait_synced(self, timeout: float) -> bool:
-        """Wait until etcd has been read once. Returns False after `timeout` seconds."""
+        """Waits until etcd has been read once. Returns False after `timeout` seconds."""
         return self._synced.wait(timeout)
 
     def close(self) -> None:
-        """End the threads; calls under way are cut off."""
+        """Ends the threads; calls under way are cut off."""
         self._closed.set()
         self._break_off()
         for thread in self._threads:
@@ -307,7 +308,7 @@ class EtcdWatch:
             stream.cancel()
 
     def _tick(self) -> None:
-        """Check on etcd and the doubted nodes: a stream of changes is silent when its other end is gone."""
+        """Checks on etcd and the doubted nodes: a stream of changes is silent when its other end is gone."""
         while not self._closed.wait(self._tick_s):
             client = self._client
             if client is not None and self._stream is not None:
@@ -369,7 +370,7 @@ class EtcdWatch:
                 self._publish()
 
     def _publish(self, before: View | None = None) -> None:
-        """Publish the view, under the lock, so that views arrive in order. Logs what became unreadable since `before`."""
+        """Publishes the view, under the lock, so that views arrive in order. Logs what became unreadable since `before`."""
         view = self._membership.view()
         if before is not None:
             for name, why in sorted(set(view.unreadable) - set(before.unreadable)):

@@ -1,4 +1,4 @@
-"""Who is in the cluster, as far as is known. Pure: the time comes from the caller.
+"""The nodes of the cluster, as far as is known. Pure: the time comes from the caller.
 
 1. The source of the truth may be away. Then the last known view stays, and is marked stale.
 2. What vanished *because* the source was away is not gone: leases ran out that no node could keep alive, or the source came back
@@ -24,19 +24,19 @@ class View:
     nodes: tuple[NodeRecord, ...]
     """Sorted by name."""
     stale_since: float | None = None
-    """`time.monotonic()` when the source of the view was last heard of; None while it answers."""
+    """The `time.monotonic()` of the last answer from the source of the view; None while it answers."""
     doubted: frozenset[str] = frozenset()
     """Names of nodes that are missing since an outage."""
     unreadable: tuple[tuple[str, str], ...] = ()
     """Names of entries that are not readable records, each with the reason; sorted, at most `MAX_NODES`."""
 
     def by_role(self, *roles: str) -> list[NodeRecord]:
-        """The nodes of these roles."""
+        """Returns the nodes of these roles."""
         return [node for node in self.nodes if node.role in roles]
 
 
 class Membership:
-    """Builds views out of full lists, single changes and outages."""
+    """Builds views from full lists, single changes and outages."""
 
     def __init__(self, grace_s: float, seeds: Iterable[NodeRecord] = ()) -> None:
         """`seeds` are used until the first full list."""
@@ -48,14 +48,14 @@ class Membership:
         self._settled_at = float("-inf")
 
     def outage(self, now: float) -> bool:
-        """Note that the source does not answer. Returns True if that is new."""
+        """Notes that the source does not answer. Returns True if that is new."""
         if self._stale_since is not None:
             return False
         self._stale_since = now
         return True
 
     def sync(self, records: Iterable[NodeRecord], now: float, unreadable: Mapping[str, str] | None = None) -> None:
-        """Note a full list, which ends an outage. `unreadable`: its unreadable entries, by name, with the reason."""
+        """Notes a full list, which ends an outage. `unreadable`: its unreadable entries, by name, with the reason."""
         listed = {record.name: record for record in list(records)[:MAX_NODES]}
         self._unreadable = dict(list((unreadable or {}).items())[:MAX_NODES])
         listed |= {name: self._nodes[name] for name in self._unreadable if name in self._nodes}
@@ -71,7 +71,7 @@ class Membership:
         self._nodes = listed
 
     def put(self, record: NodeRecord) -> bool:
-        """Note that a node is there. Returns False, and leaves the node out, if there are more than `MAX_NODES`."""
+        """Notes that a node is there. Returns False, and leaves the node out, if there are more than `MAX_NODES`."""
         self._unreadable.pop(record.name, None)
         if record.name not in self._nodes and len(self._nodes) >= MAX_NODES:
             return False
@@ -80,12 +80,12 @@ class Membership:
         return True
 
     def spoil(self, name: str, why: str) -> None:
-        """Note that the entry under a name is not a readable record now."""
+        """Notes that the entry under a name is not a readable record now."""
         if name in self._unreadable or len(self._unreadable) < MAX_NODES:
             self._unreadable[name] = why
 
     def delete(self, name: str, now: float) -> None:
-        """Note that a node has vanished."""
+        """Notes that a node has vanished."""
         self._unreadable.pop(name, None)
         if name not in self._nodes:
             return
@@ -96,7 +96,7 @@ class Membership:
             self._doubted.discard(name)
 
     def expire(self, now: float) -> bool:
-        """Drop doubted nodes whose grace is over; never while the source is away. Returns True if any was dropped."""
+        """Drops doubted nodes whose grace is over; never while the source is away. Returns True if any was dropped."""
         if not self._doubted or self._stale_since is not None or now < self._settled_at:
             return False
         for name in self._doubted:
@@ -105,6 +105,6 @@ class Membership:
         return True
 
     def view(self) -> View:
-        """The present state."""
+        """Returns the current view."""
         nodes = tuple(sorted(self._nodes.values(), key=lambda record: record.name))
         return View(nodes, self._stale_since, frozenset(self._doubted), tuple(sorted(self._unreadable.items())))

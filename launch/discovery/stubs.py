@@ -1,15 +1,15 @@
-"""Imports etcd3 next to a protobuf of today.
+"""Imports etcd3 next to a current protobuf.
 
-etcd3 0.12.0 carries stubs that protobuf has refused to run since its version 4. Two ways around that were open:
+etcd3 0.12.0 contains stubs that protobuf has refused to run since its version 4. There were two ways around that:
 
 - `PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python` makes protobuf accept them, if it is set before *anything* in the process
-  imports protobuf, which then is the slow one for everything in the process; it would have to be kept from every child, or
-  vLLM inherits it.
+  imports protobuf. The whole process then uses the slow implementation, and the variable would have to be kept from every
+  child, or vLLM inherits it.
 - The stubs hold their own descriptors in serialized form, which every protobuf reads. Message classes made from those are
   what a new `protoc` would generate.
 
-We do the latter: nothing is set, inherited or in anybody's way, the order of imports does not matter, and the descriptors
-live in a pool of their own, where they cannot clash with another `rpc.proto`. The stubs' files are read, never run.
+We do the latter. Nothing is set or inherited, the order of imports does not matter, and the descriptors live in a pool of their own,
+where they cannot clash with another `rpc.proto`. The stubs' files are read, never run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _lock = threading.Lock()
 
 
 def load_etcd3() -> Any:
-    """The module `etcd3`. ImportError if it, or what it needs, is not installed. Thread-safe."""
+    """Returns the module `etcd3`. Raises ImportError if it, or what it needs, is not installed. Thread-safe."""
     with _lock:
         if "etcd3" not in sys.modules:
             sys.modules.update(_message_modules())
@@ -68,7 +68,7 @@ def _module(name: str, file: Path, pool: Any) -> types.ModuleType:
 
 
 def _serialized(file: Path) -> bytes:
-    """The argument `serialized_pb=_b('...')` of a stub."""
+    """Returns the argument `serialized_pb=_b('...')` of a stub."""
     found = _SERIALIZED.search(file.read_text(encoding="utf-8"))
     if found is None:
         raise ImportError(f"{file} is not a stub as etcd3 0.12 has them: it holds no serialized descriptor")

@@ -1,8 +1,9 @@
-"""`pd-cache doctor`: checks this machine and the cluster, explains what it finds, and tells the repair.
+"""`pd-cache doctor`: checks this machine and the cluster, explains what it finds, and names the repair.
 
-A module a subject; each turns what it reads into findings: `libraries`, `rdma`, `memory`, `files`, `clock`, `network` (ports, and who
-reaches whom), `cluster` (what nodes say), `probe` (a real put and get to each segment). `examine` calls them in order, `report`
-shows the outcome. docs/doctor.md tells what each check means. Nothing is changed: of what it puts into the pool nothing stays.
+There is one module per subject; each turns what it reads into findings: `libraries`, `rdma`, `memory`, `files`, `clock`, `network`
+(ports, and which nodes reach which), `cluster` (what nodes report), `probe` (a real put and get to each segment). `examine` calls them in
+order, `report` shows the outcome. docs/doctor.md explains each check. Nothing is changed, and whatever is put into the pool is removed
+again.
 """
 
 from launch.doctor.examine import examine

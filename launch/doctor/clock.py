@@ -30,7 +30,7 @@ _REPAIR = "chronyc tracking   # or timedatectl set-ntp true"
 
 
 def clock_finding(answer: int | None = None) -> Finding:
-    """Whether the kernel's clock is kept in step. `answer`: of adjtimex, which is called if this is None."""
+    """Returns whether the kernel's clock is kept in step. `answer`: of adjtimex, which is called if this is None."""
     check = "clock.synchronized"
     told = _adjtimex() if answer is None else answer
     if told is None or told < 0:
@@ -41,7 +41,7 @@ def clock_finding(answer: int | None = None) -> Finding:
 
 
 def skew_findings(nodes: Mapping[str, str]) -> Iterator[Finding]:
-    """Compare with the clocks of `nodes`, a mapping from name to URL. Nodes that do not answer are left out."""
+    """Compares with the clocks of `nodes`, a mapping from name to URL. Nodes that do not answer are left out."""
     with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-doctor") as threads:
         for name, offset in zip(nodes, threads.map(offset_of, nodes.values()), strict=True):
             if offset is not None:

@@ -1,4 +1,4 @@
-"""Checks what the cluster's nodes say: which of them answer, their versions and namespaces, which master leads, who gives memory."""
+"""Checks what the cluster's nodes report: which of them answer, their versions and namespaces, which master leads, which give memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UP = "pd-cache up -c FILE"
 
 
 def discovery_finding(config: ClusterConfig, status: ClusterStatus) -> Finding:
-    """Whether discovery's view is fresh."""
+    """Returns whether discovery's view is fresh."""
     check, kind = "cluster.discovery", str(config.discovery.__struct_config__.tag)
     if status.source == kind:
         return ok(check, f"{kind}: {len(status.nodes)} nodes")
@@ -36,7 +36,7 @@ def record_findings(status: ClusterStatus) -> Iterator[Finding]:
 
 
 def node_findings(status: ClusterStatus) -> Iterator[Finding]:
-    """Which nodes answer, as `pd-cache status` sees it. If none does, that is one finding."""
+    """Yields which nodes answer, as `pd-cache status` sees it. If none answers, that is a single finding."""
     check = "cluster.node"
     asked = [row for row in status.nodes if row.asked]
     if asked and not any(row.up for row in asked):
@@ -94,7 +94,7 @@ def fingerprint_findings(rows: Sequence[NodeStatus]) -> Iterator[Finding]:
 
 
 def master_findings(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:
-    """Whether exactly one master leads."""
+    """Returns whether exactly one master leads."""
     check = "cluster.master"
     masters, leading = status.masters, [row.name for row in status.leading]
     for row in masters:
@@ -115,7 +115,7 @@ def master_findings(config: ClusterConfig, status: ClusterStatus) -> Iterator[Fi
 
 
 def segment_findings(rows: Iterable[NodeStatus], segments: Sequence[Segment]) -> Iterator[Finding]:
-    """Whether the pool has the memory that the nodes of each host are to give."""
+    """Returns whether the pool has the memory that the nodes of each host are to give."""
     check = "cluster.segments"
     promised: dict[str, int] = defaultdict(int)
     names: dict[str, list[str]] = defaultdict(list)
@@ -144,5 +144,5 @@ def segment_findings(rows: Iterable[NodeStatus], segments: Sequence[Segment]) ->
 
 
 def unknown_segments(reason: str) -> Finding:
-    """The finding in place of all those that need the list of segments."""
+    """Returns the finding in place of all those that need the list of segments."""
     return skipped("cluster.segments", reason)

@@ -52,7 +52,7 @@ _MASTER_S = 5.0
 
 
 def examine(config: ClusterConfig | None, file: Path | None, root: Path = Path("/")) -> Report:
-    """Check everything that can be checked. Takes seconds; if segments hang, up to about a minute."""
+    """Checks everything that can be checked. Takes seconds; if segments hang, up to about a minute."""
     findings = list(_findings(config, root))
     if file is not None:
         given = f"-c {shlex.quote(str(file))}"
@@ -143,7 +143,7 @@ def _transfers(config: ClusterConfig, segments: list[Segment], metrics: str) -> 
 
 
 def _mounted(config: ClusterConfig, host: str, segments: list[Segment] | None) -> bool:
-    """Whether the pool has all the memory that a host's nodes promise."""
+    """Returns whether the pool has all the memory that a host's nodes promise."""
     promised = sum(config.segment_size(node) for node in config.nodes if node.host == host)
     return sum(segment.size_bytes for segment in segments or () if segment.host == host) >= promised
 

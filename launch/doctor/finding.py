@@ -14,7 +14,7 @@ class Verdict(enum.Enum):
     BROKEN = "broken"
     """Something that this machine or cluster needs does not work."""
     SKIPPED = "skipped"
-    """Not checked, because it is not needed here or cannot be told."""
+    """Not checked, because it is not needed here or cannot be found out."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = 1
     """Rises when a field changes its meaning or goes; new fields and checks may come without."""
     version: str
-    """Of pd-cache."""
+    """The version of pd-cache."""
     host: str
     file: str | None
     broken: int

@@ -1,4 +1,4 @@
-"""Whether Mooncake's wheel can be loaded: the libraries that it links, and the CUDA runtime it was built for."""
+"""Checks whether Mooncake's wheel can be loaded: the libraries that it links, and the CUDA runtime it was built for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PROGRAM = "from transfer.store import load_mooncake; load_mooncake()"
 
 
 def library_findings(root: Path = Path("/")) -> Iterator[Finding]:
-    """Look at the wheel of this Python. `root`: where the machine's files are."""
+    """Looks at the wheel of this Python. `root`: where the machine's files are."""
     yield _wheel_finding(_installed())
     folder = _package_folder()
     if folder is not None:
@@ -96,7 +96,7 @@ def cuda_runtimes(root: Path, packages: Iterable[Path]) -> dict[int, Path]:
 
 
 def link_findings(name: str, missing: list[str] | None, runtimes: dict[int, Path]) -> Iterator[Finding]:
-    """What the libraries that `name` lacks mean, and what brings each."""
+    """Yields what the libraries that `name` lacks mean, and what brings each."""
     if missing is None:
         yield skipped("libraries.linked", "ldd cannot be asked; see libraries.import", name)
     elif not missing:
@@ -145,7 +145,7 @@ def _exchange(extra: str) -> str:
 
 
 def _import_finding() -> Finding:
-    """Import it as our processes do, in a process of its own: a library that crashes shall not end the doctor."""
+    """Imports it as our processes do, in a separate process: a library that crashes must not end the doctor."""
     check = "libraries.import"
     try:
         done = subprocess.run(

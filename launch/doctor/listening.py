@@ -1,7 +1,7 @@
-"""Whether Mooncake's clients on this machine can be reached at addresses that the file does not name.
+"""Checks whether Mooncake's clients on this machine can be reached at addresses that the file does not name.
 
-They listen on all addresses, whatever `host` says, and ask for no key; only a firewall can narrow that. To see whether one does, this
-connects from here to each other address of this machine.
+They listen on all addresses, whatever `host` says, and require no key; only a firewall can restrict that. To find out whether one does,
+this connects from here to each other address of this machine.
 """
 
 from __future__ import annotations

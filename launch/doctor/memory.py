@@ -24,7 +24,7 @@ from pd_cache.cluster.memory import (
 )
 
 _TIGHT = 0.9
-"""Of the memory that is free: more than this leaves nothing to engines and page cache."""
+"""The share of the free memory: more than this leaves too little to engines and the page cache."""
 _SHM_LEAST = 64 << 20
 """Docker's own size of /dev/shm."""
 
@@ -32,7 +32,7 @@ _SHM_LEAST = 64 << 20
 def memory_findings(
     config: ClusterConfig | None, nodes: Collection[Node], running: Collection[str], root: Path = Path("/")
 ) -> Iterator[Finding]:
-    """Compare with what `nodes`, those of this machine, need. `running`: names of those that have their memory already."""
+    """Compares with what `nodes`, those of this machine, need. `running`: names of those that have their memory already."""
     wanted = needs(config, nodes) if config is not None else []
     yield _free_finding(wanted, running, root)
     rdma = config is not None and config.transfer.protocol == "rdma"
@@ -77,7 +77,7 @@ def _free_finding(wanted: list[Need], running: Collection[str], root: Path) -> F
 
 
 def memlock_finding(wanted: list[Need], limit: int | None, root: Path, *, rdma: bool) -> Finding:
-    """Compare the limit of locked memory, in bytes (None: there is none), with the largest process."""
+    """Compares the limit of locked memory, in bytes (None: there is none), with the largest process."""
     check = "memory.memlock"
     shown = "unlimited" if limit is None else shown_size(limit)
     if not rdma:

@@ -25,7 +25,7 @@ MOONCAKE_PORTS = "Mooncake's clients listen on ports of 15000 to 17000, or of MC
 
 
 def port_findings(nodes: Iterable[Node], held: Collection[str]) -> Iterator[Finding]:
-    """Whether the ports of `nodes`, those of this machine, are free or `held` (addresses, `host:port`) by our own."""
+    """Returns whether the ports of `nodes`, those of this machine, are free or `held` (addresses, `host:port`) by our own."""
     check = "network.port"
     for node in nodes:
         for field, port in ports_of(node):

@@ -86,7 +86,7 @@ def probe_findings(
 
 
 def _open(config: ClusterConfig, host: str) -> tuple[MooncakeStore, StagingPool]:
-    """A full client, also where engines share one: a segment that it does not reach is out of reach for other machines' clients, too."""
+    """Returns a full client, even if engines share one: a segment out of its reach is out of reach for other machines' clients, too."""
     deadline = int(_DEADLINE_S * 1000)
     settings = msgspec.structs.replace(
         config.transfer,
@@ -102,7 +102,7 @@ def _open(config: ClusterConfig, host: str) -> tuple[MooncakeStore, StagingPool]
     try:
         store.wait_open(_OPEN_S)
         return store, store.staging(_OBJECT)
-    except BaseException:  # a Ctrl-C, too: nobody else has the store yet to close it
+    except BaseException:  # even for a Ctrl-C: no caller has the store yet to close it
         store.close()
         raise
 

@@ -15,7 +15,7 @@ _TCP = "needed only with transfer.protocol: rdma"
 
 
 def rdma_findings(transfer: TransferSettings | None, root: Path = Path("/")) -> Iterator[Finding]:
-    """Look at the devices of the machine whose `/sys`, `/proc` and `/dev` are below `root`.
+    """Looks at the devices of the machine whose `/sys`, `/proc` and `/dev` are below `root`.
 
     `transfer`: of the cluster's file; None where there is none.
     """
@@ -102,7 +102,7 @@ def _verbs_finding(root: Path, needed: bool) -> Finding:
 
 
 def gpu_findings(root: Path, needed: bool) -> Iterator[Finding]:
-    """Whether the NIC can read and write a GPU's memory; nothing where there is no NVIDIA GPU."""
+    """Returns whether the NIC can read and write a GPU's memory; nothing where there is no NVIDIA GPU."""
     driver = _read(root / "proc/driver/nvidia/version")
     if not driver:
         return
@@ -126,7 +126,7 @@ def gpu_findings(root: Path, needed: bool) -> Iterator[Finding]:
 
 
 def _ipv4(gid: str) -> str:
-    """The IPv4 address in a GID; empty where there is none."""
+    """Returns the IPv4 address in a GID; empty where there is none."""
     mapped = ipaddress.IPv6Address(gid).ipv4_mapped
     return str(mapped) if mapped is not None else ""
 
@@ -139,5 +139,5 @@ def _read(file: Path) -> str:
 
 
 def _last(file: Path) -> str:
-    """The word of `4: ACTIVE`."""
+    """Returns the word of `4: ACTIVE`."""
     return _read(file).rpartition(":")[2].strip()

@@ -14,12 +14,12 @@ _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.BROKEN: "bold
 
 
 def as_json(report: Report) -> str:
-    """One JSON object: `Report`, field by field."""
+    """Returns one JSON object: `Report`, field by field."""
     return msgspec.json.encode(report).decode()
 
 
 def report_table(report: Report) -> Group:
-    """Findings in the order of the checks; what is wrong tells why it matters and what to do."""
+    """Returns the findings in the order of the checks; each problem says why it matters and what to do."""
     table = Table()
     table.add_column("check", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
@@ -31,7 +31,7 @@ def report_table(report: Report) -> Group:
 
 
 def summary(report: Report) -> str:
-    """One line."""
+    """Returns one line."""
     counts = {verdict: sum(one.verdict is verdict for one in report.findings) for verdict in Verdict}
     shown = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
     return f"{'something is broken' if report.broken else 'nothing is broken'}: {shown}"

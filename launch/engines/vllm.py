@@ -62,7 +62,7 @@ def environment(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, namesp
 
 
 def _arguments(engine: VllmEngineConfig, node: PrefillNode | DecodeNode) -> dict[str, Argument]:
-    """The flags of a node, by the name that vLLM knows them by."""
+    """Returns the flags of a node, by the name that vLLM knows them by."""
     return {name.replace("_", "-"): value for name, value in (*engine.args.items(), *node.args.items())}
 
 

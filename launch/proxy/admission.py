@@ -10,17 +10,17 @@ from launch.proxy.answers import ApiError, overloaded
 
 
 class Admission:
-    """Lets requests in, or refuses them at once."""
+    """Admits requests, or refuses them immediately."""
 
     def __init__(self, max_requests: int, max_per_key: int | None) -> None:
         self._max_requests = max_requests
         self._max_per_key = max_per_key
         self._running: Counter[str] = Counter()
         self.closing = False
-        """Set when no more are let in."""
+        """Set once no more are admitted."""
 
     def running(self) -> int:
-        """How many requests are in."""
+        """Returns how many requests are admitted now."""
         return self._running.total()
 
     def check(self, client: str) -> None:
@@ -39,7 +39,7 @@ class Admission:
 
     @contextmanager
     def admitted(self, client: str) -> Iterator[None]:
-        """Hold a place while the block runs. Raises ApiError as `check` does."""
+        """Holds a place while the block runs. Raises ApiError as `check` does."""
         self.check(client)
         self._running[client] += 1
         try:

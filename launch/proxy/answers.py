@@ -28,7 +28,7 @@ class ApiError(PdCacheError):
         self.param = param
         self.code = code
         self.retry_after = retry_after
-        """Seconds."""
+        """In seconds."""
 
     def body(self) -> bytes:
         """`{"error": {...}}`"""
@@ -40,7 +40,7 @@ class ApiError(PdCacheError):
 
 
 def passed_on(refusal: Refusal) -> web.Response:
-    """A node's refusal, as it is."""
+    """Returns a node's refusal, unchanged."""
     response = web.Response(status=refusal.status, body=refusal.body, headers=refusal.headers)
     if refusal.status == 503:
         response.headers.setdefault("Retry-After", "1")
@@ -48,5 +48,5 @@ def passed_on(refusal: Refusal) -> web.Response:
 
 
 def overloaded(message: str, retry_after: int = 1) -> ApiError:
-    """503: come back in `retry_after` seconds."""
+    """Returns a 503 that asks the client to come back in `retry_after` seconds."""
     return ApiError(503, message, code="overloaded", retry_after=retry_after)

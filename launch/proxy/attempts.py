@@ -1,12 +1,11 @@
-"""One request's way over the nodes: which node is tried next, when to stop, and whose fault a failure was. Pure.
+"""One request's way over the nodes: which node is tried next, when to stop, and which side a failure is attributed to. Pure.
 
-A node that cannot be connected to, or that is too slow, is at fault itself. A failure after the request was sent (an error, a lost
-connection, an invalid answer) may be the request's own fault, and a client can send such requests all day. So it counts against the
-node only when another node then answers the same request well. A request that two nodes fail is answered with its error, and no node is
-blamed.
+A node that cannot be reached, or that is too slow, is at fault itself. A failure after the request was sent (an error, a lost connection,
+an invalid answer) may be the request's own fault, and a client can send such requests all day. So it counts against the node only if
+another node then answers the same request well. A request that two nodes fail is answered with its error, and no node is blamed.
 
 A lost connection may mean that the request brought the node down. No request may lose more than two nodes, of either kind. Nodes that
-have answered nobody for a while do not count here: a broken group of prefill nodes must not stop decode nodes from answering.
+have answered no request for a while do not count here: a broken group of prefill nodes must not stop decode nodes from answering.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Trial:
 
     @property
     def deadly(self) -> bool:
-        """Whether it must not be sent to any other node."""
+        """Whether the request must not be sent to any other node."""
         return self.lost >= _MOST
 
 
@@ -48,7 +47,7 @@ class Attempts:
         self._failures = 0
         self._over = False
         self.out_of_budget = False
-        """Whether another node would have been tried, had there been a retry left."""
+        """Whether another node would have been tried if there had been a retry left."""
 
     @property
     def blamed(self) -> bool:
@@ -56,7 +55,7 @@ class Attempts:
         return self._failures >= _MOST or self._trial.deadly
 
     def next(self, now: float) -> str | None:
-        """Returns the node to try now. None if none is left, or if the request has done enough."""
+        """Returns the node to try now; None if none is left, or if the request has done enough."""
         if self._over or self.blamed:
             return None
         budget, again = self._trial.budget, self._failures > 0
@@ -71,7 +70,7 @@ class Attempts:
         return node
 
     def failed(self, node: str, reason: Reason, now: float) -> None:
-        """Note how the node that `next` gave failed."""
+        """Notes how the node that `next` returned failed."""
         if reason == "exhausted":
             self._over = True
         elif reason in ("unreachable", "timeout"):
@@ -84,7 +83,7 @@ class Attempts:
             self._trial.lost += trusted and reason == "disconnected"
 
     def answered(self, node: str, now: float, *, well: bool) -> None:
-        """Note that the node that `next` gave answered: `well`, or with a refusal, which proves nothing about the nodes before."""
+        """Notes that the node that `next` returned answered: `well`, or with a refusal, which proves nothing about the nodes before."""
         if not well:
             self._pool.reached(node)
             return

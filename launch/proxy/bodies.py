@@ -22,7 +22,7 @@ class Body:
     def __init__(self, client: str) -> None:
         self.client = client
         self.size = 0
-        """Bytes."""
+        """In bytes."""
         self.complete = False
         self.give_up: Callable[[], None] = lambda: None
         """Ends the reading of a body that is not complete."""
@@ -36,18 +36,18 @@ class Body:
 class BodyBudget:
     """Bytes for all bodies together. Pure.
 
-    Two rules keep room for others, also while bodies that are complete hold their memory for long:
+    Two rules keep room for others, even while complete bodies hold their memory for long:
 
     - Large bodies together get three quarters of the bytes. The rest is kept for small ones.
     - One client's bodies of a kind, small or large, may take as much as they leave free for that kind. So a client that is alone gets half
-      of the room, each of two clients a third, and so on: there is always room for one more client. Nobody has to say how many there are.
+      of the room, each of two clients a third, and so on: there is always room for one more client, however many there are.
 
-    A body is of the kind that the bytes which have come make it. If one does not fit, a body of its kind that is still arriving is given up:
+    The bytes received so far determine the kind of a body. If one does not fit, a body of its kind that is still arriving is given up:
     the largest one of the client that holds most.
     """
 
     def __init__(self, limit: int) -> None:
-        """`limit`: bytes in all."""
+        """`limit`: bytes for all bodies."""
         self._limit = limit
         self._bodies: set[Body] = set()
         self._held: Counter[tuple[str, bool]] = Counter()
@@ -69,7 +69,7 @@ class BodyBudget:
             self.release(body)
 
     def grow(self, body: Body, count: int) -> bool:
-        """Note `count` more bytes of a body that arrives. Returns False if this body itself is to be given up."""
+        """Notes `count` more bytes of an arriving body. Returns False if this body itself has to be given up."""
         if body.given_up:
             return False
         self._resize(body, body.size + count)
@@ -88,7 +88,7 @@ class BodyBudget:
         return True
 
     def release(self, body: Body) -> None:
-        """Give a body's memory back, because the body is not needed any more."""
+        """Gives back a body's memory, because the body is not needed any more."""
         self._resize(body, 0)
 
     def _fits(self, body: Body) -> bool:

@@ -11,7 +11,7 @@ class Blame(Enum):
     """How bad a failed request looks for its node."""
 
     UNREACHABLE = "unreachable"
-    """There was no connection to be had: it is skipped at once."""
+    """No connection could be made: it is skipped immediately."""
     FAILED = "failed"
     """It failed this request, which may be the request's fault: it is skipped after several in a row."""
 
@@ -27,30 +27,30 @@ class NodeBreaker:
         self._skip_until = 0.0
         self._on_trial = False
         self.unreachable = False
-        """Whether it is open because there was no connection."""
+        """Whether it is open because no connection could be made."""
 
     def allows(self, now: float) -> bool:
-        """Whether a request may be sent at `now`."""
+        """Returns whether a request may be sent at `now`."""
         return now >= self._skip_until
 
     def wait(self, now: float) -> float:
-        """Seconds until it allows one."""
+        """Returns the seconds until it allows a request."""
         return max(0.0, self._skip_until - now)
 
     def sent(self, now: float) -> None:
-        """Note that a request is sent: while the node is on trial, the next one follows a second later."""
+        """Notes that a request is sent: while the node is on trial, the next one may follow a second later."""
         if self._opened:
             self._on_trial = True
             self._skip_until = now + _FIRST_SKIP_S
 
     def succeeded(self) -> None:
-        """Note that it answered as it should."""
+        """Notes that the node answered as it should."""
         self._failures = self._opened = 0
         self._skip_until = 0.0
         self._on_trial = self.unreachable = False
 
     def failed(self, fault: Blame, now: float) -> None:
-        """Note a failure."""
+        """Notes a failure."""
         self._failures += 1
         if fault is not Blame.UNREACHABLE and self._failures < self._limit:
             return

@@ -19,16 +19,16 @@ class RetryBudget:
         self._filled_at: float | None = None
 
     def asked(self, now: float) -> None:
-        """Note that a request arrived."""
+        """Notes that a request arrived."""
         self._fill(now, self._fraction)
 
     def allows(self, now: float) -> bool:
-        """Whether a request may be retried at `now`."""
+        """Returns whether a request may be retried at `now`."""
         self._fill(now)
         return self._left >= 1.0
 
     def take(self, now: float) -> None:
-        """Note a retry that `allows` has permitted."""
+        """Notes a retry that `allows` has permitted."""
         self._fill(now, -1.0)
 
     def _fill(self, now: float, more: float = 0.0) -> None:

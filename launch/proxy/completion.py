@@ -29,7 +29,7 @@ _TOKENIZED = (
     "chat_template",
     "chat_template_kwargs",
 )
-"""Fields that decide on the prompt's tokens, as vLLM's `/tokenize` takes them."""
+"""Fields that determine the prompt's tokens, and that vLLM's `/tokenize` accepts."""
 _UNTOLD = (
     "documents",
     "media_io_kwargs",
@@ -38,7 +38,7 @@ _UNTOLD = (
     "reasoning_effort",
     "truncate_prompt_tokens",
 )
-"""Fields that decide on the prompt, too, and that `/tokenize` does not take."""
+"""Fields that determine the prompt, too, but that `/tokenize` does not accept."""
 _OF_TEXT = ("echo", "suffix")
 """Fields that make the answer depend on the prompt's text, not only on its tokens."""
 _ISOLATION = ("model", "cache_salt")
@@ -71,7 +71,7 @@ class Completion:
     """The body of a request for a completion."""
 
     def __init__(self, body: bytes, *, prompt: Literal["prompt", "messages"] = "prompt") -> None:
-        """`prompt`: the field that holds it. Raises ApiError 400 if no node could use the body."""
+        """`prompt`: the field that holds the prompt. Raises ApiError 400 if no node could use the body."""
         try:
             body.decode()  # raw fields are not checked for this
             self._fields: dict[str, msgspec.Raw] = decode_json(body, dict[str, msgspec.Raw])
@@ -99,11 +99,11 @@ class Completion:
             )
 
     def prompt(self) -> RoutedPrompt:
-        """What routing needs to know of the prompt."""
+        """Returns what routing needs to know of the prompt."""
         return read_prompt(self._prompt, b"\0".join(bytes(self._fields.get(name, b"")) for name in _ISOLATION))
 
     def plain(self) -> bool:
-        """Whether the tokens that `/tokenize` returns identify the prompt: it has no images and no documents."""
+        """Returns whether the tokens that `/tokenize` returns identify the prompt: it has no images and no documents."""
         if any(bytes(self._fields.get(name, b"null")) != b"null" for name in _UNTOLD):
             return False
         try:
@@ -112,7 +112,7 @@ class Completion:
             return False
 
     def token_ids(self) -> list[int] | None:
-        """The prompt's token ids, if it is given as token ids."""
+        """Returns the prompt's token ids, if it is given as token ids."""
         if not is_token_ids(self._prompt):
             return None
         try:
@@ -121,20 +121,20 @@ class Completion:
             return None
 
     def model(self) -> str | None:
-        """The model that should answer; None if none is named, or not by a string."""
+        """Returns the model that should answer; None if none is named, or not by a string."""
         try:
             return decode_json(bytes(self._fields.get("model", b"null")), str | None)
         except UndecodableError:
             return None
 
     def cache_salt(self) -> str | None:
-        """The salt that keeps the request's cache apart from others'. Raises ValueError if it is not a valid salt."""
+        """Returns the salt that keeps the request's cache apart from others'. Raises ValueError if it is not a valid salt."""
         return decode_json(bytes(self._fields.get("cache_salt", b"null")), str | None)
 
     def use_tokens(self, tokens: list[int]) -> None:
-        """Have nodes get the prompt's token ids in place of its text, so that none of them turns the text into tokens again.
+        """Puts the prompt's token ids in place of its text, so that no node has to tokenize the text again.
 
-        `tokens`: what a node's `/tokenize` returned for this text. A chat goes as it is, and so does a text that the answer repeats.
+        `tokens`: what a node's `/tokenize` returned for this text. A chat stays as it is, and so does a text that the answer repeats.
         """
         if self._chat or any(bytes(self._fields.get(name, b"null")) not in (b"null", b"false") for name in _OF_TEXT):
             return

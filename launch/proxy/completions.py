@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 CHAT = "/v1/chat/completions"
 _MAX_ANSWER = 4 << 20
-"""Most bytes of a prefill node's answer."""
+"""The most bytes of a prefill node's answer."""
 _LARGE = 1 << 18
-"""Bytes of a body that takes too long to read for the event loop."""
+"""Size in bytes from which reading a body takes too long for the event loop."""
 _NO_TOKENIZE_S = 30.0
 _MOST_SLOW = 3
 
@@ -54,7 +54,7 @@ class Completions:
         """How many texts in a row got no tokens in time."""
 
     async def serve(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
-        """Answer the request. Raises ApiError for a request that no node could answer, HopError if the answer breaks off."""
+        """Answers the request. Raises ApiError for a request that no node could answer, HopError if the answer breaks off."""
         prepared = await self._prepare(exchange, body)
         if isinstance(prepared, Refusal):
             return passed_on(prepared)
@@ -215,7 +215,7 @@ class Completions:
                     self._slow_to_tokenize = 0
                     return tokens
                 if answer.status in (400, 422) or answer.status >= 500:
-                    return None  # this prompt's own fault, or perhaps so
+                    return None  # this prompt's own fault, or possibly so
                 raise HopError("error", f"status {answer.status}")
             finally:
                 answer.close()

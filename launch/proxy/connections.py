@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from enum import Enum
 
 _PATIENCE_S = 3.0
-"""For so long, a client that owes us a request is not cut off to make room for another."""
+"""How long a client that owes us a request is not cut off to make room for another."""
 
 
 class Why(Enum):
@@ -24,9 +24,9 @@ class Why(Enum):
 
 class _Stage(Enum):
     HEAD = "head"
-    """Waiting for the rest of a request's head."""
+    """It is waiting for the rest of a request's head."""
     BODY = "body"
-    """Waiting for the rest of its body, whose deadline is kept elsewhere."""
+    """It is waiting for the rest of a request's body; another module keeps that deadline."""
     BUSY = "busy"
     """A request is being answered."""
     IDLE = "idle"
@@ -41,7 +41,7 @@ class Connection:
         self.since = now
         """When its stage began."""
         self.waiting_since = now
-        """Since when no request of it is being answered."""
+        """The time since which none of its requests has been in progress."""
         self.writing_since: float | None = None
         """When the present write began; None if there is none."""
         self.transport: Hashable = None
@@ -59,8 +59,8 @@ class Connections:
         write_s: float = 30.0,
         on_close: Callable[[Why], None] = lambda why: None,
     ) -> None:
-        """`limit`: connections at a time. When it is reached, a new connection takes the place of the one whose client has owed a
-        request for longest, if that one has owed it for a while. Otherwise the new one has to wait."""
+        """`limit`: connections at a time. At the limit, a new connection takes the place of the one whose client has owed a request for
+        longest, if it has owed it for a while. Otherwise the new one has to wait."""
         self._limit = limit
         self._header_s = header_s
         self._idle_s = idle_s
@@ -75,7 +75,7 @@ class Connections:
         return len(self._all)
 
     def has_room(self, now: float) -> bool:
-        """Whether another connection may be taken. Ends one to make room, if that is allowed."""
+        """Returns whether another connection may be taken. Ends one to make room, if that is allowed."""
         if len(self._all) < self._limit:
             return True
         longest = next(iter(self._waiting), None)
@@ -86,37 +86,37 @@ class Connections:
         return True
 
     def opened(self, close: Callable[[], None], now: float) -> Connection:
-        """Note a new connection, which `close` ends. There must be room for it."""
+        """Notes a new connection, which `close` ends. There must be room for it."""
         connection = Connection(close, now)
         self._all.add(connection)
         self._waiting[connection] = None
         return connection
 
     def carries(self, connection: Connection, transport: Hashable) -> None:
-        """Note that requests of this connection will be known by `transport`."""
+        """Notes that requests of this connection will be known by `transport`."""
         connection.transport = transport
         self._by_transport[transport] = connection
 
     def received(self, connection: Connection, now: float) -> None:
-        """Note that bytes arrived."""
+        """Notes that bytes arrived."""
         if connection.stage is _Stage.IDLE:
             connection.stage, connection.since = _Stage.HEAD, now
 
     def began(self, transport: Hashable, now: float) -> None:
-        """Note that a request's head is complete. Unknown transports are ignored, here and below."""
+        """Notes that a request's head is complete. Unknown transports are ignored, here and below."""
         connection = self._by_transport.get(transport)
         if connection is not None:
             connection.stage, connection.since = _Stage.BODY, now
 
     def arrived(self, transport: Hashable) -> None:
-        """Note that a request is complete: from now on the client waits for us."""
+        """Notes that a request is complete: from now on the client waits for us."""
         connection = self._by_transport.get(transport)
         if connection is not None:
             connection.stage = _Stage.BUSY
             self._waiting.pop(connection, None)
 
     def ended(self, transport: Hashable, now: float) -> None:
-        """Note that a request was answered; its last bytes may still be on their way."""
+        """Notes that a request was answered; its last bytes may still be on their way."""
         connection = self._by_transport.get(transport)
         if connection is not None:
             connection.stage, connection.since, connection.waiting_since = _Stage.IDLE, now, now
@@ -124,25 +124,25 @@ class Connections:
             self._waiting[connection] = None
 
     def writing(self, transport: Hashable, now: float) -> None:
-        """Note that bytes are about to be written, which waits if the client does not read."""
+        """Notes that bytes are about to be written, which waits if the client does not read."""
         connection = self._by_transport.get(transport)
         if connection is not None:
             connection.writing_since = now
 
     def wrote(self, transport: Hashable) -> None:
-        """Note that the bytes were written."""
+        """Notes that the bytes were written."""
         connection = self._by_transport.get(transport)
         if connection is not None:
             connection.writing_since = None
 
     def closed(self, connection: Connection) -> None:
-        """Note the connection's end."""
+        """Notes the connection's end."""
         self._all.discard(connection)
         self._waiting.pop(connection, None)
         self._by_transport.pop(connection.transport, None)
 
     def close_overdue(self, now: float) -> None:
-        """End connections that keep us waiting for too long."""
+        """Ends connections that have kept us waiting for too long."""
         for connection in list(self._all):
             why = self._overdue(connection, now)
             if why is not None:
@@ -150,7 +150,7 @@ class Connections:
                 self._end(connection)
 
     def close_all(self) -> None:
-        """End all connections."""
+        """Ends all connections."""
         for connection in list(self._all):
             self._end(connection)
 

@@ -16,7 +16,7 @@ from launch.proxy.metrics import ProxyMetrics
 log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0
-"""How long sending a client the news that its stream broke may take."""
+"""How long it may take to inform a client that its stream broke."""
 
 
 class Deliveries:
@@ -29,7 +29,7 @@ class Deliveries:
     async def finish(
         self, exchange: Exchange, serving: Awaitable[web.StreamResponse], limit_s: float
     ) -> web.StreamResponse:
-        """Runs `serving` within `limit_s`, and ends it with the client's connection. Raises ApiError for the client to get."""
+        """Runs `serving` within `limit_s`, and ends it with the client's connection. Raises ApiError for the client."""
         task = self._task(serving)
         # A task of its own, so that the deadline, a shutdown (`drain` cancels it) and the client's disconnect (cancels us)
         # can be told apart.
@@ -56,7 +56,7 @@ class Deliveries:
             return await self._cut(exchange, ApiError(500, "Internal error of the proxy", code="internal_error"))
 
     async def drain(self, limit_s: float) -> None:
-        """Wait up to `limit_s` for requests to end, then end them."""
+        """Waits up to `limit_s` for requests to end, then cuts off the rest."""
         if self.running:
             await asyncio.wait(self.running, timeout=limit_s)
         for task in self.running:
@@ -77,7 +77,7 @@ class Deliveries:
             task.exception()  # retrieved even if the client's disconnect came first
 
     async def _cut(self, exchange: Exchange, error: ApiError) -> web.StreamResponse:
-        """Report an error to the client: by a status before the first byte, by an event in a stream, otherwise by breaking off."""
+        """Reports an error to the client: by a status before the first byte, by an event in a stream, otherwise by breaking off."""
         response = exchange.response
         if response is None or not response.prepared:
             raise error

@@ -1,8 +1,8 @@
 """Conditional disaggregation: which prompts need no prefill node.
 
-A decode node can compute a prompt itself. That is the quicker way where little is to be computed: the prompt is short, or its
-prefix lies in the pool. One lookup tells the latter; a text's tokens are asked of a node (`/tokenize`, as vLLM has it).
-Whatever goes wrong with either, the prompt takes the usual way.
+A decode node can compute a prompt itself. That is quicker if there is little to compute: the prompt is short, or the pool holds its
+prefix. A single lookup finds the latter; for a text, a node is asked for the tokens (`/tokenize`, as in vLLM). If either fails, the
+prompt takes the usual way.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Why = Literal["short", "in_pool"]
 
 _THREADS = 4
 _MAX_WAITING = 32
-"""Lookups under way; more prompts at a time than these take the usual way unasked."""
+"""The most lookups under way. Further prompts take the usual way without a lookup."""
 _MAX_TOKENS = 1 << 18
-"""Of a prompt that is looked up: to name the chunks of a longer one would take this process too long."""
+"""The most tokens of a prompt that is looked up: naming the chunks of a longer one would take this process too long."""
 
 
 class Pool(NamedTuple):
-    """Where to look, and under which names."""
+    """Where to look up, and under which names."""
 
     namespace: Namespace
     master: str
     model: str | None = None
-    """What clients write into `model` for it; others' KV, a LoRA adapter's say, has other names. None for all."""
+    """The `model` in clients' requests for it. The KV of others, such as a LoRA adapter, has other names. None for all."""
 
 
 OpenLookup = Callable[[Pool], LookupClient]
@@ -45,22 +45,22 @@ OpenLookup = Callable[[Pool], LookupClient]
 
 
 class _Eyes(NamedTuple):
-    """What looking takes."""
+    """Everything that a lookup needs."""
 
     client: LookupClient
     hasher: BlockHasher | None
-    """Where chunks are named by the engine's block hashes."""
+    """Set if chunks are named by the engine's block hashes."""
     model: str | None
 
     def find(self, tokens: list[int], salt: str | None, request_id: str) -> int:
-        """How long a prefix the pool holds, in tokens."""
+        """Returns how long a prefix the pool holds, in tokens."""
         if self.hasher is None:
             return self.client.lookup(tokens, request_id, {"extra_keys": salt_keys(salt)})
         return self.client.lookup(None, request_id, block_hashes=self.hasher.hashes(tokens, salt))
 
 
 class DirectRule:
-    """Prompts of which fewer than `tokens` tokens are to be computed go to the decode node directly."""
+    """Sends a prompt to the decode node directly if fewer than `tokens` of its tokens have to be computed."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class DirectRule:
         timeout_s: float = 0.6,
         seeds: Collection[str] = (),
     ) -> None:
-        """0 tokens: none do. `timeout_s` bounds all of the asking. `seeds`: those that vLLM's block hashes may start from,
-        besides this process's own."""
+        """With 0 `tokens`, no prompt goes directly. `timeout_s` bounds all lookups and requests for tokens of a prompt. `seeds`: those
+        that vLLM's block hashes may start from, besides this process's own."""
         self._tokens = tokens
         self._open = open_lookup
         self._timeout_s = timeout_s
@@ -79,13 +79,13 @@ class DirectRule:
         self._pool: Pool | None = None
         self._eyes: _Eyes | None = None
         self.blind = "nothing is known of the pool yet"
-        """Why no prompt is looked up; empty while they are."""
+        """Why no prompt is looked up; empty while prompts are."""
         self._waiting = 0
         self._closed = False
         self._executor: ThreadPoolExecutor | None = None
 
     def use(self, pool: Pool | str) -> None:
-        """From now on look there; nowhere, if it is the reason why that cannot be done."""
+        """Looks up in this pool from now on, or, given a reason why that is impossible, in none."""
         if self._closed:
             return
         if self._open is None or self._tokens == 0:
@@ -118,7 +118,7 @@ class DirectRule:
         request_id: str,
         tokenize: Callable[[], Awaitable[list[int] | None]],
     ) -> Why | None:
-        """Why a prompt needs no prefill node; None if it does. `tokenize` is asked where the prompt is text."""
+        """Returns why a prompt needs no prefill node; None if it does need one. `tokenize` is called if the prompt is text."""
         if prompt.tokens < self._tokens:
             return "short"
         eyes = self._eyes
@@ -163,7 +163,7 @@ class DirectRule:
         self._eyes = self._pool = None
 
     def close(self) -> None:
-        """Close the client, for good. Waits for lookups under way, which have deadlines of their own."""
+        """Closes the client, for good. Waits for lookups under way, which have deadlines of their own."""
         self._closed = True
         self._retire()
         if self._executor is not None:

@@ -1,4 +1,4 @@
-"""The edge of the proxy: each request gets an id, its connection is accounted for, and whatever goes wrong becomes an answer."""
+"""The edge of the proxy: gives each request an id, accounts for its connection, and turns every failure into an answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 request_id: ContextVar[str] = ContextVar("request_id")
-"""The id of the request at hand, for the handler inside."""
+"""The id of the current request, for the handler inside."""
 
 
 class Edge:
@@ -44,7 +44,7 @@ class Edge:
             self._connections.ended(transport, time.monotonic())
 
     async def _told(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Returns what the handler answers; turns what it raises into an error that OpenAI's clients understand."""
+        """Returns what the handler returns; turns what it raises into an error that OpenAI's clients understand."""
         response: web.StreamResponse
         try:
             response = await handler(request)

@@ -20,7 +20,7 @@ class ClientGone(Exception):
 
 
 class Exchange:
-    """One request under way, and how far it got."""
+    """One request under way, and how far it has come."""
 
     def __init__(self, request: web.Request, request_id: str, budget: RetryBudget, connections: Connections) -> None:
         self.request = request
@@ -35,25 +35,26 @@ class Exchange:
         self.model: str | None = None
         """The model that the nodes must serve; None for any."""
         self.forget_body: Callable[[], None] = lambda: None
-        """To be called when the body is not needed any more."""
+        """Called when the body is not needed any more."""
         self.response: web.StreamResponse | None = None
         """Set when the first byte is about to be sent."""
         self.event_ended = True
         """Whether what was sent so far ends with a blank line, as each server-sent event does."""
 
     def told(self) -> str:
-        """For the log: which client asked, and which nodes answered."""
+        """Returns, for the log, which client asked and which nodes answered."""
         parts = {**({"client": self.client} if self.client else {}), **self.nodes}
         return " ".join(f"{name}={value}" for name, value in parts.items())
 
     def headers(self, guarded: bool, node_key: str | None) -> dict[str, str]:
-        """Returns the headers for a node. If the proxy is `guarded` by keys, these stay here. Nodes with a key get `node_key`."""
+        """Returns the headers for a node. If the proxy is `guarded` by keys, clients' keys are not passed on. Nodes with a key get
+        `node_key`."""
         headers = {name: self.request.headers[name] for name in _TO_NODE if name in self.request.headers}
         if guarded:
             headers.pop("Authorization", None)
         if node_key is not None:
             headers["Authorization"] = f"Bearer {node_key}"
-        # bytes go through as they come: the client might not accept every encoding that we would
+        # bytes are passed on as they come: the client might not accept every encoding that we would
         return {**headers, ID_HEADER: self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
 
     async def write(self, data: bytes) -> None:

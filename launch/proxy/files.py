@@ -30,17 +30,19 @@ class WatchedFiles:
         self._watches: list[_Watch] = []
         self._seen: dict[str, _Signature] = {}
         self._said: dict[str, str] = {}
-        """What was logged of files that cannot be used: it is logged once, and they are tried at each look."""
+        """What was logged about files that cannot be used: it is logged once, and they are tried again at each look."""
 
     def add(self, what: str, files: Sequence[str], load: Callable[[], None]) -> None:
-        """Call `load` now, and on another thread whenever one of `files` changes. It must raise ConfigError if a file cannot be used, and
-        then change nothing. `what` names the files in the log."""
+        """Calls `load` now, and on another thread whenever one of `files` changes.
+
+        `load` must raise ConfigError if a file cannot be used, and then change nothing. `what` names the files in the log.
+        """
         self._seen[what] = _signature(files)  # first: a file that changes while it is read is read again
         load()
         self._watches.append(_Watch(what, files, load))
 
     def look(self) -> None:
-        """Load the files that changed since the last look."""
+        """Loads the files that changed since the last look."""
         for watch in self._watches:
             signature = _signature(watch.files)
             if signature == self._seen[watch.what]:
@@ -59,7 +61,7 @@ class WatchedFiles:
                 log.info("%s changed, and was read again", watch.what)
 
     async def follow(self) -> None:
-        """Look every two seconds, for ever. Looks on a thread, because a file may lie on a server that does not answer."""
+        """Looks every two seconds, for ever. Looks on a thread, because a file may be on a server that does not answer."""
         while self._watches:
             await asyncio.sleep(_LOOK_S)
             await asyncio.to_thread(self.look)

@@ -19,17 +19,17 @@ from pd_cache.tokens import Namespace
 log = logging.getLogger(__name__)
 
 _REMEMBERED_S = 300.0
-"""For so long a model whose nodes have all left is one that will be back: 503, not 404."""
+"""How long a model whose nodes have all left is expected back: meanwhile it gives 503, not 404."""
 _HOPS: tuple[Hop, ...] = ("prefill", "decode")
 
 
 class Fleet:
-    """Follows views, and tells the log what changed."""
+    """Follows views, and logs what changed."""
 
     def __init__(
         self, config: ProxyConfig, direct: DirectRule, master: Callable[[View], str | None] | None = None
     ) -> None:
-        """`master`: where a view's pool has its master."""
+        """`master` returns the address of the master of a view's pool."""
         self.pools: dict[Hop, NodePool] = {
             hop: NodePool(
                 hop, config.policy, breaker_failures=config.breaker_failures, cache_tokens=config.node_cache_tokens
@@ -45,7 +45,7 @@ class Fleet:
         """Models, and when a node was last known to serve them."""
 
     def update(self, view: View) -> None:
-        """From now on the view's nodes are used."""
+        """Uses the view's nodes from now on."""
         before, now = _addresses(self._view), _addresses(view)
         for name, address in sorted(now.items() - before.items()):
             log.info("node %s is there, at %s", name, address)
@@ -59,14 +59,15 @@ class Fleet:
         self._compare()
 
     def told_namespace(self, url: str, told: Namespaced) -> None:
-        """Note what a node says of its cache, if only that it says nothing, for where its record does not."""
+        """Notes what a node says about its cache, or that it says nothing, in case its record does not say it."""
         if self._told.get(url, Namespaced()) != told:
             self._told[url] = told
             self._compare()
 
     def served(self, model: str | None, now: float) -> str | None:
-        """`model`, if nodes say that they serve it, or lately did: only those are asked. None where every node may be, since all
-        serve the same: another name may be that of an adapter. ApiError 404 where nodes of several models have to guess whose.
+        """Returns `model` if nodes say that they serve it, or did so lately: only those are asked. Returns None if every node may be
+        asked, because all serve the same model: another name may be that of an adapter. Raises ApiError 404 if the nodes serve several
+        models, none of that name.
         """
         here = set().union(*(pool.models() for pool in self.pools.values()))
         self._seen = {name: at for name, at in self._seen.items() if now - at < _REMEMBERED_S} | dict.fromkeys(
@@ -80,11 +81,11 @@ class Fleet:
         return None
 
     def stale_s(self, now: float) -> float:
-        """For how long discovery has not answered, in seconds."""
+        """Returns for how many seconds discovery has not answered."""
         return 0.0 if self._view.stale_since is None else now - self._view.stale_since
 
     def describe(self, now: float) -> dict[str, Any]:
-        """For `/health`."""
+        """Returns the fields for `/health`."""
         lookups = f"off: {self._direct.blind}" if self._direct.blind else "on"
         return {"discovery_stale_s": round(self.stale_s(now), 1), "differences": self._differences, "lookups": lookups}
 
@@ -112,7 +113,7 @@ class Fleet:
 
 
 def _usual(records: list[NodeRecord]) -> tuple[Namespace, str | None] | None:
-    """Namespace and model of most decode nodes: they are who would find what a lookup found."""
+    """Returns the namespace and model of most decode nodes: only they could load what a lookup found."""
     known = [
         (space, record.model)
         for record in records

@@ -37,7 +37,7 @@ class HealthChecks:
         self._well: dict[str, bool] = {}
 
     async def run(self, session: aiohttp.ClientSession) -> None:
-        """Check for ever, the first time after one interval."""
+        """Checks for ever, the first time after one interval."""
         places = asyncio.Semaphore(_AT_A_TIME)
         while True:
             await asyncio.sleep(self._interval_s)

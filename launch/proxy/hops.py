@@ -29,8 +29,8 @@ _SILENCE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
 )
-"""A host that lost its power or its cable says nothing, not even that the connection is over. The kernel probes it, and ends the
-connection after 10 s without an answer. The request then fails at once, and not only at its deadline. A node that merely computes for
+"""A host that lost its power or its cable sends nothing, not even the end of the connection. The kernel probes it, and ends the
+connection after 10 s without an answer. The request then fails immediately, and not only at its deadline. A node that merely computes for
 long has a kernel that answers."""
 
 
@@ -161,7 +161,7 @@ def _exhausted(error: BaseException) -> bool:
 def _mapped() -> Iterator[None]:
     try:
         yield
-    except (aiohttp.InvalidURL, UnicodeError) as error:  # no name that can be looked up, though it looked like one
+    except (aiohttp.InvalidURL, UnicodeError) as error:  # not a name that can be looked up, though it looked like one
         raise HopError("unreachable", _told(error)) from error
     except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
         raise HopError("exhausted" if _exhausted(error) else "unreachable", _told(error)) from error

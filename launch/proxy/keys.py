@@ -67,7 +67,8 @@ class Keys:
     """The keys in force."""
 
     def __init__(self, config: ProxyConfig, files: WatchedFiles) -> None:
-        """Reads the files that the configuration names, again whenever `files` sees a change. Raises ConfigError for an unusable file."""
+        """Reads the files that the configuration names, and again whenever `files` sees a change. Raises ConfigError for an unusable
+        file."""
         self._config = config
         self._clients: Mapping[bytes, str] | None = None
         self._monitors: Mapping[bytes, str] | None = None
@@ -93,11 +94,11 @@ class Keys:
 
     @property
     def credentials(self) -> Credentials:
-        """What nodes get to know about the client."""
+        """What nodes learn about the client."""
         return Credentials(self._clients is not None, self._node_key)
 
     def client(self, authorization: str | None) -> str:
-        """Returns the client's name, which is empty if nobody needs a key. Raises ApiError 401 for a missing or unknown key."""
+        """Returns the client's name, which is empty if clients need no keys. Raises ApiError 401 for a missing or unknown key."""
         if self._clients is None:
             return ""
         name = _find(self._clients, authorization)
@@ -106,7 +107,7 @@ class Keys:
         return name
 
     def may_watch(self, authorization: str | None) -> bool:
-        """Whether the client may see answers that name nodes."""
+        """Returns whether the client may see answers that name nodes."""
         if self._monitors is not None:
             return _find(self._monitors, authorization) is not None
         return self._clients is None or _find(self._clients, authorization) is not None

@@ -1,4 +1,4 @@
-"""The proxy's socket: plain or TLS, with a limit on connections and deadlines for what a client owes."""
+"""The proxy's socket: plain or TLS, with a limit on connections and deadlines for clients that owe a request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LINGER_S = 2.0
 
 
 class Listener:
-    """Takes connections for an application."""
+    """Accepts connections for an application."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class Listener:
         tls: Callable[[], ssl.SSLContext] | None,
         header_timeout_s: float,
     ) -> None:
-        """`tls` is asked for each connection. `setup` calls `make_app` when the event loop runs. `header_timeout_s` bounds a TLS handshake; all other deadlines are those of
-        `connections`."""
+        """`tls` is called for each connection. `setup` calls `make_app` when the event loop runs. `header_timeout_s` bounds a TLS
+        handshake; all other deadlines are those of `connections`."""
         self._make_app = make_app
         self._runner: web.AppRunner | None = None
         self._connections = connections
@@ -46,10 +46,10 @@ class Listener:
         self._socket: socket.socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._handshakes: set[asyncio.Task[None]] = set()
-        """Tasks under way; the event loop alone would forget them."""
+        """Handshakes under way; the event loop alone would forget them."""
 
     async def start(self, host: str, port: int) -> str:
-        """Take connections from now on. Returns the base URL. Raises OSError if the address cannot be bound."""
+        """Accepts connections from now on. Returns the base URL. Raises OSError if the address cannot be bound."""
         loop = asyncio.get_running_loop()
         family, *_, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
         self._socket = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
@@ -59,14 +59,14 @@ class Listener:
         return f"{'http' if self._tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{bound}"
 
     async def setup(self) -> None:
-        """Start the application. It takes no connections yet."""
+        """Starts the application. It accepts no connections yet."""
         self._runner = web.AppRunner(
             self._make_app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0, lingering_time=_LINGER_S
         )
         await self._runner.setup()
 
     async def close(self) -> None:
-        """Take no more connections, drain the application, end all connections."""
+        """Accepts no more connections, drains the application, and ends all connections."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -85,7 +85,7 @@ class Listener:
             self._connections.close_overdue(time.monotonic())
 
     async def _accept(self, listening: socket.socket) -> None:
-        """Take connections, for ever. While there is no room, the kernel keeps new ones waiting: none is taken only to be dropped."""
+        """Accepts connections, for ever. While there is no room, the kernel keeps new ones waiting: none is accepted only to be dropped."""
         loop = asyncio.get_running_loop()
         while True:
             while not self._connections.has_room(time.monotonic()):
@@ -124,7 +124,7 @@ class _Served(asyncio.Protocol):
         self._early: list[bytes] = []
 
     def serve(self, connection: Connection, transport: asyncio.BaseTransport) -> None:
-        """Note that requests come over `transport` from now on."""
+        """Notes that requests come over `transport` from now on."""
         self._connections.carries(connection, transport)
         self._inner.connection_made(transport)
         self._connection = connection
@@ -155,7 +155,7 @@ class _Served(asyncio.Protocol):
 
 
 class _Plain(asyncio.Protocol):
-    """A connection that was just taken."""
+    """A connection that was just accepted."""
 
     def __init__(self, served: _Served, connections: Connections) -> None:
         self._served = served
@@ -173,7 +173,7 @@ class _Plain(asyncio.Protocol):
 class _Secured(_Plain):
     """A connection that begins with a TLS handshake.
 
-    We begin the handshake, not the listening socket, so that a connection counts from its first moment.
+    The handshake begins here, not at the listening socket, so that a connection counts from its first moment.
     """
 
     def __init__(

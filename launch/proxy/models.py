@@ -18,7 +18,7 @@ from launch.proxy.hops import HopError, Refusal, check_status, read_all, refusal
 from launch.proxy.nodes import Nodes
 
 LIST_S = 10.0
-"""How long the list may take in all."""
+"""How long the whole list may take."""
 _AT_ONE_S = 3.0
 _MAX_ANSWER = 4 << 20
 _AT_A_TIME = 16
@@ -49,7 +49,7 @@ class ModelList:
         raise overloaded("No decode node could answer", self._pool.retry_after(time.monotonic()))
 
     async def _in_turn(self, exchange: Exchange, model: str | None) -> list[msgspec.Raw] | Refusal | None:
-        """The same as `_of_one`, for a few models at a time: connections to nodes are for completions, too."""
+        """Does the same as `_of_one`, for a few models at a time: connections to nodes are for completions, too."""
         async with self._places:
             return await self._of_one(exchange, model)
 

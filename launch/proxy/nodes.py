@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Credentials(NamedTuple):
-    """What nodes get to know about the client."""
+    """What nodes learn about the client."""
 
     guarded: bool
     """Whether clients' keys are the proxy's own, and stay here."""
@@ -57,7 +57,7 @@ class Nodes:
         return await send(self.session, method, url, exchange.headers(*self._credentials()), body)
 
     def failed(self, exchange: Exchange, hop: Hop, node: str, attempts: Attempts | None, error: HopError) -> None:
-        """Note how a node failed. Without `attempts`, only a connection that cannot be made counts against the node."""
+        """Notes how a node failed. Without `attempts`, only a connection that cannot be made counts against the node."""
         self._metrics.hop_failures.labels(hop, error.reason).inc()
         now = time.monotonic()
         if (left_out := self._quiet.says((node, error.reason), now)) is not None:

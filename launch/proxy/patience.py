@@ -13,10 +13,10 @@ _SLICE_S = 0.1
 
 
 async def within(work: Awaitable[T], seconds: float) -> T:
-    """Returns the result of `work`. Raises TimeoutError if it took longer than `seconds`, and cancels it.
+    """Returns the result of `work`. If it takes longer than `seconds`, cancels it and raises TimeoutError.
 
-    If the machine is busy, the event loop may come back after the deadline to an answer that has long been there. So the time in which
-    it did not run does not count against the node that was to answer.
+    If the machine is busy, the event loop may find, after the deadline, an answer that arrived long before. So the time in which the loop
+    did not run does not count against the node.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -28,7 +28,7 @@ async def within(work: Awaitable[T], seconds: float) -> T:
             task.cancel()
             await asyncio.wait({task})
         if not task.cancelled():
-            task.exception()  # retrieved even if nobody waits any more
+            task.exception()  # retrieved even if nothing waits for it any more
     if task.cancelled():
         raise TimeoutError
     return task.result()

@@ -44,10 +44,11 @@ class Proxy:
         peers: Peers | None = None,
         connections: Connections | None = None,
     ) -> None:
-        """The proxy knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node; by default none does.
+        """The proxy knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node; by default none.
 
-        `master`: where the pool's master is, for lookups. `files`: the watcher of files, to which the proxy adds its key files. `peers`
-        answers `/peers`. `connections`: those of the listener, if it counts them. Raises ConfigError for a key file that cannot be used.
+        `master`: returns the address of the pool's master, for lookups. `files`: the watcher of files, to which the proxy adds its key
+        files. `peers` returns the content of `/peers`. `connections`: those of the listener, if it counts them. Raises ConfigError for a
+        key file that cannot be used.
         """
         self.metrics = ProxyMetrics()
         self.connections = Connections(0) if connections is None else connections
@@ -77,11 +78,11 @@ class Proxy:
         self._overview = Overview(self._fleet, self._keys, self._admission, self.metrics, peers)
 
     def update(self, view: View) -> None:
-        """Use the view's nodes from now on. Call it on the event loop's thread, once that runs."""
+        """Uses the view's nodes from now on. Call it on the event loop's thread, once the loop runs."""
         self._fleet.update(view)
 
     def app(self) -> web.Application:
-        """Returns a new application. Run it with `handler_cancellation=True`, or clients that go away are noticed late."""
+        """Returns a new application. Run it with `handler_cancellation=True`; otherwise it notices late that clients went away."""
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=[Edge(self.connections).middleware])
         app.router.add_post("/v1/completions", self._requests.complete)
         app.router.add_post(CHAT, self._requests.complete)
@@ -109,6 +110,6 @@ class Proxy:
             await asyncio.to_thread(self._direct.close)
 
     async def _drain(self, app: web.Application) -> None:
-        """Let requests end, then end them. New ones are refused meanwhile."""
+        """Waits for requests to end, then cuts off the rest. Meanwhile, new ones are refused."""
         self._admission.closing = True
         await self.deliveries.drain(self._config.drain_s)

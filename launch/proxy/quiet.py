@@ -8,7 +8,7 @@ _MOST_KINDS = 1024
 
 
 class Quiet:
-    """Lets through a few lines of a kind in a while, and counts the rest."""
+    """Passes a few lines of each kind per period, and counts the rest."""
 
     def __init__(self, lines: int = 10, seconds: float = 10.0) -> None:
         """At most `lines` of a kind in `seconds`."""

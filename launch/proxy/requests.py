@@ -1,4 +1,4 @@
-"""A client's request inside the edge: who asks, whether there is room, its body, its deadline; counted and logged."""
+"""A client's request inside the edge: its key, the admission, its body, its deadline; counted and logged."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Requests:
     async def _answered(
         self, request: web.Request, answer: Callable[[Exchange], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Does `answer` for a client with a key, counted and logged."""
+        """Runs `answer` for a client with a key, counted and logged."""
         exchange = Exchange(request, request_id.get(), self._retries, self._connections)
         status = 499
         try:
@@ -75,7 +75,7 @@ class Requests:
             status = error.status
             raise
         except ClientGone as error:
-            # aiohttp needs something to return; nobody reads it
+            # aiohttp needs something to return; nothing reads it
             log.debug("request %s: the client is gone", exchange.id, exc_info=error)
             return exchange.response or web.Response(status=499)
         finally:

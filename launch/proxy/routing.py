@@ -1,14 +1,14 @@
 """Which node to try next. Pure: the time comes from the caller.
 
-A policy is a cost, and the node that costs least is taken; among equals, the one that was not taken for longest:
+A policy is a cost. The node that costs least is taken; among equals, the one that was not taken for longest:
 
 - `round_robin`: all cost the same;
 - `least_loaded`: the work that this proxy has given it and that is not done;
 - `prefix_aware`: that work, plus what the node would compute of this prompt, which is less if its own cache holds the beginning.
   So a node that knows the prompt is taken unless its queue makes another node quicker.
 
-Work is counted in prompt tokens to compute for prefill nodes, and in requests for decode nodes, there relative to how many the
-node computes at a time.
+For prefill nodes, work is counted in prompt tokens to compute. For decode nodes, it is counted in requests, relative to how many the node
+computes at a time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Node:
         self.target = target
         self.breaker = NodeBreaker(failures)
         self.alive = True
-        """What the last health check said."""
+        """The result of the last health check."""
         self.load = 0.0
         """The work that it has been given and has not done."""
         self.turn = 0
@@ -84,7 +84,7 @@ class NodePool:
         self._turns = 0
 
     def update(self, targets: Iterable[Target]) -> None:
-        """Use these nodes from now on. What is known about a node is kept, unless the node was started anew."""
+        """Uses these nodes from now on. What is known about a node is kept, unless the node was started anew."""
         wanted = {target.url: target for target in targets}
         self._nodes = {
             url: known
@@ -94,15 +94,15 @@ class NodePool:
         }
 
     def urls(self) -> list[str]:
-        """All nodes."""
+        """Returns the URLs of all nodes."""
         return list(self._nodes)
 
     def models(self) -> set[str]:
-        """The models that its nodes serve, as far as they say."""
+        """Returns the models that the nodes serve, as far as they say."""
         return {node.target.model for node in self._nodes.values() if node.target.model is not None}
 
     def count(self, model: str | None) -> int:
-        """How many nodes take requests for `model`; None stands for any."""
+        """Returns how many nodes take requests for `model`; None stands for any."""
         return sum(node.takes(model) for node in self._nodes.values())
 
     def health(self, now: float) -> dict[str, bool]:
@@ -148,8 +148,8 @@ class NodePool:
     def out_of_turn(
         self, now: float, model: str | None = None, tried: frozenset[str] | set[str] = frozenset()
     ) -> str | None:
-        """Returns a node that takes `model`, is not skipped and not in `tried`; None if there is none. For a question besides the
-        completions: it changes nothing."""
+        """Returns a node that takes `model`, is not skipped and not in `tried`; None if there is none. It changes no state: use it for
+        requests other than completions."""
         allowed = [
             node
             for url, node in self._nodes.items()
@@ -160,7 +160,7 @@ class NodePool:
 
     @contextmanager
     def working(self, url: str, prompt: RoutedPrompt = NO_PROMPT) -> Iterator[None]:
-        """The node has the request while the block runs."""
+        """Counts the request as the node's while the block runs."""
         node = self._nodes.get(url)
         if node is None:  # it left since it was picked
             yield
@@ -175,13 +175,13 @@ class NodePool:
             node.load -= work
 
     def failed(self, url: str, reason: Reason, now: float) -> None:
-        """Count a failure against the node."""
+        """Counts a failure against the node."""
         node = self._nodes.get(url)
         if node is not None:
             node.breaker.failed(Blame.UNREACHABLE if reason == "unreachable" else Blame.FAILED, now)
 
     def suspect(self, url: str) -> bool:
-        """Note a failure that may be the request's fault. Returns whether the node was trustworthy until then: it had failed fewer
+        """Notes a failure that may be the request's fault. Returns whether the node was trustworthy until then: it had failed fewer
         requests in a row than open its breaker."""
         node = self._nodes.get(url)
         if node is None:
@@ -190,20 +190,20 @@ class NodePool:
         return node.suspicions <= self._failures
 
     def succeeded(self, url: str) -> None:
-        """Note that it answered a request well."""
+        """Notes that the node answered a request well."""
         node = self._nodes.get(url)
         if node is not None:
             node.suspicions = 0
             node.breaker.succeeded()
 
     def reached(self, url: str) -> None:
-        """Note that it answered at all, for example with a refusal. A node can do that and still fail every good request."""
+        """Notes that the node answered at all, for example with a refusal. A node can do that and still fail every good request."""
         node = self._nodes.get(url)
         if node is not None and node.breaker.unreachable:
             node.breaker.succeeded()
 
     def checked(self, url: str, alive: bool) -> None:
-        """Note what a health check said. A node that could not be connected to, and now can, is used again."""
+        """Notes the result of a health check. A node that could not be connected to, and now can, is used again."""
         node = self._nodes.get(url)
         if node is not None:
             node.alive = alive

@@ -12,7 +12,7 @@ from pd_cache.errors import ConfigError
 
 
 class ServerTls:
-    """A context for new connections; another one when the files change."""
+    """A context for new connections, replaced when the files change."""
 
     def __init__(self, config: ServerTlsConfig, files: WatchedFiles) -> None:
         """Raises ConfigError, which says which file cannot be used, and why."""
@@ -21,14 +21,14 @@ class ServerTls:
         files.add("proxy.tls", [config.cert_file, config.key_file], self._load)
 
     def current(self) -> ssl.SSLContext:
-        """The context of a connection that comes now."""
+        """Returns the context for a new connection."""
         return self.context
 
     def _load(self) -> None:
         config, context = (
             self._config,
             _fresh(),
-        )  # the one in use is not changed: handshakes go on with it on other threads
+        )  # the one in use is not changed: handshakes continue with it on other threads
         try:
             context.load_cert_chain(config.cert_file, config.key_file, password=_no_pass_phrase)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError

@@ -19,7 +19,7 @@ from pd_cache.server.cache_server import CacheServer
 def run_cache_server(
     config: ClusterConfig, node: CacheServerNode, ready: Callable[[str], None], member: Member
 ) -> None:
-    """Serve the cache of this host's engines until asked to stop."""
+    """Serves the cache of this host's engines until asked to stop."""
     # threads that copy and threads that answer share one interpreter: a lookup does not wait 5 ms for its turn
     sys.setswitchinterval(0.0005)
     metrics = CacheMetrics()

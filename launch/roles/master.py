@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
-    """Mooncake's master, with every flag that a cache depends on. Raises RoleError if the wheel is not installed.
+    """Returns the command of Mooncake's master, with every flag that a cache depends on. Raises RoleError if the wheel is not installed.
 
     If `transfer.metadata` is an http address on the master's own host, the master serves that, too.
     """
@@ -63,9 +63,9 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
 
 
 def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], None], member: Member) -> None:
-    """Run Mooncake's master as a child that dies with this process. One of several is ready as leader or as standby.
+    """Runs Mooncake's master as a child that dies with this process. If there are several, it is ready as leader or as standby.
 
-    It is started anew if etcd has lost data of the election, because masters do not notice that by themselves.
+    It is restarted if etcd has lost data of the election, because masters do not notice that by themselves.
     """
     command, settings = master_command(config, node), config.supervisor
     spawn = functools.partial(spawn_child, command, stdout=subprocess.DEVNULL)
@@ -88,7 +88,7 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], N
 
 @contextlib.contextmanager
 def _lost_election(config: ClusterConfig, node: MasterNode) -> Iterator[Callable[[], bool]]:
-    """Yields a function that says whether a master has to be started anew; it is called again and again."""
+    """Yields a function that returns whether a master has to be restarted; it is called again and again."""
     if not config.masters.ha or not isinstance(config.discovery, EtcdDiscovery):
         yield lambda: False
         return

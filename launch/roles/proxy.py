@@ -34,10 +34,10 @@ def run_proxy(
     ready: Callable[[str], None],
     on_stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until asked to stop (`stop_signals`), then drain. Main thread only.
+    """Serves until asked to stop (`stop_signals`), then drains. Main thread only.
 
-    `ready` is called with the base URL once connections are taken; port 0 means any. `on_stop` is called on a thread when the
-    drain begins. Raises OSError if the address cannot be bound, ConfigError as `Proxy`, `ServerTls` and `open_directory` do.
+    `ready` is called with the base URL once connections are accepted; port 0 means any. `on_stop` is called on a thread when the drain
+    begins. Raises OSError if the address cannot be bound, ConfigError for the same reasons as `Proxy`, `ServerTls` and `open_directory`.
     """
     timeout_s = config.transfer.timeouts.exist_ms / 1000 + 0.1
     tokens = config.proxy.direct_tokens
@@ -82,7 +82,7 @@ def hash_seeds(config: ClusterConfig) -> set[str]:
 
 
 def master_of(config: ClusterConfig, view: View) -> str | None:
-    """Returns the address of the pool's master: the file's, or that of the registered one. None if both are unknown."""
+    """Returns the address of the pool's master: the file's, or that of the registered one; None if both are unknown."""
     return known_master(config) or next((record.address for record in view.by_role("master")), None)
 
 

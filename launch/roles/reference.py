@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def run_reference_engine(
     config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Callable[[str], None], member: Member
 ) -> None:
-    """Serve with the engine that ships with pd-cache, in this process."""
+    """Serves with the engine that ships with pd-cache, in this process."""
     assert isinstance(config.engine, ReferenceEngineConfig)  # the file's checks make sure of it
     settings = config.settings_of(node)
     registry = CollectorRegistry()
@@ -45,7 +45,7 @@ def run_reference_engine(
         else:
             try:
                 cache = CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=metrics)
-            except ValueError as error:  # the one thing that the file cannot know: how large a chunk of this model is
+            except ValueError as error:  # the file cannot know how large a chunk of this model is
                 raise ConfigError(f"transfer.staging_size: {settings.transfer.staging_size}: {error}") from None
         opened.append(cache)
         cache.register_kv_caches(kv_caches)
@@ -65,7 +65,7 @@ def run_reference_engine(
                 open_cache,
                 announce,
                 registry=registry,
-                on_stop=member.leave,  # first, so that no proxy sends anything more
+                on_stop=member.leave,  # first, so that no proxy sends new requests
                 about=member.about,
                 peers=PeerChecks(config, node.name).answer,
             )

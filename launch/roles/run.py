@@ -10,7 +10,7 @@ from pd_cache.wire.descriptors import raise_limit
 
 
 def run_role(config: ClusterConfig, node: Node, ready: Callable[[str], None]) -> None:
-    """Do the node's work in this process until SIGTERM or SIGINT. Raises PdCacheError if that fails.
+    """Does the node's work in this process until SIGTERM or SIGINT. Raises PdCacheError if that fails.
 
     `ready` is called once, with the node's URL (or an empty string), as soon as the node can be used.
     """

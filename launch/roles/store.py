@@ -20,9 +20,9 @@ from transfer.host import WAITS_FOR
 
 
 def client_command(config: ClusterConfig, node: StoreNode) -> list[str]:
-    """The `mooncake_client` of a host. Raises RoleError if the wheel is not installed.
+    """Returns the command of a host's `mooncake_client`. Raises RoleError if the wheel is not installed.
 
-    Its segment is named by the address at which it listens, so that the one follows from the other.
+    Its segment is named by the address at which it listens, so that each follows from the other.
     """
     clients = sum(other.host == node.host for other in config.caching_nodes())
     # each can have its transfers under way in both directions, two control calls and a ping
@@ -43,7 +43,7 @@ def client_command(config: ClusterConfig, node: StoreNode) -> list[str]:
 
 
 def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], None], member: Member) -> None:
-    """Give memory to the pool until asked to stop, then unmount it, so that no key points at a node that is gone."""
+    """Gives memory to the pool until asked to stop, then unmounts it, so that no key points at a node that is gone."""
     if config.transfer.client == "host":
         _run_host_client(config, node, ready, member)
     else:
@@ -51,7 +51,7 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], Non
 
 
 def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Callable[[str], None], member: Member) -> None:
-    """Run a host's `mooncake_client` as a child that ends with this process, and unmounts its segment as it ends."""
+    """Runs a host's `mooncake_client` as a child that ends with this process, and unmounts its segment as it ends."""
     _, election = split_master(config.master_address)
     settings = config.supervisor
     with stop_on_signals() as stop:
@@ -87,7 +87,7 @@ def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Callable[[st
 
 
 def _run_segment(config: ClusterConfig, node: StoreNode, ready: Callable[[str], None], member: Member) -> None:
-    """Mount the segment from this process."""
+    """Mounts the segment from this process."""
     from transfer.store import MooncakeStore
 
     settings = config.settings_of(node)

@@ -28,7 +28,7 @@ def run_vllm(
     ready: Callable[[str], None],
     member: Member,
 ) -> None:
-    """Run vLLM until SIGTERM. Raises RoleError if it is not installed, ends by itself or is not ready in time."""
+    """Runs vLLM until SIGTERM. Raises RoleError if it is not installed, ends by itself or is not ready in time."""
     settings = config.supervisor
     with stop_on_signals() as stop, temporary_folder() as folder:
         file, namespace = folder / "cluster.yaml", folder / "namespace.json"
@@ -55,7 +55,7 @@ def run_vllm(
                     hint=lambda: output.refusal or "its last lines say why, and a large model needs time",
                 )
             finally:
-                member.leave()  # first, so that no proxy sends anything more
+                member.leave()  # first, so that no proxy sends new requests
 
 
 class _Output:

@@ -44,14 +44,14 @@ Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
 def cluster_status(config: ClusterConfig) -> ClusterStatus:
-    """Ask discovery, then every node, all at the same time; each has a few seconds to answer."""
+    """Asks discovery, then every node, all at the same time; each has a few seconds to answer."""
     with open_directory(config) as directory:
         directory.wait_synced(_SYNC_S)
         return _look(config, directory)
 
 
 def watch(config: ClusterConfig, interval: float = 2.0) -> None:
-    """Show the table, again and again, until Ctrl-C. Discovery is followed meanwhile: an outage shows as one."""
+    """Shows the table, again and again, until Ctrl-C. Discovery is followed meanwhile: an outage shows as one."""
     try:
         with open_directory(config) as directory, Live(console=Console(), auto_refresh=False) as live:
             directory.wait_synced(_SYNC_S)
@@ -171,7 +171,7 @@ def read_metrics(text: str, row: NodeStatus) -> None:
 
 @contextlib.contextmanager
 def _refusals(row: NodeStatus, path: str, worst: int) -> Iterator[None]:
-    """A node that answers with a status of at least `worst` is up, but degraded."""
+    """Marks the node as up but degraded if it answers with an HTTP status of at least `worst`."""
     try:
         yield
     except urllib.error.HTTPError as error:

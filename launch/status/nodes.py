@@ -31,7 +31,7 @@ class NodeStatus(msgspec.Struct, kw_only=True):
     errors: dict[str, float] = {}
     """Errors by operation and reason, since the start."""
     leads: str = ""
-    """For a master: `leader`, `standby`, or what else it says it is; empty if it does not say."""
+    """For a master: `leader`, `standby`, or another role that it reports; empty if it reports none."""
     mounted: int | None = None
     """For the leading master: bytes of memory that nodes have given to the pool, as far as it knows."""
 
@@ -41,7 +41,7 @@ class NodeStatus(msgspec.Struct, kw_only=True):
 
     @property
     def asked(self) -> bool:
-        """Whether it can be asked at all."""
+        """Whether there is a way to ask it."""
         return not self.state.startswith(NOT_ASKED)
 
     @property
@@ -66,7 +66,7 @@ class NodeStatus(msgspec.Struct, kw_only=True):
 
     @property
     def well(self) -> bool:
-        """Whether no problem of it is known."""
+        """Whether it has no known problem."""
         return (self.state == "up" or self.state.startswith(NOT_ASKED)) and not self.difference
 
 

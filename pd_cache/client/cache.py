@@ -1,4 +1,4 @@
-"""ServerCache: the cache of this host's cache server, by the names of chunks and the ids of blocks."""
+"""ServerCache: the cache of this host's cache server, in terms of chunk names and block ids."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pd_cache.wire.sharing import record_event
 
 
 class ServerCache:
-    """A `BlockCache`, see there, over the connection of one engine rank. Thread-safe.
+    """A `BlockCache` (see there) over the connection of one engine rank. Thread-safe.
 
-    Each of the operations has a twin that only begins it and returns what will be known of it, for callers that must not wait.
-    Whatever the server cannot do is counted when the end of the operation is seen.
+    Each operation has a twin that only begins it and returns a pending object, for callers that must not wait. What the server cannot do
+    is counted when the end of the operation is seen.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class ServerCache:
         move_timeout_s: float = 15.0,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Connect to the server at `url`, e.g. `ipc:///run/pd-cache.sock`.
+        """Connects to the server at `url`, e.g. `ipc:///run/pd-cache.sock`.
 
-        kind: a scheduler only looks up. context: a ZMQ context to use, None for one of our own. If `identity` leaves the chunk size
-        to the server, this waits up to `connect_timeout_s` for it. An operation without a timeout of its own is given up after
-        `lookup_timeout_s` or `move_timeout_s`. Raises as `ServerConnection` does.
+        kind: a scheduler only looks up. context: a ZMQ context to use, None to create one. If `identity` leaves the chunk size to the
+        server, this waits up to `connect_timeout_s` for it. An operation without a timeout of its own is given up after
+        `lookup_timeout_s` or `move_timeout_s`. Raises the errors of `ServerConnection`.
         """
         self.metrics = metrics or CacheMetrics()
         self.connection = ServerConnection(url, context, kind, identity, connect_timeout_s=connect_timeout_s)
@@ -63,21 +63,21 @@ class ServerCache:
 
     @property
     def blocks_per_chunk(self) -> int:
-        """The engine's blocks in a chunk."""
+        """The number of the engine's blocks in a chunk."""
         return self.connection.blocks_per_chunk
 
     @property
     def available(self) -> bool:
-        """Whether the server is there, and has the KV tensors if some were registered."""
+        """Whether the server is there, and has the KV tensors if any were registered."""
         return self.connection.ready
 
     def register_kv_caches(
         self, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], kind: PageKind | None = None
     ) -> None:
-        """Lend the paged KV cache to the server: one tensor a layer, in layer order.
+        """Lends the paged KV cache to the server: one tensor per layer, in layer order.
 
-        CPU tensors move to shared memory, in place. Raises RefusedError if the server does not take them, with the reason in
-        words; SharingError if they cannot be shared. `kind` is needed only where shapes fit two (`KVLayout`).
+        CPU tensors move to shared memory, in place. `kind` is needed only if shapes fit two kinds (`KVLayout`). Raises RefusedError, with
+        the server's reason, if it does not take them, and SharingError if they cannot be shared.
         """
         tensors = layer_tensors(kv_caches)
         layout = KVLayout.from_tensors(tensors, kind)
@@ -126,7 +126,7 @@ class ServerCache:
     def begin_lookup(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> PendingLookup:
-        """Begin a lookup; arguments as for `lookup`."""
+        """Begins a lookup; arguments as for `lookup`."""
         at_hand = min(at_hand, len(names))
         if at_hand == len(names):
             return PendingLookup(self, None, at_hand, len(names))
@@ -142,7 +142,7 @@ class ServerCache:
         after: Any = None,
         timeout: float | None = None,
     ) -> PendingStore:
-        """Begin to store; arguments as for `store`. The blocks must stay as they are until it has ended."""
+        """Begins to store; arguments as for `store`. The blocks must stay as they are until it has ended."""
         self.metrics.tokens("store", "requested", len(names) * self.chunk_size)
         return PendingStore(self, len(names), self._move(Store, session, names, blocks, after, timeout))
 
@@ -155,7 +155,7 @@ class ServerCache:
         after: Any = None,
         timeout: float | None = None,
     ) -> PendingRetrieve:
-        """Begin to load; arguments as for `retrieve`. The blocks are the server's to write until it has ended."""
+        """Begins to load; arguments as for `retrieve`. The server may write to the blocks until it has ended."""
         self.metrics.tokens("retrieve", "requested", len(names) * self.chunk_size)
         return PendingRetrieve(self, len(names), self._move(Retrieve, session, names, blocks, after, timeout))
 
@@ -166,13 +166,13 @@ class ServerCache:
         return record_event(self._tensors[0])
 
     def close(self) -> None:
-        """Take the KV tensors back from the server and disconnect. Idempotent."""
+        """Takes the KV tensors back from the server and disconnects. Idempotent."""
         self.connection.close()
 
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _check(self, kv_caches: Any) -> None:
-        """A server copies only what it was lent."""
+        """Raises ValueError for tensors other than those registered: a server copies only what it was lent."""
         if kv_caches is None:
             return
         tensors = layer_tensors(kv_caches)
@@ -203,13 +203,13 @@ class ServerCache:
         return found
 
     def count_moved(self, op: Literal["retrieve", "store"], outcome: str, chunks: int) -> None:
-        """For the pending operations: count chunks that arrived."""
+        """Counts chunks that arrived; for the pending operations."""
         self.metrics.moved(op, chunks * self._chunk_bytes)
         self.metrics.tokens(op, outcome, chunks * self.chunk_size)
 
 
 class PendingLookup:
-    """A lookup that was sent. For one thread."""
+    """A lookup that was sent. For use by one thread."""
 
     __slots__ = ("_at_hand", "_cache", "_chunks", "_found", "_future")
 
@@ -221,7 +221,7 @@ class PendingLookup:
         self._found = at_hand if future is None else None
 
     def query(self) -> int | None:
-        """Look, without waiting. Returns the chunks found, or None while there is no answer."""
+        """Looks without waiting. Returns the chunks found, or None while there is no answer."""
         if self._found is None:
             assert self._future is not None
             if not self._future.query():
@@ -238,7 +238,7 @@ class PendingLookup:
         return self._found
 
     def _judge(self, future: Future) -> int:
-        """Returns what the answer says. Without an answer, only what is at hand is found."""
+        """Returns what the answer says. Without an answer, only the chunks at hand count as found."""
         reason = failure_of(future)
         answer = None if reason else future.result()
         metrics, size = self._cache.metrics, self._cache.chunk_size
@@ -251,18 +251,18 @@ class PendingLookup:
 
 
 class PendingRetrieve:
-    """A retrieve under way. Its blocks may be written to until `query` is True. For one thread."""
+    """A retrieve under way. Its blocks may be written to until `query` returns True. For use by one thread."""
 
     def __init__(self, cache: ServerCache, chunks: int, move: PendingMove) -> None:
         self._cache = cache
         self._chunks = chunks
         self._move = move
         self.loaded = 0
-        """How many chunks, from the first, lie in their blocks; known when it has ended."""
+        """How many chunks, from the first, are in their blocks; known once the retrieve has ended."""
         self._counted = False
 
     def query(self) -> bool:
-        """Look, without waiting. Returns True once it has ended and its blocks are the engine's again."""
+        """Looks without waiting. Returns True once it has ended and its blocks are the engine's again."""
         if not self._move.query():
             return False
         if not self._counted:
@@ -271,7 +271,7 @@ class PendingRetrieve:
         return True
 
     def wait(self) -> int:
-        """Returns `loaded` when it has ended."""
+        """Waits for the end and returns `loaded`."""
         with self._cache.metrics.timed("retrieve"):
             self._move.wait()
         self.query()
@@ -289,19 +289,19 @@ class PendingRetrieve:
 
 
 class PendingStore:
-    """A store under way. Its blocks must stay as they are until `query` is True. For one thread."""
+    """A store under way. Its blocks must stay as they are until `query` returns True. For use by one thread."""
 
     def __init__(self, cache: ServerCache, chunks: int, move: PendingMove) -> None:
         self._cache = cache
         self._move = move
         self.outcomes = [StoreOutcome.NOT] * chunks
-        """What became of each chunk; known when it has ended."""
+        """The outcome of each chunk; known once the store has ended."""
         self.failure = ""
         """Why chunks were not stored, in a word; empty if all are there."""
         self._counted = False
 
     def query(self) -> bool:
-        """Look, without waiting. Returns True once it has ended and its blocks are the engine's again."""
+        """Looks without waiting. Returns True once it has ended and its blocks are the engine's again."""
         if not self._move.query():
             return False
         if not self._counted:
@@ -310,7 +310,7 @@ class PendingStore:
         return True
 
     def wait(self) -> list[StoreOutcome]:
-        """Returns `outcomes` when it has ended."""
+        """Waits for the end and returns `outcomes`."""
         with self._cache.metrics.timed("store"):
             self._move.wait()
         self.query()

@@ -1,8 +1,8 @@
-"""A connection of one engine process to its cache server, which survives the server.
+"""A connection of one engine process to its cache server, which outlives the server.
 
-The calling thread sends requests (`channel`). One thread of our own keeps the connection: it says hello, registers the KV tensors,
-notices when a server is gone, and does it all again when one is back. Meanwhile every request fails at once, with an error that
-adapters turn into a miss.
+The calling thread sends requests (`channel`). A thread of the connection keeps it up: it says hello, registers the KV tensors, notices
+when the server is gone, and does it all again when one is back. Meanwhile every request fails immediately, with an error that adapters
+turn into a miss.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MOST_STORAGES = 200
 
 
 class PendingMove:
-    """A store or retrieve under way. Its blocks may be touched by the server until `query` is True."""
+    """A store or retrieve under way. The server may touch its blocks until `query` returns True."""
 
     __slots__ = ("_connection", "_event", "_slot", "failure", "future")
 
@@ -73,10 +73,10 @@ class PendingMove:
         self._event = event  # the server opens it by its handle
         self.future = future
         self.failure = failure
-        """In a word, why there is no answer; empty while it is under way, and after an answer."""
+        """Why there is no answer, in a word; empty while it is under way, and after an answer."""
 
     def query(self) -> bool:
-        """Look, without waiting. Returns True once it has ended and its blocks are the engine's again."""
+        """Looks without waiting. Returns True once it has ended and its blocks are the engine's again."""
         if self._slot is None:
             return True
         assert self.future is not None
@@ -91,7 +91,7 @@ class PendingMove:
         return True
 
     def wait(self) -> None:
-        """Return when `query` is True."""
+        """Waits until `query` returns True."""
         if self.future is not None:
             with contextlib.suppress(CacheServerError):
                 self.future.result()
@@ -100,7 +100,7 @@ class PendingMove:
 
     @property
     def answer(self) -> Answer | None:
-        """The server's answer, once the move has ended; None where it failed."""
+        """The server's answer, once the move has ended; None if it failed."""
         if self.failure or self.future is None:
             return None
         return self.future.result()
@@ -118,11 +118,12 @@ class ServerConnection:
         *,
         connect_timeout_s: float = 10.0,
     ) -> None:
-        """Connect to the server at `url`, e.g. `ipc:///run/pd-cache.sock`. `context` is a ZMQ context; None for one of our own.
+        """Connects to the server at `url`, e.g. `ipc:///run/pd-cache.sock`. `context` is a ZMQ context; None to create one. An observer
+        has no identity.
 
-        An observer has no identity. With a chunk size in `identity` it does not wait: a server that is not there yet is treated like one that comes back.
-        Without one it waits up to `connect_timeout_s` for the server to say what its chunks are, and raises RefusedError if the server
-        does not take this engine, NoAnswerError if it does not answer. Raises ValueError for a bad address.
+        If `identity` has a chunk size, this does not wait: a server that is not there yet is treated like one that comes back. Otherwise
+        it waits up to `connect_timeout_s` for the server's chunk size. Raises RefusedError if the server does not take this engine,
+        NoAnswerError if it does not answer, ValueError for a bad address.
         """
         self.client = uuid.uuid4().hex
         if identity is None or kind == "observer":
@@ -172,12 +173,12 @@ class ServerConnection:
 
     @property
     def welcome(self) -> Welcome | None:
-        """What the server said last; None before it has answered at all."""
+        """The server's latest welcome; None before its first answer."""
         return self._welcome
 
     @property
     def chunk_size(self) -> int:
-        """Tokens a chunk."""
+        """Tokens per chunk."""
         if self._welcome is not None:
             return self._welcome.chunk_size
         assert self._expected is not None
@@ -185,13 +186,13 @@ class ServerConnection:
 
     @property
     def blocks_per_chunk(self) -> int:
-        """The engine's blocks in a chunk: a whole number, or the server would not have taken the engine."""
+        """The number of the engine's blocks in a chunk. It is a whole number, or the server would have refused the engine."""
         return self.chunk_size // self.hello.block_size
 
     def name_chunks(
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
-        """The names of a prompt's whole chunks, given as tokens or as block hashes, according to how the server names chunks."""
+        """Returns the names of a prompt's whole chunks, given as tokens or as block hashes, whichever the server names chunks by."""
         if (tokens is None) == (hashes is None):
             raise ValueError("exactly one of token_ids and block_hashes must be given")
         mode = "tokens" if hashes is None else "blocks"
@@ -205,17 +206,17 @@ class ServerConnection:
     # --- requests ------------------------------------------------------------------------------------------------
 
     def lookup(self, session: str, names: Sequence[bytes], at_hand: int, timeout: float) -> Future:
-        """Ask how many of the chunks, from the first, are there; answered with `Found`. A session pins them."""
-        if not self._ready:  # a server that does not know us yet would answer only after it had come to know us
+        """Asks how many of the chunks, from the first, are there. The answer is a `Found`. A session protects them from eviction."""
+        if not self._ready:  # a server that does not know us yet would answer only once it does
             return self._channel.lost(f"no cache server at {self.url} is ready for this engine")
         return self._channel.request(Lookup(session, join_names(names), at_hand), timeout)
 
     def end_session(self, session: str) -> None:
-        """Let go of what a session has pinned. A server that is gone has let go already."""
+        """Releases what a session protects. If the server is gone, there is nothing to release."""
         self._channel.notify(EndSession(session))
 
     def ask(self, request: Any, timeout: float) -> Answer:
-        """Send any request and wait for its answer. CacheServerError if there is none."""
+        """Sends any request and wait for its answer. Raises CacheServerError if there is none."""
         return self._channel.request(request, timeout).result()
 
     def move(
@@ -227,7 +228,7 @@ class ServerConnection:
         event: Any,
         timeout: float,
     ) -> PendingMove:
-        """Begin a store or retrieve of blocks, which are the server's to touch until the move has ended."""
+        """Begins a store or retrieve of blocks. The server may touch them until the move has ended."""
         if not self._ready:
             return PendingMove(self, None, None, "server_lost", None)
         place = self.fence.admit()
@@ -251,10 +252,10 @@ class ServerConnection:
         layout_kind: PageKind | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Lend the server this worker's KV tensors, now and whenever it has been away.
+        """Lends the server this worker's KV tensors, now and after each time the server was away.
 
-        SharingError if they cannot be shared. RefusedError if the server does not take them, in its words. A server that
-        is away is not waited for: it gets them when it comes.
+        Does not wait for a server that is away: it gets the tensors when it comes back. Raises SharingError if they cannot be shared, and
+        RefusedError, with the server's reason, if it does not take them.
         """
         share = share_tensors(kv_caches)
         close_all(share.descriptors)
@@ -270,7 +271,7 @@ class ServerConnection:
                 self.wait_ready(_REGISTER_S if timeout is None else timeout)
 
     def close(self) -> None:
-        """Take the tensors back and disconnect. Idempotent."""
+        """Takes the tensors back and disconnects. Idempotent."""
         with self._changed:
             if self._closing:
                 return
@@ -289,7 +290,7 @@ class ServerConnection:
         self.fence.close()
 
     def wait_ready(self, timeout: float) -> None:
-        """Wait for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
+        """Waits for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._problem is not None, timeout)
             if self._problem is not None:
@@ -298,7 +299,7 @@ class ServerConnection:
                 raise NoAnswerError(f"no cache server answered at {self.url} within {timeout:g} s")
 
     def _forgotten(self) -> None:
-        """Called, with the channel's lock, when the server does not know us: it has started again, or taken us for dead."""
+        """Called, with the channel's lock, if the server does not know us: it was restarted, or took us for dead."""
         self._ready = False
         os.eventfd_write(self._wakeup, 1)
 
@@ -333,7 +334,7 @@ class ServerConnection:
             log.warning("cache server %s: lost; requests are computed until it is back", self.url)
 
     def _greet(self) -> None:
-        """Say hello and register. If that fails, log it; the keeper tries again."""
+        """Says hello and registers. If that fails, logs it; the keeper tries again."""
         try:
             self._introduce()
         except (CacheServerError, SharingError, OSError) as error:
@@ -391,7 +392,7 @@ class ServerConnection:
 
 
 def failure_of(future: Future) -> str:
-    """Why a future that is done has no proper answer, in a word for a counter; empty if it has one."""
+    """Returns why a future that is done has no proper answer, in a word for a counter; empty if it has one."""
     try:
         future.result()
     except RefusedError as error:

@@ -13,22 +13,22 @@ from pd_cache.wire.messages import Hello
 
 
 class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines that say the same share chunks, if their tensors agree, too."""
+    """Engines with equal identities share chunks, if their tensors agree, too."""
 
     model: str
     """Identifies the weights."""
     block_size: int
-    """Tokens a block of the engine's paged cache."""
+    """Tokens per block of the engine's paged cache."""
     world_size: int = 1
     """Ranks that hold a part of each chunk."""
     rank: int = 0
     shards_per_rank: int = 1
     chunk_size: int | None = None
-    """Tokens a chunk; None for what the server says."""
+    """Tokens per chunk; None to use the server's."""
     hash_mode: Literal["", "tokens", "blocks"] = ""
-    """Whether this engine names chunks by tokens or by its own blocks' hashes; empty for what the server's file says."""
+    """Whether this engine names chunks by tokens or by its own blocks' hashes; empty to use the setting in the server's file."""
     hash_seed: str = ""
-    """What those hashes depend on besides tokens; empty for what the server's file says."""
+    """What those hashes depend on besides tokens; empty to use the setting in the server's file."""
     namespace: str = ""
     """Fingerprint of the namespace that the server must serve; empty for any."""
 
@@ -51,7 +51,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def hello(self, client: str, kind: Literal["scheduler", "worker"]) -> Hello:
-        """Returns the first message of a connection that is called `client`."""
+        """Returns the first message of a connection whose name is `client`."""
         return Hello(
             client,
             kind,

@@ -17,7 +17,7 @@ from pd_cache.wire.channel import Context
 
 
 class ServerLookupClient(LookupClient):
-    """Asks the cache server of this host, which keeps what it found for the request that asked."""
+    """Asks the cache server of this host, which protects what it found for the request that asked."""
 
     def __init__(
         self,
@@ -29,9 +29,9 @@ class ServerLookupClient(LookupClient):
         context: Context[Any] | None = None,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Begin to connect; lookups find nothing while there is no server. Raises ValueError for a bad address.
+        """Begins to connect; lookups find nothing while there is no server. Raises ValueError for a bad address.
 
-        The answer to a lookup is waited for `timeout_s` at most.
+        A lookup waits at most `timeout_s` for its answer.
         """
         super().__init__(ChunkedTokenDatabase(metadata.namespace(config.cache)), metrics)
         self._cache = ServerCache(
@@ -51,7 +51,7 @@ class ServerLookupClient(LookupClient):
         return self._cache.available
 
     def wait_connected(self, timeout: float) -> None:
-        """Wait for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
+        """Waits for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
         self._cache.connection.wait_ready(timeout)
 
     def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> int:
@@ -65,7 +65,7 @@ class ServerLookupClient(LookupClient):
 
 
 class RpcLookupClient(ServerLookupClient):
-    """Asks an `RpcLookupServer`, which knows one engine. Waits for an answer twice as long as the engine may wait for its pool."""
+    """Asks an `RpcLookupServer`, which knows one engine. Waits twice as long for an answer as the engine may wait for its pool."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class RpcLookupClient(ServerLookupClient):
         context: Context[Any] | None = None,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Begin to connect; lookups find nothing until the server answers. Raises ValueError for a bad address."""
+        """Begins to connect; lookups find nothing until the server answers. Raises ValueError for a bad address."""
         seconds = 2 * config.transfer.timeouts.exist_ms / 1000
         super().__init__(config, metadata, url, seconds, context=context, metrics=metrics)
 
@@ -86,7 +86,7 @@ class RpcLookupClient(ServerLookupClient):
 
     @property
     def available(self) -> bool:
-        return True  # the worker that answers lives as long as its scheduler; what it asks, only it knows
+        return True  # the worker lives as long as its scheduler, and knows the pool's state itself
 
     def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> int:
         return self._cache.lookup(names, at_hand=at_hand)

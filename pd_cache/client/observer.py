@@ -1,4 +1,4 @@
-"""What a cache server says about itself, for programs that are no engines."""
+"""What a cache server says about itself, for programs that are not engines."""
 
 from __future__ import annotations
 

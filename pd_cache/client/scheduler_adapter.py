@@ -1,4 +1,4 @@
-"""SchedulerAdapter: what a serving engine's scheduler asks a cache server. Nothing here waits, but the constructor.
+"""SchedulerAdapter: what a serving engine's scheduler asks a cache server. Only the constructor waits.
 
 The API is that of `LMCacheMPSchedulerAdapter` in vLLM. A scheduler may call it thousands of times a second.
 """
@@ -16,7 +16,7 @@ from pd_cache.wire.channel import Context
 
 
 class SchedulerAdapter:
-    """Lookups for one engine. Whatever goes wrong is a miss, with a counter for each reason."""
+    """Lookups for one engine. Any failure is a miss, with a counter for each reason."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class SchedulerAdapter:
         *,
         extra_keys: Iterable[ExtraKey] = (),
     ) -> None:
-        """Begin a lookup for a request, unless one was begun already.
+        """Begins a lookup for a request, unless one has already begun.
 
-        Exactly one of `block_hashes` (one per block; hash mode) and `token_ids` (token mode); ValueError otherwise. What is
-        found is kept from eviction until it is retrieved, `end_session`, or the session's deadline at the server.
+        Needs exactly one of `block_hashes` (one per block; hash mode) and `token_ids` (token mode); raises ValueError otherwise. What is
+        found is protected from eviction until it is retrieved, until `end_session`, or until the session's deadline at the server.
         `extra_keys` is the request's isolation (cache salt, LoRA name, ...), in token mode.
         """
         if request_id not in self._lookups:
@@ -69,7 +69,7 @@ class SchedulerAdapter:
     def check_lookup_result(self, request_id: str) -> int | None:
         """Returns how many tokens of the request's prefix the cache holds; None while the lookup is under way.
 
-        Raises ValueError for a request that no lookup was submitted for.
+        Raises ValueError for a request without a submitted lookup.
         """
         lookup = self._lookups.get(request_id)
         if lookup is None:
@@ -78,17 +78,17 @@ class SchedulerAdapter:
         return None if found is None else found * self.chunk_size
 
     def num_blocks_per_chunk(self) -> int:
-        """The engine's blocks in a chunk."""
+        """Returns the number of the engine's blocks in a chunk."""
         return self._cache.blocks_per_chunk
 
     def cleanup_lookup_result(self, request_id: str) -> None:
-        """Forget a request's lookup; nothing happens if there is none. A later lookup of that name is a new one."""
+        """Forgets a request's lookup. Does nothing if there is none. A later lookup with that id is a new one."""
         self._lookups.pop(request_id, None)
 
     def end_session(self, request_id: str) -> None:
-        """Tell the server that a request has ended: what its lookup found needs to be kept no longer."""
+        """Informs the server that a request has ended, so that it need no longer protect what its lookup found."""
         self._cache.end(request_id)
 
     def shutdown(self) -> None:
-        """Disconnect. Idempotent."""
+        """Disconnects. Idempotent."""
         self._cache.close()

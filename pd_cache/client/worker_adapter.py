@@ -1,9 +1,9 @@
-"""WorkerAdapter: what a serving engine's worker has a cache server do with its paged KV cache. Only `register_kv_caches`
-and the constructor wait.
+"""WorkerAdapter: stores and retrieves that a serving engine's worker hands to a cache server. Only `register_kv_caches` and the
+constructor wait.
 
-The API is that of `LMCacheMPWorkerAdapter` in vLLM. What that leaves open is decided here: a store that failed is counted and
-told, a retrieve that failed tells which blocks the engine has to compute, and no block is given back to the engine before it is
-certain that the server touches it no more.
+The API is that of `LMCacheMPWorkerAdapter` in vLLM. It leaves three things open, which are decided here: a failed store is counted and
+reported; a failed retrieve reports which blocks the engine has to compute; and no block is returned to the engine before it is certain
+that the server no longer touches it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pd_cache.tokens import ExtraKey
 from pd_cache.wire.channel import Context
 
 _REMEMBERED = 65_536
-"""Finished requests that are not told again, and failed stores that were not asked for yet."""
+"""How many finished requests are remembered so that they are not reported again, and how many failed stores that were not asked for yet."""
 
 
 @dataclass
 class LoadStoreOp:
-    """Which tokens to load or store, and the blocks that their KV lies in or shall lie in.
+    """Which tokens to load or store, and the blocks for their KV.
 
-    In hash mode `block_hashes` has one hash for each of `block_ids`. In token mode `token_ids` is the whole prompt, because a
-    chunk's name depends on all before it, and `block_ids` are those of the tokens from `start` to `end`.
+    In hash mode, `block_hashes` has one hash for each of `block_ids`. In token mode, `token_ids` is the whole prompt, because a chunk's
+    name depends on everything before it, and `block_ids` are those of the tokens from `start` to `end`.
     """
 
     block_ids: list[int]
@@ -40,7 +40,7 @@ class LoadStoreOp:
     start: int = 0
     """Token mode: a whole number of chunks."""
     end: int = 0
-    """Token mode: what is no whole chunk before it is left out."""
+    """Token mode: a last part that is not a whole chunk is left out."""
     extra_keys: tuple[ExtraKey, ...] = ()
     """Token mode: the request's isolation."""
 
@@ -60,7 +60,7 @@ class _Storing(NamedTuple):
 
 
 class WorkerAdapter:
-    """Stores and retrieves for one rank of an engine. For one thread."""
+    """Stores and retrieves for one rank of an engine. For use by one thread."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class WorkerAdapter:
         self._waiting: set[str] = set()
         """Requests that the engine has finished, but whose stores have not ended."""
         self._told: OrderedDict[str, None] = OrderedDict()
-        """Requests whose stores were told to be finished, the latest."""
+        """Requests whose stores were reported as finished, the latest last."""
         self._bad_blocks: set[int] = set()
         self._failed_stores: OrderedDict[str, str] = OrderedDict()
 
@@ -101,18 +101,18 @@ class WorkerAdapter:
         return self._cache.available
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], layout_kind: PageKind | None = None) -> None:
-        """Lend the paged KV cache to the server: layer names to tensors, in layer order.
+        """Lends the paged KV cache to the server: layer names to tensors, in layer order.
 
-        CPU tensors move to shared memory, in place. RefusedError if the server does not take them, with the reason in
-        words; SharingError if they cannot be shared. `layout_kind` is needed only where shapes fit two (`KVLayout`).
+        CPU tensors move to shared memory, in place. `layout_kind` is needed only if shapes fit two kinds (`KVLayout`). Raises
+        RefusedError, with the server's reason, if it does not take them, and SharingError if they cannot be shared.
         """
         self._cache.register_kv_caches(kv_caches, layout_kind)
 
     def submit_store_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
-        """Begin to store. The blocks must stay as they are until `get_finished` tells the request.
+        """Begins to store. The blocks must stay as they are until `get_finished` reports the request.
 
-        event: the CUDA event, made with `interprocess=True`, that was recorded after the blocks were computed; None on a
-        CPU. ValueError for an op that does not fit, before anything moved.
+        event: the CUDA event, made with `interprocess=True`, that was recorded after the blocks were computed; None on a CPU. Raises
+        ValueError, before anything moves, for an op that does not fit.
         """
         names = self._names(op)
         blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
@@ -122,9 +122,9 @@ class WorkerAdapter:
         self._told.pop(request_id, None)
 
     def submit_retrieve_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
-        """Begin to load. The blocks are the server's to write until `get_finished` tells the request.
+        """Begins to load. The server may write to the blocks until `get_finished` reports the request.
 
-        Arguments as for `submit_store_request`. Which blocks were not loaded, `get_block_ids_with_load_errors` tells.
+        Arguments as for `submit_store_request`. `get_block_ids_with_load_errors` returns the blocks that were not loaded.
         """
         names = self._names(op)
         blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
@@ -132,7 +132,7 @@ class WorkerAdapter:
         self._retrieves.append(_Retrieving(request_id, pending, list(op.block_ids)))
 
     def batched_submit_store_requests(self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None) -> None:
-        """`submit_store_request` for each; each ends by itself. ValueError, with nothing begun, for an op that does not fit."""
+        """Does `submit_store_request` for each; each ends by itself. Raises ValueError, with nothing begun, for an op that does not fit."""
         self._check_batch(request_ids, ops)
         for request_id, op in zip(request_ids, ops, strict=True):
             self.submit_store_request(request_id, op, event)
@@ -140,17 +140,17 @@ class WorkerAdapter:
     def batched_submit_retrieve_requests(
         self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None
     ) -> None:
-        """`submit_retrieve_request` for each; each ends by itself. ValueError as for stores."""
+        """Does `submit_retrieve_request` for each; each ends by itself. Raises ValueError as for stores."""
         self._check_batch(request_ids, ops)
         for request_id, op in zip(request_ids, ops, strict=True):
             self.submit_retrieve_request(request_id, op, event)
 
     def get_finished(self, finished_req_ids_from_engine: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The requests whose stores have ended, and those whose retrieves have, since the last call. Cheap, never waits.
+        """Returns the requests whose stores have ended, and those whose retrieves have, since the last call. Cheap, never waits.
 
-        The first are among those that the engine has told here to be finished, now or before, and each is told once, also
-        where the engine tells it again (as vLLM does with asynchronous scheduling). A request without a store is told at
-        once. However it went, it has ended: see `get_failed_stores` and `get_block_ids_with_load_errors`.
+        The first set holds only requests that the engine has reported here as finished, now or before. Each is returned once, even if the
+        engine reports it again (as vLLM does with asynchronous scheduling). A request without a store is returned immediately. Failed
+        requests are included: see `get_failed_stores` and `get_block_ids_with_load_errors`.
         """
         if self._stores:
             self._stores = [one for one in self._stores if not self._store_ended(one)]
@@ -177,21 +177,21 @@ class WorkerAdapter:
         return stored, retrieved
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of retrieves that have ended which hold no loaded KV and must be computed; each is told once."""
+        """Returns the blocks of ended retrieves that hold no loaded KV and must be computed. Each is returned once."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def get_failed_stores(self) -> dict[str, str]:
-        """Requests with chunks that could not be stored since the last call, and why."""
+        """Returns the requests with chunks that could not be stored since the last call, and why."""
         failed, self._failed_stores = self._failed_stores, OrderedDict()
         return dict(failed)
 
     def num_blocks_per_chunk(self) -> int:
-        """The engine's blocks in a chunk."""
+        """Returns the number of the engine's blocks in a chunk."""
         return self._blocks_per_chunk
 
     def shutdown(self) -> None:
-        """Take the KV cache back from the server and disconnect. Idempotent."""
+        """Takes the KV cache back from the server and disconnects. Idempotent."""
         self._cache.close()
 
     # --- inside --------------------------------------------------------------------------------------------------

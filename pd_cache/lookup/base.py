@@ -1,4 +1,4 @@
-"""LookupClient: how long a prefix of a prompt does the cache hold?"""
+"""LookupClient: finds how long a prefix of a prompt the cache holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pd_cache.tokens import ChunkedTokenDatabase, ExtraKey, Tokens
 
 
 class LookupClient(ABC):
-    """Answers with a number of tokens. Any error is counted, and answered with what is at hand already."""
+    """Finds prefixes, in tokens. Any error is counted, and the result is then what is at hand already."""
 
     def __init__(self, database: ChunkedTokenDatabase, metrics: CacheMetrics | None = None) -> None:
         """`database` names the chunks."""
@@ -21,7 +21,7 @@ class LookupClient(ABC):
     @property
     @abstractmethod
     def available(self) -> bool:
-        """False while whatever is asked is known to be away: every lookup is then a miss, at once."""
+        """False while the process that it asks is known to be unreachable: every lookup is then a miss, immediately."""
 
     def lookup(
         self,
@@ -34,9 +34,9 @@ class LookupClient(ABC):
     ) -> int:
         """Returns the end of the longest contiguous prefix found, in tokens.
 
-        Either `token_ids` or, in hash mode, the engine's `block_hashes`. `request_configs` may hold `extra_keys`: the request's
-        isolation (cache_salt, LoRA name, multi-modal hashes). The rest is as for `find`. A prompt that cannot be named has no
-        chunks: the answer is 0.
+        Takes either `token_ids` or, in hash mode, the engine's `block_hashes`. `request_configs` may hold `extra_keys`: the request's
+        isolation (cache_salt, LoRA name, multi-modal hashes). The rest is as for `find`. A prompt that cannot be named has no chunks: the
+        result is 0.
         """
         try:
             names = self._database.name_chunks(token_ids, block_hashes, _extra_keys(request_configs))
@@ -46,11 +46,10 @@ class LookupClient(ABC):
         return self.find(names, lookup_id, at_hand=at_hand)
 
     def find(self, names: Sequence[bytes], lookup_id: str | None = None, *, at_hand: int = 0) -> int:
-        """Does the same for a prompt whose chunks are named already.
+        """Does the same as `lookup` for a prompt whose chunks are already named.
 
-        Whole chunks among the first `at_hand` tokens are at hand already: they are not asked for, and count as found.
-        `lookup_id` names the request in log lines. Where a lookup protects what it found, it does so for that id, until the prefix is
-        loaded or until `end`.
+        Whole chunks among the first `at_hand` tokens are at hand already: they are not looked up, and count as found. `lookup_id` names
+        the request in log lines. If a lookup protects what it found, it does so for that id, until the prefix is loaded or until `end`.
         """
         size = self._database.chunk_size
         chunks = min(max(at_hand, 0) // size, len(names))
@@ -63,18 +62,18 @@ class LookupClient(ABC):
 
     @abstractmethod
     def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> int:
-        """Returns the end of the prefix; everything in chunks. May raise anything."""
+        """Returns the end of the prefix. All numbers are in chunks. May raise anything."""
 
     def end(self, lookup_id: str) -> None:  # noqa: B027 - only some keep anything
-        """The request of this id is over: what its lookup found need be kept no longer."""
+        """Releases what the lookups of this id protect: the request is over."""
 
     def supports_producer_reuse(self) -> bool:
-        """Prefill nodes may look up and reuse, too."""
+        """Returns whether prefill nodes may look up and reuse, too."""
         return True
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what the client opened itself. Idempotent."""
+        """Releases what the client opened itself. Idempotent."""
 
     def _count(self, error: Exception, lookup_id: str | None) -> None:
         self.metrics.trouble("lookup", f"error_{type(error).__name__}", detail=f"{lookup_id or 'a lookup'}: {error}")

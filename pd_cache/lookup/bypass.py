@@ -1,4 +1,4 @@
-"""BypassLookupClient: the engine lives in this process; ask it."""
+"""BypassLookupClient: asks the engine in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
 
 
 class LooksUp(Protocol):
-    """What is needed of a `CacheEngine`, which this layer does not import."""
+    """The part of a `CacheEngine` that is needed here; this layer does not import it."""
 
     @property
     def database(self) -> ChunkedTokenDatabase: ...
@@ -24,7 +24,7 @@ class LooksUp(Protocol):
 
 
 class BypassLookupClient(LookupClient):
-    """Calls `engine.lookup` directly; the engine stays its owner's."""
+    """Calls `engine.lookup` directly. The caller keeps ownership of the engine."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class BypassLookupClient(LookupClient):
         timeout: float | None = None,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """`timeout` (s) bounds a lookup. Raises ValueError if `config` and `metadata` name another namespace than the engine's."""
+        """`timeout` (s) bounds a lookup. Raises ValueError if the namespace of `config` and `metadata` is not the engine's."""
         wanted = metadata.namespace(config.cache)
         if engine.database.namespace != wanted:
             raise ValueError(f"the engine serves {engine.database.namespace}, the client was made for {wanted}")

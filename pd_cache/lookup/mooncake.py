@@ -14,12 +14,12 @@ from transfer.store import MooncakeStore
 
 
 class MooncakeLookupClient(LookupClient):
-    """One `batch_is_exist` a lookup, for all chunks and all shards."""
+    """Does one `batch_is_exist` per lookup, for all chunks and all shards."""
 
     def __init__(
         self, config: NodeSettings, metadata: CacheMetadata, master_addr: str, *, metrics: CacheMetrics | None = None
     ) -> None:
-        """Begin to connect to the master at `master_addr` (`host:port`); lookups find nothing until it answers."""
+        """Begins to connect to the master at `master_addr` (`host:port`); lookups find nothing until it answers."""
         super().__init__(ChunkedTokenDatabase(metadata.namespace(config.cache)), metrics)
         self.store = MooncakeStore(config.transfer, master=master_addr, host=config.host, segment_size=0)
         self._timeout = config.transfer.timeouts.exist_ms / 1000

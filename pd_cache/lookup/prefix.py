@@ -19,7 +19,7 @@ class PrefixLookup:
     def find(self, names: Sequence[bytes], at_hand: int, exists: Callable[[list[str]], list[Status]]) -> int:
         """Returns how many chunks, from the first, exist with every shard; the first `at_hand` count as found.
 
-        `exists` answers a list of keys with one request.
+        `exists` looks up a list of keys with one request.
         """
         keys = self._database.all_shard_keys(names[at_hand:])
         if not keys:
@@ -29,7 +29,8 @@ class PrefixLookup:
         return self.judge(len(names), at_hand, statuses)
 
     def judge(self, chunks: int, at_hand: int, statuses: Sequence[Status]) -> int:
-        """Returns how many of `chunks` are found, given the statuses of all shards of those behind `at_hand`. Counts."""
+        """Returns how many of `chunks` are found, given the statuses of all shards of the chunks after the first `at_hand`. Counts the
+        result."""
         size, metrics = self._database.chunk_size, self.metrics
         metrics.tokens("lookup", "requested", (chunks - at_hand) * size)
         if statuses.count(Status.OK) == len(statuses):

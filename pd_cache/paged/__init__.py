@@ -14,9 +14,9 @@ __all__ = ["ChunkSlots", "Completion", "DeviceMark", "PagedCopier", "PendingCopy
 
 
 class DeviceMark:
-    """What the calling thread has given the device of `tensor` to do so far: for another thread to come after.
+    """The work that the calling thread has given the device of `tensor` so far, so that another thread's work can follow it.
 
-    On the CPU everything has happened when its call returned, and there is nothing to wait for.
+    On the CPU, a call's work is done when it returns, and there is nothing to wait for.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -27,13 +27,13 @@ class DeviceMark:
             self._follow = mark(tensor.device)
 
     def follow(self) -> None:
-        """Order what the calling thread's current stream does from now on after the mark."""
+        """Orders later work on the calling thread's current stream after the mark."""
         if self._follow is not None:
             self._follow()
 
 
 def open_copier(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> PagedCopier:
-    """The copier for the device that the tensors lie on. ValueError for tensors that do not fit `layout`."""
+    """Returns the copier for the device of the tensors. Raises ValueError for tensors that do not fit `layout`."""
     tensors = layer_tensors(kv_caches)
     device = tensors[0].device.type if tensors else "none"
     if device == "cpu":
@@ -48,7 +48,7 @@ def open_copier(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], 
 
 
 def host_pin() -> Pin | None:
-    """What page-locks staging memory for the GPU of this process; None where there is none."""
+    """Returns the function that page-locks staging memory for this process's GPU; None if there is no GPU."""
     if torch.version.cuda is None:
         return None
     from pd_cache.paged import cuda

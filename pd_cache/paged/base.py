@@ -1,7 +1,7 @@
 """Moving pages between an engine's paged cache and contiguous chunk objects: the interface and its pure parts.
 
-A chunk object holds its pages in the order plane (layer by layer), block, then what a page holds, in
-`layout.chunk_bytes(chunk_size)` bytes; see `pd_cache.layout` for planes and pages.
+A chunk object holds its pages in the order plane (layer by layer), block, content of the page, in `layout.chunk_bytes(chunk_size)` bytes;
+see `pd_cache.layout` for planes and pages.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pd_cache.layout import KVLayout, layer_tensors
 
 
 class ChunkSlots(NamedTuple):
-    """Where the tokens of one chunk lie: whole blocks, or slots one by one. Exactly one of the two is given.
+    """Where the tokens of one chunk lie: whole blocks, or single slots. Exactly one of the two is given.
 
-    Negative ones stand for tokens that a scatter shall leave out; a gather takes none.
+    Negative values stand for tokens that a scatter leaves out; a gather accepts none.
     """
 
     blocks: torch.Tensor | None
@@ -32,7 +32,7 @@ class PendingCopy(Protocol):
     """A gather or scatter that may still be running on a device."""
 
     def wait(self) -> None:
-        """Return when it has ended: a gathered buffer can be read, a scattered one be reused."""
+        """Waits for the end: then a gathered buffer can be read, and a scattered one reused."""
 
 
 class _Done:
@@ -46,8 +46,8 @@ DONE: PendingCopy = _Done()
 class PagedCopier(ABC):
     """Copies chunks out of and into the tensors of one paged cache.
 
-    The tensors stay the engine's; the copier never allocates cache memory. Thread-safe as long as no two calls write the
-    same slots.
+    The engine keeps ownership of the tensors; the copier never allocates cache memory. Thread-safe as long as no two calls write the same
+    slots.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -55,14 +55,14 @@ class PagedCopier(ABC):
 
     @abstractmethod
     def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
-        """Copy the chunk's tokens into `out`, a contiguous uint8 CPU tensor of exactly the chunk's bytes."""
+        """Copies the chunk's tokens into `out`, a contiguous uint8 CPU tensor of exactly the chunk's bytes."""
 
     @abstractmethod
     def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
-        """Copy `source`, laid out as `gather` leaves it, into the chunk's slots. Other slots are untouched."""
+        """Copies `source`, in the layout that `gather` produces, into the chunk's slots. Other slots are untouched."""
 
     def close(self) -> None:  # noqa: B027 - only copiers with device resources have something to do
-        """Let go of device resources."""
+        """Releases device resources."""
 
 
 LEFT_OUT = -1
@@ -72,8 +72,8 @@ LEFT_OUT = -1
 def plan(places: Places, layout: KVLayout, chunk_size: int, *, may_leave_out: bool = False) -> list[ChunkSlots]:
     """Cuts the blocks, or the slots, of whole chunks into `ChunkSlots`.
 
-    With `may_leave_out` they may begin with blocks of `LEFT_OUT`. Raises ValueError for places outside of the cache, for places
-    that are named twice, or for a number of them that is no whole number of chunks.
+    With `may_leave_out` they may begin with blocks of `LEFT_OUT`. Raises ValueError for places outside the cache, for places that occur
+    twice, or for a number of places that is not a whole number of chunks.
     """
     if isinstance(places, Slots):
         return plan_slots(places.mapping, layout, chunk_size, may_leave_out=may_leave_out)
@@ -99,10 +99,10 @@ def plan(places: Places, layout: KVLayout, chunk_size: int, *, may_leave_out: bo
 def plan_slots(
     slot_mapping: torch.Tensor, layout: KVLayout, chunk_size: int, *, may_leave_out: bool = False
 ) -> list[ChunkSlots]:
-    """Cut the slot mapping of whole chunks, int `[chunks * chunk_size]`, into `ChunkSlots`.
+    """Cuts the slot mapping of whole chunks, int `[chunks * chunk_size]`, into `ChunkSlots`.
 
-    With `may_leave_out` it may begin with whole blocks of `LEFT_OUT`. ValueError for a mapping of another type or shape,
-    slots outside the cache, or two tokens that share one.
+    With `may_leave_out` it may begin with whole blocks of `LEFT_OUT`. Raises ValueError for a mapping of another type or shape, for slots
+    outside the cache, or for two tokens that share a slot.
     """
     if slot_mapping.dim() != 1 or slot_mapping.is_floating_point() or slot_mapping.dtype == torch.bool:
         raise ValueError(f"slot_mapping must be 1-D of integers, got {tuple(slot_mapping.shape)} {slot_mapping.dtype}")
@@ -116,7 +116,7 @@ def plan_slots(
     if left_out:
         if left_out % size or bool((slots[:left_out] != LEFT_OUT).any()):
             raise ValueError(f"only whole blocks at the start may be left out, got {left_out} slots of {LEFT_OUT}")
-        # numbered below zero, apart from each other, so that what follows takes them for blocks like others
+        # numbered below zero, each differently, so that the code below treats them like other blocks
         slots = torch.cat((torch.arange(-left_out, 0), slots[left_out:]))
     if left_out == slots.numel():
         low, high = 0, 0
@@ -142,7 +142,7 @@ def plan_slots(
 
 
 def chunk_blocks(chunk: ChunkSlots, payload: torch.Tensor, layout: KVLayout) -> int:
-    """How many blocks the chunk has. ValueError if `payload` is not that many blocks' contiguous bytes on the CPU."""
+    """Returns how many blocks the chunk has. Raises ValueError if `payload` is not that many blocks' contiguous bytes on the CPU."""
     if chunk.blocks is not None:
         blocks = chunk.blocks.numel()
     else:
@@ -161,9 +161,9 @@ def chunk_blocks(chunk: ChunkSlots, payload: torch.Tensor, layout: KVLayout) -> 
 
 
 def plane_bytes(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> list[torch.Tensor]:
-    """Each plane as a uint8 view `[blocks, page_bytes]` of the engine's own memory.
+    """Returns each plane as a uint8 view `[blocks, page_bytes]` of the engine's own memory.
 
-    ValueError if the tensors are not what `layout` was derived from.
+    Raises ValueError if the tensors are not those that `layout` was derived from.
     """
     tensors = layer_tensors(kv_caches)
     found = KVLayout.from_tensors(tensors, layout.kind)

@@ -1,11 +1,11 @@
 """Gather and scatter on CPU tensors.
 
-NumPy moves the bytes, not torch: its index operations run on the calling thread alone and let go of the GIL. Torch's wake
-a team of OpenMP threads, which then spin for a while beside the transfers that run at the same time: on two cores that
-cost a fifth of the throughput (measured).
+NumPy moves the bytes, not torch. NumPy's index operations run on the calling thread alone and release the GIL. Torch's wake a team of
+OpenMP threads, which then spin for a while beside the transfers that run at the same time: on two cores that cost a fifth of the
+throughput (measured).
 
-Pages move as the widest elements that their size and place allow, and where all planes lie evenly spaced in one storage
-(vLLM's single allocation), a gather is one operation for all layers.
+Pages move as the widest elements that their size and address allow. If all planes are evenly spaced in one storage (vLLM's single
+allocation), a gather is one operation for all layers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _WIDTHS = ((16, np.complex128), (8, np.int64), (4, np.int32), (2, np.int16), (1,
 
 
 class CpuPagedCopier(PagedCopier):
-    """Synchronous copies on the calling thread."""
+    """Copies synchronously, on the calling thread."""
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> None:
-        """ValueError for tensors that are not on the CPU or do not fit `layout`."""
+        """Raises ValueError for tensors that are not on the CPU or do not fit `layout`."""
         super().__init__(layout)
         planes = plane_bytes(kv_caches, layout)
         if any(plane.device.type != "cpu" for plane in planes):
@@ -49,7 +49,7 @@ class CpuPagedCopier(PagedCopier):
                 # clip: the indices were checked, and only this mode writes to `out` without a copy in between
                 np.take(group, chunk.blocks.numpy(), axis=1, out=part, mode="clip")
                 continue
-            if chunk.blocks is not None:  # of a strided array `take` would copy all of it first
+            if chunk.blocks is not None:  # `take` would first copy all of a strided array
                 part[...] = group[:, chunk.blocks.numpy()]
                 continue
             block, offset = self._split(chunk)
@@ -61,30 +61,30 @@ class CpuPagedCopier(PagedCopier):
     def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
         left = self.layout.planes
         pages_of_all = self._object(chunk, source)
-        # backwards: the object's checksum was just made, and its end is what the processor's cache still holds
+        # backwards: the object's checksum was just computed, so its end is still in the processor's cache
         for group in reversed(self._groups):
             part = pages_of_all[left - len(group) : left]
             left -= len(group)
             if chunk.blocks is not None:
                 blocks = chunk.blocks.numpy()
-                first = int(np.count_nonzero(blocks < 0))  # those left out stand at the start
+                first = int(np.count_nonzero(blocks < 0))  # the blocks to leave out come first
                 for plane, pages in zip(group[::-1], part[::-1], strict=True):
                     plane[blocks[first:]] = pages[first:]
                 continue
             block, offset = self._split(chunk)
-            first = int(np.count_nonzero(block < 0))  # those left out stand at the start
+            first = int(np.count_nonzero(block < 0))  # the blocks to leave out come first
             for plane, pages in zip(self._by_token(group), self._by_token(part), strict=True):
                 tokens = pages.transpose(0, 2, 1, 3).reshape(-1, self.layout.pieces, pages.shape[3])
                 plane[block[first:], :, offset[first:]] = tokens[first:]
         return DONE
 
     def _object(self, chunk: ChunkSlots, payload: torch.Tensor) -> Array:
-        """The chunk object as `[planes, blocks of the chunk, elements of a page]`."""
+        """Returns the chunk object as `[planes, blocks of the chunk, elements of a page]`."""
         blocks = chunk_blocks(chunk, payload, self.layout)
         return payload.numpy().view(self._dtype).reshape(self.layout.planes, blocks, -1)
 
     def _by_token(self, pages: Array) -> Array:
-        """`[planes, blocks, page]` as `[planes, blocks, pieces, block_size, elements of a piece]`."""
+        """Returns `[planes, blocks, page]` as `[planes, blocks, pieces, block_size, elements of a piece]`."""
         return pages.reshape(*pages.shape[:2], self.layout.pieces, self.layout.block_size, -1)
 
     def _split(self, chunk: ChunkSlots) -> tuple[Array, Array]:
@@ -97,7 +97,7 @@ def _widest(divisors: Sequence[int]) -> type[np.generic]:
 
 
 def _stack(planes: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The planes as `[planes, blocks, page_bytes]` views: one where they lie evenly spaced in one storage, else one each."""
+    """Returns the planes as `[planes, blocks, page_bytes]` views: one view if they are evenly spaced in one storage, otherwise one each."""
     first = planes[0]
     starts = [plane.storage_offset() for plane in planes]
     steps = {after - before for before, after in itertools.pairwise(starts)}

@@ -54,10 +54,10 @@ def _move(
     RUN: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """Copy between the cache and a chunk object; program (plane * count + unit, part) moves a part of one unit in one plane.
+    """Copies between the cache and a chunk object. Program (plane * count + unit, part) moves a part of one unit in one plane.
 
-    planes: int64 [planes, 2], address of a plane and bytes from a block to the next. units: int64 [count], where each unit
-    of the chunk lies in the cache. chunk: elements [planes, count / BLOCK_SIZE, PIECES, BLOCK_SIZE, RUN].
+    planes: int64 [planes, 2], the address of a plane and the bytes from one block to the next. units: int64 [count], where each unit of
+    the chunk lies in the cache. chunk: elements [planes, count / BLOCK_SIZE, PIECES, BLOCK_SIZE, RUN].
     """
     index = tl.program_id(0).to(tl.int64)
     plane = index // count
@@ -87,12 +87,12 @@ class _Unit(NamedTuple):
 class PageMover:
     """Launches the kernel between the pages of all planes and a chunk object on the same device.
 
-    A whole block is moved as the single token of a block of one piece, so that one kernel serves blocks and slots.
-    Each unit moves as the widest elements that its size and the place of every plane allow.
+    A whole block is moved as if it were a single token in a block of one piece, so that one kernel serves blocks and slots. Each unit
+    moves as the widest elements that its size and the address of every plane allow.
     """
 
     def __init__(self, planes: Sequence[torch.Tensor], layout: KVLayout) -> None:
-        """`planes` as `plane_bytes` gives them; they are kept, so that the memory outlives the addresses taken here."""
+        """`planes` are those that `plane_bytes` returned; they are kept, so that the memory outlives the addresses taken here."""
         self._planes = planes
         rows = [[plane.data_ptr(), plane.stride(0)] for plane in planes]
         self._table = torch.tensor(rows, dtype=torch.int64, device=planes[0].device)
@@ -106,14 +106,14 @@ class PageMover:
         self._token = unit(layout.block_size, layout.pieces, layout.piece_bytes)
 
     def gather(self, chunk: ChunkSlots, payload: torch.Tensor) -> None:
-        """Enqueue on the current stream: the chunk's pages into `payload`, a contiguous uint8 device tensor.
+        """Enqueues on the current stream a copy of the chunk's pages into `payload`, a contiguous uint8 device tensor.
 
-        The indices of `chunk` lie on the device too. Nothing is checked: the kernel follows whatever they say.
+        The indices of `chunk` are on the device, too. Nothing is checked: the kernel follows the indices wherever they point.
         """
         self._launch(chunk, payload, gather=True)
 
     def scatter(self, chunk: ChunkSlots, payload: torch.Tensor) -> None:
-        """Enqueue on the current stream: `payload` into the chunk's pages; the converse of `gather`."""
+        """Enqueues on the current stream a copy of `payload` into the chunk's pages; the converse of `gather`."""
         self._launch(chunk, payload, gather=False)
 
     def _launch(self, chunk: ChunkSlots, payload: torch.Tensor, *, gather: bool) -> None:
@@ -138,9 +138,9 @@ class PageMover:
 class _Direction:
     """One stream with the device memory that only work on this stream touches.
 
-    The order of the stream is what makes reuse right: a later call's first write to the bounce buffer is queued behind the
-    last read of an earlier call, and memory freed here goes back to this stream's part of torch's allocator. So one bounce
-    buffer, as large as the largest chunk so far, is all the device memory however many calls are in flight.
+    The order of the stream is what makes reuse safe: a later call's first write to the bounce buffer is queued behind the last read of an
+    earlier call, and memory freed here returns to this stream's part of torch's allocator. So one bounce buffer, as large as the largest
+    chunk so far, is all the device memory needed, however many calls are in flight.
     """
 
     def __init__(self, planes: Sequence[torch.Tensor], layout: KVLayout) -> None:
@@ -152,7 +152,8 @@ class _Direction:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make the stream current for one thread at a time; an error leaves it idle, so no copy goes on unnoticed."""
+        """Makes the stream current for one thread at a time. On an error it waits until the stream is idle, so that no copy goes on
+        unnoticed."""
         with self._lock, torch.cuda.stream(self.stream):
             try:
                 yield
@@ -161,17 +162,17 @@ class _Direction:
                 raise
 
     def bounce(self, nbytes: int) -> torch.Tensor:
-        """`nbytes` of the bounce buffer; call while the stream is current."""
+        """Returns `nbytes` of the bounce buffer. Call while the stream is current."""
         if self._bounce.numel() < nbytes:
-            self._bounce = self._bounce.new_empty(0)  # let go of the old one before the larger is asked for
-            with torch.inference_mode(False):  # else a thread outside inference mode could not write to it
+            self._bounce = self._bounce.new_empty(0)  # free the old one before the larger one is allocated
+            with torch.inference_mode(False):  # otherwise a thread outside inference mode could not write to it
                 self._bounce = torch.empty(nbytes, dtype=torch.uint8, device=self.stream.device)
         return self._bounce[:nbytes]
 
     def upload(self, chunk: ChunkSlots) -> ChunkSlots:
-        """The chunk with its indices on the device; call while the stream is current.
+        """Returns the chunk with its indices on the device. Call while the stream is current.
 
-        torch's pinned allocator hands the host copy out again only after the stream has read it.
+        torch's pinned allocator reuses the host copy only after the stream has read it.
         """
         blocks, slots = (
             None if indices is None else indices.contiguous().pin_memory().to(self.stream.device, non_blocking=True)
@@ -186,7 +187,7 @@ class _Direction:
 
 
 class _Recorded:
-    """Ends when the stream has reached this point. An error that a kernel or copy met on the device is raised here."""
+    """A pending copy that ends when the stream has reached this point. Raises an error that a kernel or copy met on the device."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         # blocking: the waiting thread sleeps, where torch's default spins on a core that the engine needs
@@ -198,15 +199,15 @@ class _Recorded:
 
 
 class CudaPagedCopier(PagedCopier):
-    """Asynchronous copies over page-locked host memory; the module's docstring says who waits for whom.
+    """Asynchronous copies over page-locked host memory; the module's docstring says what waits for what.
 
-    Takes device memory of one chunk a direction, at the first call that needs it; the first call in each form (direction,
-    blocks or slots) also has Triton compile the kernel. Indices have to be as `plan_slots` makes them (int64, in range):
-    they are not checked again.
+    Takes device memory for one chunk per direction, at the first call that needs it. The first call in each form (direction, blocks or
+    slots) also makes Triton compile the kernel. Indices have to be as `plan_slots` returns them (int64, in range): they are not checked
+    again.
     """
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> None:
-        """ValueError for tensors that are not on a CUDA device or do not fit `layout`."""
+        """Raises ValueError for tensors that are not on a CUDA device or do not fit `layout`."""
         super().__init__(layout)
         planes = plane_bytes(kv_caches, layout)
         self._device = planes[0].device
@@ -240,13 +241,13 @@ class CudaPagedCopier(PagedCopier):
         return done
 
     def close(self) -> None:
-        """Wait for what is in flight and give the bounce buffers back. May be called again; a later copy takes them anew."""
+        """Waits for copies in flight and frees the bounce buffers. May be called again; a later copy allocates them anew."""
         self._out.close()
         self._in.close()
 
 
 def mark(device: torch.device) -> Callable[[], None]:
-    """Mark this point of the current stream; calling the result makes the then current stream wait for it."""
+    """Marks this point of the current stream. Returns a function that makes the stream current at its call wait for this point."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
 
@@ -257,16 +258,16 @@ def mark(device: torch.device) -> Callable[[], None]:
 
 
 def is_available() -> bool:
-    """Whether this process can use a CUDA device."""
+    """Returns whether this process can use a CUDA device."""
     return bool(torch.cuda.is_available())
 
 
 def pin_host_memory(address: int, nbytes: int) -> Callable[[], None]:
-    """Page-lock `[address, address + nbytes)` for CUDA and return what undoes it: a `transfer.staging.Pin`.
+    """Page-locks `[address, address + nbytes)` for CUDA. Returns a function that undoes it: a `transfer.staging.Pin`.
 
-    Done in the context of the current device, for all devices of the process: choose the device first. The memory has to be
-    mapped and not locked yet, and stay mapped until it is undone. No copy may be in flight when it is undone; undoing twice
-    is harmless. ValueError for an empty range, PdCacheError where CUDA is missing or refuses.
+    It works in the context of the current device, for all devices of the process: choose the device first. The memory has to be mapped
+    and not locked yet, and has to stay mapped until it is unlocked. No copy may be in flight at that time; unlocking twice is harmless.
+    Raises ValueError for an empty range, PdCacheError if CUDA is missing or refuses.
     """
     if address <= 0 or nbytes <= 0:
         raise ValueError(f"cannot page-lock {nbytes} bytes at {address:#x}: both must be positive")
@@ -289,14 +290,15 @@ def pin_host_memory(address: int, nbytes: int) -> Callable[[], None]:
                 return
             registered = False
         status = int(runtime.cudaHostUnregister(address))
-        if status != 0:  # on the way out, where an error would only hide the reason for leaving
+        if status != 0:  # on the way out: an error would only hide the reason for leaving
             log.warning("CUDA did not release %d page-locked bytes at %#x: %s", nbytes, address, _refusal(status))
 
     return undo
 
 
 def _refusal(status: int) -> str:
-    """The error in words; also clears it: CUDA keeps it, and torch raises it from the thread's next kernel, so start one."""
+    """Returns the error in words, and clears it. CUDA keeps the error and torch raises it from the thread's next kernel, so a kernel is
+    started."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
     return str(torch.cuda.CudaError(status))

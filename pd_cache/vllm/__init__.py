@@ -1,8 +1,8 @@
-"""pd-cache inside of vLLM: `kv_connector: PdCacheConnector`, `kv_connector_module_path: pd_cache.vllm.connector`.
+"""pd-cache inside vLLM: `kv_connector: PdCacheConnector`, `kv_connector_module_path: pd_cache.vllm.connector`.
 
-- `connector.py` is what vLLM sees, and keeps whatever goes wrong in here from reaching it;
+- `connector.py` is what vLLM sees; it keeps failures in here from reaching vLLM;
 - `scheduler.py` decides, in the scheduler's process, what is looked up, loaded and stored;
 - `worker.py` moves the KV, in each worker's process, off the model's thread;
-- `messages.py` is what the two tell each other with every step;
-- `health.py` has vLLM's `/health` tell the namespace.
+- `steps.py` is what the two exchange with every step, and `messages.py` puts it into vLLM's classes;
+- `namespace_file.py` makes vLLM's `/health` report the namespace.
 """

@@ -37,11 +37,11 @@ class WorkerCache:
     def __init__(self, cache: BlockCache, resources: contextlib.ExitStack, lookup_url: str | None = None) -> None:
         self.cache = cache
         self.lookup_url = lookup_url
-        """Where lookups about this worker's chunks are answered, if no other process knows as much."""
+        """The address that answers lookups about this worker's chunks, if no other process knows as much."""
         self._resources = resources
 
     def close(self) -> None:
-        """Let go of the cache. Idempotent."""
+        """Releases the cache. Idempotent."""
         self._resources.close()
 
 
@@ -55,9 +55,9 @@ def open_cache(
     ranks: int,
     metrics: CacheMetrics,
 ) -> WorkerCache:
-    """Returns the cache of tensor-parallel rank `rank` of `ranks`, as the settings have it. Does not wait for the pool.
+    """Returns the cache of tensor-parallel rank `rank` of `ranks`, as configured by the settings. Does not wait for the pool.
 
-    Raises ConfigError for what cannot work, RefusedError in the words of a cache server that does not take this worker.
+    Raises ConfigError for settings that cannot work, RefusedError, with the server's reason, if a cache server does not take this worker.
     """
     with contextlib.ExitStack() as stack:
         if settings.server_url is not None:
@@ -69,11 +69,11 @@ def open_cache(
             engine = CacheEngineBuilder.get_or_create(
                 instance, _of_rank(node, rank, ranks), metadata, layout, metrics=metrics
             )
-        except ValueError as error:  # what the file cannot know: how large a chunk of this model is
+        except ValueError as error:  # the file cannot know how large a chunk of this model is
             raise ConfigError(f"transfer.staging_size: {node.transfer.staging_size}: {error}") from None
         stack.callback(CacheEngineBuilder.destroy, instance)
         engine.register_kv_caches(kv_caches)
-        # with several ranks, each has tiers of its own, and none knows what the others hold, so the pool is asked
+        # with several ranks, each has tiers of its own and none knows what the others hold, so lookups ask the pool
         tiered = any(not isinstance(tier, MooncakeTier) for tier in node.cache.tiers)
         lookup_url = None
         if tiered and ranks == 1:
@@ -109,7 +109,7 @@ def _lend(cache: ServerCache, kv_caches: Sequence[torch.Tensor], layout: KVLayou
 
 
 def _of_rank(node: NodeSettings, rank: int, ranks: int) -> NodeSettings:
-    """Each rank's process gives its part of the node's memory; all of it comes from the first where parts are too small."""
+    """Returns the settings of one rank, which gives its part of the node's memory. If the parts are too small, the first rank gives all."""
     part = node.segment_size // ranks
     if part < MIN_SEGMENT:
         part = node.segment_size if rank == 0 else 0

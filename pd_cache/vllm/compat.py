@@ -1,4 +1,4 @@
-"""Which vLLM this connector fits."""
+"""Which versions of vLLM this connector works with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NEEDED = (
     "on_new_request",
     "set_xfer_handshake_metadata",
 )
-"""Hooks of `KVConnectorBase_V1` that must be called for KV to be right and blocks to be given back."""
+"""Hooks of `KVConnectorBase_V1` that must be called for KV to be correct and blocks to be given back."""
 
 
 class IncompatibleVllmError(PdCacheError):
@@ -30,7 +30,7 @@ class IncompatibleVllmError(PdCacheError):
 
 
 def check_version(version: str, base: type) -> None:
-    """Warn of a version that was not tested; IncompatibleVllmError where the interface lacks what is needed."""
+    """Logs a warning for a version that was not tested. Raises IncompatibleVllmError if the interface lacks what is needed."""
     tested = ", ".join(TESTED)
     lacking = [name for name in _NEEDED if not hasattr(base, name)]
     if lacking:

@@ -4,8 +4,8 @@
         "kv_connector_module_path": "pd_cache.vllm.connector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"config_file": "cluster.yaml"}}'
 
-Before the first request, what cannot work is an exception that says why. After it nothing is: a hook that fails is counted,
-logged, and answers as if there were no cache.
+Before the first request, anything that cannot work raises an exception that says why. After it nothing raises: a hook that fails is
+counted and logged, and returns what it would return without a cache.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-logger = init_logger("vllm.pd_cache")  # below vLLM's own logger, whose handlers and level it takes
+logger = init_logger("vllm.pd_cache")  # below vLLM's own logger, whose handlers and level it inherits
 
 R = TypeVar("R")
 
 
 class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
-    """KV of prompts in a pool that all nodes share. One instance in the scheduler, one in each worker."""
+    """The KV of prompts in a pool that all nodes share. One instance in the scheduler, one in each worker."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """ConfigError, UnsupportedModelError or IncompatibleVllmError for what cannot work."""
+        """Raises ConfigError, UnsupportedModelError or IncompatibleVllmError for what cannot work."""
         check_version(vllm.__version__, KVConnectorBase_V1)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -87,8 +87,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             )
         stores = transfer.is_kv_producer
         if transfer.kv_role == "kv_producer":
-            # ours loads, too, and vLLM 0.32 keeps blocks that a load may still write to only for roles that consume:
-            # with asynchronous scheduling they would go to another request (docs/vllm.md)
+            # this role loads, too, and vLLM 0.32 keeps blocks that a load may still write to only for roles that
+            # consume: with asynchronous scheduling they would go to another request (docs/vllm.md)
             transfer.kv_role = "kv_both"
         settings = read_settings(transfer.kv_connector_extra_config, transfer.kv_role)
         self._settings = with_hash_seed(settings, vllm_config)
@@ -109,7 +109,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._block_size = block_size
         if role is KVConnectorRole.SCHEDULER:
             if self._settings.namespace_file is not None:
-                Path(self._settings.namespace_file).unlink(missing_ok=True)  # it was another start's
+                Path(self._settings.namespace_file).unlink(missing_ok=True)  # left by an earlier start
             events = vllm_config.kv_events_config
             wanted = events is not None and events.enable_kv_cache_events
             describe = functools.partial(describe_chunks, chunk_size=chunk_size, block_size=block_size)
@@ -124,19 +124,20 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A chunk that was not stored is computed again when it is needed."""
+        """Returns False: a chunk that was not stored is computed again when it is needed."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads outermost in a page, so that a head is a contiguous slice and nodes of different size can share chunks."""
+        """Returns the layout with heads outermost in a page, so that a head is a contiguous slice and nodes of different size can share
+        chunks."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
     # --- worker: before the first step ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Open the cache for these tensors. Does not wait for the pool."""
+        """Opens the cache for these tensors. Does not wait for the pool."""
         config, name = self._vllm_config, self._vllm_config.model_config.model
         tensors = _in_layer_order(kv_caches)
         layout = KVLayout.from_tensors(tensors)
@@ -169,31 +170,31 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         logger.info("pd-cache: namespace %s: %s", namespace.fingerprint(), namespace.manifest().decode())
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What the scheduler has to know of the KV tensors."""
+        """Returns what the scheduler has to know about the KV tensors."""
         return self._handshake
 
     # --- worker: each step ---------------------------------------------------------------------------------------
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin the step's loads; with `load: sync`, do them."""
+        """Begins the step's loads; with `load: sync`, completes them."""
         if self._worker is not None:
             worker = self._worker
             self._safely("start_load_kv", lambda: worker.start(self._step()), None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are whole before a request computes: nothing to wait for."""
+        """Does nothing: loads are complete before a request computes."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Chunks are stored whole, after the step that completes them."""
+        """Does nothing: chunks are stored whole, after the step that completes them."""
 
     def wait_for_save(self) -> None:
-        """Queue the step's stores. Their blocks are kept by the scheduler until they have ended."""
+        """Queues the step's stores. The scheduler keeps their blocks until they have ended."""
         if self._worker is not None:
             worker = self._worker
             self._safely("wait_for_save", lambda: worker.save(self._step()), None)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Requests whose loads have ended."""
+        """Returns the requests whose loads have ended."""
         if self._worker is None:
             return KVConnectorTransferResults()
         loads = self._worker.take_loads(self._step(), finished_req_ids)
@@ -201,12 +202,12 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=loads.finished)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that were to be loaded and are not; belongs to the last `get_transfer_results`."""
+        """Returns the blocks that were to be loaded and were not; belongs to the last `get_transfer_results`."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What ended in this worker, for the scheduler."""
+        """Returns what ended in this worker, for the scheduler."""
         report = None if self._worker is None else self._worker.take_report()
         return None if report is None else WorkerReport(report)
 
@@ -232,12 +233,12 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 )
         self._scheduler.open(first.metadata, self._open_lookup(first))
         file, namespace = self._settings.namespace_file, first.metadata.namespace(cache)
-        # it tells a digest of PYTHONHASHSEED, 32 bits that vLLM wants to be a secret where hashes are xxhash
+        # the file holds a digest of PYTHONHASHSEED, 32 bits that vLLM expects to be secret if hashes are xxhash
         if file is not None and not namespace.hash_seed.startswith("xxhash"):
             self._safely("namespace", lambda: write_namespace(Path(file), namespace), None)
 
     def _open_lookup(self, worker: Handshake) -> LookupClient:
-        """Ask where most is known: the cache server, the worker's engine, or else the pool's master."""
+        """Returns the client that asks the best informed process: the cache server, the worker's engine, or else the pool's master."""
         settings, metadata, metrics = self._settings, worker.metadata, self._metrics
         milliseconds = settings.connector.lookup_timeout_ms
         own, seconds = _with_exist_timeout(settings.node, milliseconds), milliseconds / 1000
@@ -257,67 +258,67 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     # --- scheduler: each step ------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """A request has arrived."""
+        """Begins to track a request that has arrived."""
         scheduler = self._scheduling()
         self._safely("on_new_request", lambda: scheduler.track(request), None)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens of the request that can be loaded, beyond those that the engine holds."""
+        """Returns how many tokens of the request can be loaded, beyond those that the engine holds."""
         scheduler = self._scheduling()
         none: tuple[int | None, bool] = (0, False)
         return self._safely("lookup", lambda: scheduler.matched_tokens(request, num_computed_tokens), none)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """vLLM has made room for `num_external_tokens` of what was matched."""
-        # not guarded: a load that vLLM counts on and that never begins would be a request that never ends. What could fail
-        # here, naming the chunks, has succeeded when they were matched
+        """Plans the load: vLLM has allocated blocks for `num_external_tokens` of the matched tokens."""
+        # not guarded: if vLLM counts on a load that never begins, the request never ends. The only part that could fail
+        # here, naming the chunks, succeeded when they were matched
         self._scheduling().allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """What the workers shall do with this step."""
+        """Returns what the workers have to do in this step."""
         scheduler = self._scheduling()
         step = scheduler.begin_step(scheduler_output)
         self._safely("store", lambda: scheduler.plan_stores(step, scheduler_output), None)
         return StepMetadata(step)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What the workers have done."""
+        """Takes in what the workers have done."""
         scheduler, meta = self._scheduling(), connector_output.kv_connector_worker_meta
         if isinstance(meta, WorkerReport):
             self._safely("report", lambda: scheduler.take_report(meta.report), None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Its blocks can go: those that are still being stored are held for that."""
+        """Lets vLLM free the request's blocks: those that are still being stored are held separately."""
         scheduler = self._scheduling()
         return False, self._safely("request_finished", lambda: scheduler.finished(request), None)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`: there is one group."""
+        """Does the same as `request_finished`: there is only one group."""
         return self.request_finished(request, block_ids[0])
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine has to go on stepping, so that blocks are given back when stores end."""
+        """Returns whether the engine has to go on stepping, so that blocks are given back when stores end."""
         return self._scheduling().storing
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting for stores is better than preempting a request."""
+        """Returns whether waiting for stores is better than preempting a request."""
         return self._scheduling().frees_blocks
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """KV events of chunks that were stored."""
+        """Returns the KV events of chunks that were stored."""
         return self._scheduling().take_events()
 
     # --- both ----------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What was counted since the last call."""
+        """Returns what was counted since the last call."""
         return self._safely("stats", self._stats.take, None)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Statistics from their payload."""
+        """Returns statistics made from their payload."""
         return CacheStats(data=data or {})
 
     @classmethod
@@ -328,11 +329,11 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        """The same for Prometheus, on vLLM's /metrics."""
+        """Returns the counters for Prometheus, on vLLM's /metrics."""
         return PromCacheMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Stop moving, unmount the segment, let go of the pool."""
+        """Stops moves, unmounts the segment and disconnects from the pool."""
         if self._scheduler is not None:
             self._scheduler.close()
         worker, self._worker = self._worker, None
@@ -352,17 +353,17 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata.step if isinstance(metadata, StepMetadata) else Step()
 
     def _safely(self, hook: str, call: Callable[[], R], otherwise: R) -> R:
-        """Nothing that goes wrong in a cache is worth a request."""
+        """Returns what `call` returns, or `otherwise` if it fails: no failure of a cache is worth a request."""
         try:
             return call()
-        except Exception as error:  # of whatever kind: vLLM serves on
+        except Exception as error:  # of any kind: vLLM must keep serving
             self._metrics.trouble(hook, f"error_{type(error).__name__}", detail=str(error))
             logger.exception("pd-cache: %s failed; going on without", hook)
             return otherwise
 
 
 def with_hash_seed(settings: Settings, vllm_config: VllmConfig) -> Settings:
-    """Let the namespace say what vLLM's block hashes depend on besides tokens."""
+    """Returns settings whose namespace says what vLLM's block hashes depend on besides tokens."""
     cache = settings.node.cache
     if cache.hash_mode != "blocks":
         return settings
@@ -384,7 +385,7 @@ def _with_exist_timeout(node: NodeSettings, timeout_ms: int) -> NodeSettings:
 
 
 def _in_layer_order(kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """One tensor for each layer that has its own, in the order of the layers' numbers: on every node the same."""
+    """Returns one tensor for each layer that has its own, in the order of the layers' numbers, which is the same on every node."""
     ordered = sorted(
         kv_caches, key=lambda name: [int(part) if part.isdigit() else -1 for part in re.split(r"(\d+)", name)]
     )

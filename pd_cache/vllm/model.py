@@ -16,13 +16,13 @@ from pd_cache.tokens import CacheMetadata
 from pd_cache.weights import WeightsError, weights_digest
 
 _VOLATILE = frozenset(("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"))
-"""Of a model's configuration: what differs between two copies of one model."""
+"""Keys of a model's configuration that may differ between two copies of one model."""
 _NO_KV_DRAFTS = frozenset(("ngram", "ngram_gpu", "suffix"))
-"""Ways of speculative decoding that have no KV cache of their own."""
+"""Methods of speculative decoding that have no KV cache of their own."""
 
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """UnsupportedModelError, with the model's name and the reason, for what could give a wrong token."""
+    """Raises UnsupportedModelError, with the model's name and the reason, for anything that could give a wrong token."""
     name = vllm_config.model_config.model
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
@@ -63,9 +63,10 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def model_identity(vllm_config: VllmConfig, revision: str) -> str:
-    """The weights and what else changes KV values, e.g. `LlamaForCausalLM:0123…`; the same on every node that has them.
+    """Returns an identifier of the weights and of what else changes KV values, e.g. `LlamaForCausalLM:0123…`; equal on every node that
+    has them.
 
-    UnsupportedModelError where the weights cannot be told and no `revision` is given.
+    Raises UnsupportedModelError if the weights cannot be identified and no `revision` is given.
     """
     model = vllm_config.model_config
     effective = model.hf_config.to_dict()
@@ -77,7 +78,7 @@ def model_identity(vllm_config: VllmConfig, revision: str) -> str:
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
     }
     if any(kind in json.dumps(effective, default=str) for kind in ("longrope", "dynamic")):
-        described["max_model_len"] = model.max_model_len  # which of its rotary embeddings such a model uses
+        described["max_model_len"] = model.max_model_len  # it decides which of its rotary embeddings such a model uses
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:32]
     return f"{'+'.join(model.architectures)}:{digest}"
 
@@ -103,15 +104,15 @@ class RankPlace(NamedTuple):
 
     metadata: CacheMetadata
     stores: bool
-    """False for a rank that holds the same as another one before it."""
+    """False for a rank that holds the same as a rank before it."""
 
 
 def place_of(
     model: str, layout: KVLayout, name: str, *, rank: int, ranks: int, replicas: int, shards: int
 ) -> RankPlace:
-    """The place of tensor-parallel rank `rank` of `ranks`, of which `replicas` in a row hold the same KV.
+    """Returns the place of tensor-parallel rank `rank` of `ranks`, of which `replicas` in a row hold the same KV.
 
-    UnsupportedModelError if chunks cannot be cut into `shards` parts (0: one for each rank).
+    Raises UnsupportedModelError if chunks cannot be cut into `shards` parts (0: one for each rank).
     """
     distinct = ranks // replicas
     if layout.kind is PageKind.MLA:

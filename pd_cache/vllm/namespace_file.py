@@ -1,7 +1,7 @@
-"""What vLLM's `/health` tells besides being well: the namespace of its cache, so that a proxy knows whose chunks are whose.
+"""Adds the namespace of the cache to vLLM's `/health`, so that a proxy knows which nodes share chunks.
 
-The connector knows the namespace, in vLLM's engine process; its API server, another process, answers `/health`. A file goes from
-one to the other: `pd-cache launch` names it to both, and gives vLLM `TellNamespace` as `--middleware`.
+The connector knows the namespace, in vLLM's engine process; the API server, another process, answers `/health`. A file passes it on:
+`pd-cache launch` names the file to both, and gives vLLM `TellNamespace` as `--middleware`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pd_cache
 from pd_cache.tokens import Namespace
 
 NAMESPACE_FILE = "PD_CACHE_NAMESPACE_FILE"
-"""The environment variable by which the API server knows the file."""
+"""The environment variable that names the file to the API server."""
 
 _Message = MutableMapping[str, Any]
 _Send = Callable[[_Message], Awaitable[None]]
@@ -26,21 +26,21 @@ _App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[_Message]], _S
 
 
 def write_namespace(file: Path, namespace: Namespace) -> None:
-    """Whole or not at all. OSError if it cannot be written."""
+    """Writes the file atomically. Raises OSError if it cannot be written."""
     new = file.with_name(f"{file.name}.{os.getpid()}.new")
     new.write_bytes(namespace.manifest())
     new.replace(file)
 
 
 def read_namespace(file: Path) -> Namespace | None:
-    """What `write_namespace` wrote; None if it has not, or another version of it has."""
+    """Returns what `write_namespace` wrote; None if there is no file, or if another version wrote it."""
     with contextlib.suppress(OSError, ValueError):
         return Namespace.read(file.read_bytes())
     return None
 
 
 class TellNamespace:
-    """ASGI middleware: a `/health` that is answered with 200 has the namespace in its body."""
+    """ASGI middleware that puts the namespace into the body of a `/health` answered with 200."""
 
     def __init__(self, app: _App) -> None:
         """`app` is vLLM's own."""
@@ -56,7 +56,7 @@ class TellNamespace:
         await self._app(scope, receive, send)
 
     def _telling(self, send: _Send) -> _Send:
-        """`send`, with another body for a 200 that has none."""
+        """Returns `send`, with another body for a 200 that has none."""
         body = self._told()
         held: list[_Message] = []
 

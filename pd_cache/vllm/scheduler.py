@@ -1,10 +1,10 @@
 """The connector's part in the scheduler: what to look up, what to load, what to store, and when blocks are given back.
 
-Everything runs on the scheduler's thread, which spins through its loop while requests wait for loads: hundreds of times a
-second for one request. So a request is looked up once, and what else happens here is a few dictionary operations.
+Everything runs on the scheduler's thread, which spins through its loop while requests wait for loads: hundreds of times a second for one
+request. So a request is looked up once, and everything else here is a few dictionary operations.
 
-Blocks that a store still reads carry a reference of ours, as if a request held them: whether the request that computed them
-has finished, was aborted or preempted by then does not matter.
+Blocks that a store still reads carry a reference of ours, as if a request held them. So it does not matter whether the request that
+computed them has finished, or was aborted or preempted meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey
 from pd_cache.vllm.settings import Settings
 from pd_cache.vllm.steps import LoadOp, Step, StepReport, StoreOp
 
-if TYPE_CHECKING:  # so that its tests replay histories without vLLM
+if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.distributed.kv_events import BlockStored, KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # so that its tests replay histories without vLLM
     from vllm.v1.request import Request
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.020
-"""How often an announced prefix is asked for again."""
+"""How often an announced prefix is looked up again."""
 
 
 Describe = Callable[["Request", int, int], "list[BlockStored]"]
@@ -40,19 +40,19 @@ class _Found(NamedTuple):
     """The answer to a request's lookup."""
 
     start: int
-    """Tokens before this were not asked for: the engine held them."""
+    """Tokens before this were not looked up: the engine held them."""
     end: int
 
 
 class _Proposal(NamedTuple):
-    """A load that vLLM was told of, and has not taken yet."""
+    """A load that was proposed to vLLM, which has not accepted it yet."""
 
     start: int
     """Tokens that the engine holds."""
     end: int
-    """Whole chunks up to here are in the pool."""
+    """The pool has the whole chunks up to here."""
     tokens: int
-    """What vLLM was told."""
+    """The number of tokens reported to vLLM."""
 
 
 class _Tracked:
@@ -63,13 +63,13 @@ class _Tracked:
         self.handoff = handoff
         self.arrived = arrived
         self.names: list[bytes] = []
-        """Of the whole chunks so far; grows with the request."""
+        """Names of the whole chunks so far; grows with the request."""
         self.found: _Found | None = None
         self.next_poll = 0.0
         self.poll_s = _FIRST_POLL_S
         self.load: _Proposal | None = None
         self.loaded = 0
-        """Tokens that were loaded, for the handoff."""
+        """Tokens that were loaded, for the hand-off."""
         self.may_load = True
         self.planned = 0
         """Chunks that need no more storing: planned already, or in the pool."""
@@ -84,7 +84,7 @@ class _Job(NamedTuple):
     blocks: list[int]
     chunks: int
     events: list[BlockStored]
-    """What to tell of each chunk; empty where nobody wants to know."""
+    """The events to publish for each chunk; empty if KV events are off."""
 
 
 class SchedulerSide:
@@ -101,7 +101,7 @@ class SchedulerSide:
         metrics: CacheMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stores` is false for a consumer; `describe` is None for an engine whose KV events nobody wants."""
+        """`stores` is false for a consumer; `describe` is None if the engine's KV events are off."""
         self._clock = clock
         self._settings = settings
         self._options = settings.connector
@@ -119,7 +119,7 @@ class SchedulerSide:
         self._requests: dict[str, _Tracked] = {}
         self._loads: list[LoadOp] = []
         self._jobs: dict[int, tuple[_Job, int, list[StoreOutcome]]] = {}
-        """Of each job: itself, how many ranks are still at it, and what became of its chunks so far."""
+        """For each job: the job itself, how many ranks still work on it, and the outcome of its chunks so far."""
         self._next_job = 0
         self._chunks_under_way = 0
         self._late: list[StoreOp] = []
@@ -130,16 +130,16 @@ class SchedulerSide:
     # --- before the first request --------------------------------------------------------------------------------
 
     def open(self, metadata: CacheMetadata, lookup: LookupClient) -> None:
-        """The workers' KV tensors are known: chunks can be named and asked for."""
+        """Takes the lookup client, once the workers' KV tensors are known: from now on, chunks can be named and looked up."""
         self._database = ChunkedTokenDatabase(metadata.namespace(self._settings.node.cache))
         self._lookup = lookup
 
     def bind(self, manager: KVCacheManager) -> None:
-        """The manager that knows each request's blocks."""
+        """Takes the manager that knows each request's blocks."""
         self._manager = manager
 
     def close(self) -> None:
-        """Let go of the lookup client. Idempotent."""
+        """Closes the lookup client. Idempotent."""
         lookup, self._lookup = self._lookup, None
         if lookup is not None:
             lookup.close()
@@ -147,7 +147,7 @@ class SchedulerSide:
     # --- a request's way -----------------------------------------------------------------------------------------
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """How many tokens beyond `computed` can be loaded; None to be asked again later."""
+        """Returns how many tokens beyond `computed` can be loaded; None if vLLM has to ask again later."""
         tracked = self._track(request)
         tracked.load = None
         if self._lookup is None or not tracked.may_load or not self._nameable(request):
@@ -156,7 +156,7 @@ class SchedulerSide:
         if found is None:
             self._expecting = True
             return None, False
-        # one token is left to compute: its logits are wanted
+        # one token is left to compute: its logits are needed
         external = min(found.end, request.num_tokens - 1) - computed
         if external <= 0:
             return 0, False
@@ -164,7 +164,7 @@ class SchedulerSide:
         return external, self._options.load == "async"
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """vLLM has made room for what it takes of our proposal: load it with this step."""
+        """Plans the load for this step: vLLM has allocated blocks for the part of our proposal that it accepts."""
         tracked = self._track(request)
         proposed, tracked.load = tracked.load, None
         if external <= 0 or proposed is None:
@@ -172,7 +172,8 @@ class SchedulerSide:
         first, last = proposed.start // self._chunk, proposed.end // self._chunk
         ids = blocks.get_block_ids()[0][first * self._blocks_per_chunk : last * self._blocks_per_chunk]
         at_hand = proposed.start // self._block_size - first * self._blocks_per_chunk
-        # of another number of tokens than was proposed nobody knows which: load none, and vLLM computes all of them
+        # if vLLM takes another number of tokens than was proposed, we cannot know which: load none, and vLLM computes
+        # all of them
         names = self._names(tracked, last)[first:] if external == proposed.tokens else []
         self._loads.append(LoadOp(request.request_id, names, [-1] * at_hand + list(ids[at_hand:])))
         tracked.loaded = external
@@ -180,7 +181,7 @@ class SchedulerSide:
             tracked.planned = max(tracked.planned, last)
 
     def begin_step(self, output: SchedulerOutput) -> Step:
-        """What has to be done with this step, whatever else is planned."""
+        """Returns what has to be done with this step, whatever else is planned."""
         step = Step(
             loads=self._loads,
             stores=self._late,
@@ -192,36 +193,36 @@ class SchedulerSide:
         return step
 
     def plan_stores(self, step: Step, output: SchedulerOutput) -> None:
-        """Add the chunks that this step completes."""
+        """Adds the chunks that this step completes."""
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 request = tracked.request
-                # a load before the forward pass may turn out to have failed only when that pass is over, and what was
-                # computed in it is worth nothing then: wait for its outcome before anything of it is stored
+                # only when the forward pass is over can it be known whether a load before it failed, and what the pass
+                # computed is worth nothing then: wait for the outcome before any of it is stored
                 certain = -request.num_in_flight_tokens if self._options.load == "sync" else scheduled
                 step.stores += self._plan_stores(tracked, request.num_computed_tokens + certain)
 
     def take_report(self, report: StepReport) -> None:
-        """What the workers have done since."""
+        """Takes in what the workers have done since the last report."""
         for job, (ranks, outcomes) in report.jobs.items():
             self._advance(job, ranks, outcomes)
         for request_id in report.failed_loads:
             tracked = self._requests.get(request_id)
             if tracked is not None:
-                # what was there is not: compute it, and store it again
+                # what the pool had is gone: compute it, and store it again
                 tracked.may_load = False
                 tracked.found = None
                 tracked.planned = 0
                 tracked.loaded = 0
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Forget the request; what to hand to the node that decodes it."""
+        """Forgets the request. Returns what to hand to the node that decodes it."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None or self._database is None:
             return None
         computed = request.num_computed_tokens - request.num_in_flight_tokens
-        if self._options.load == "sync":  # otherwise all was planned, and what was still being loaded is not computed
+        if self._options.load == "sync":  # otherwise all is planned, and what still loads is not computed
             self._late += self._plan_stores(tracked, computed)
         if self._lookup is not None and tracked.found is not None:
             self._lookup.end(request.request_id)
@@ -238,24 +239,24 @@ class SchedulerSide:
         )
 
     def track(self, request: Request) -> None:
-        """A request has arrived."""
+        """Begins to track a request that has arrived."""
         self._track(request)
 
     # --- blocks --------------------------------------------------------------------------------------------------
 
     @property
     def storing(self) -> bool:
-        """Whether stores are under way; the engine has to go on stepping to hear of their end."""
+        """Whether stores are under way; the engine has to keep stepping to learn of their end."""
         return bool(self._jobs)
 
     @property
     def frees_blocks(self) -> bool:
-        """Whether the end of a store will give blocks back that nobody else holds."""
+        """Whether the end of a store will free blocks that only the store holds."""
         pool = self._pool()
         return any(pool.blocks[block].ref_cnt == 1 for job, _, _ in self._jobs.values() for block in job.blocks)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """`BlockStored` for chunks that all ranks have stored."""
+        """Returns `BlockStored` for chunks that all ranks have stored."""
         events, self._stored_events = self._stored_events, []
         return events
 
@@ -277,18 +278,18 @@ class SchedulerSide:
         return tracked
 
     def _nameable(self, request: Request) -> bool:
-        """Whether the request's chunks can be told from others: a prompt of embeddings has no tokens to hash."""
+        """Returns whether the request's chunks can be named: a prompt of embeddings has no tokens to hash."""
         if request.skip_reading_prefix_cache:
             return False
         return not self._token_mode or request.prompt_embeds is None
 
     def _find(self, tracked: _Tracked, lookup: LookupClient, computed: int) -> _Found | None:
-        """The answer to the request's one lookup; None while an announced prefix is still awaited."""
+        """Returns the answer to the request's one lookup; None while an announced prefix is still awaited."""
         at_hand = computed // self._chunk * self._chunk
         known = tracked.found
         now = self._clock()
         awaited = self._awaited(tracked, now) if lookup.available else 0
-        # what was at hand then may be evicted by now, and whether the pool has it was never asked
+        # what was at hand then may have been evicted since, and the pool was never asked for it
         if known is not None and known.start <= at_hand and (known.end >= awaited or now < tracked.next_poll):
             return known if known.end >= awaited else None
         request = tracked.request
@@ -302,7 +303,7 @@ class SchedulerSide:
         return tracked.found
 
     def _awaited(self, tracked: _Tracked, now: float) -> int:
-        """Tokens that are worth waiting for, because a prefill node is storing them."""
+        """Returns how many tokens are worth waiting for, because a prefill node is storing them."""
         announced = tracked.handoff.announced
         if announced is None or now >= tracked.arrived + self._settings.handoff_wait_s:
             return 0
@@ -319,7 +320,7 @@ class SchedulerSide:
         return min(announced.prefix_tokens, length) // self._chunk * self._chunk
 
     def _names(self, tracked: _Tracked, count: int) -> list[bytes]:
-        """The hashes of the request's first chunks, up to `count` of them."""
+        """Returns the names of the request's first chunks, up to `count` of them."""
         assert self._database is not None
         names, request = tracked.names, tracked.request
         if len(names) < count:
@@ -331,7 +332,7 @@ class SchedulerSide:
         return names[:count]
 
     def _plan_stores(self, tracked: _Tracked, computed: int) -> list[StoreOp]:
-        """The store of those of the request's chunks that are complete with its first `computed` tokens, if any."""
+        """Returns a store of the chunks that are complete with the request's first `computed` tokens, if there are any."""
         if (
             not self._stores
             or self._database is None
@@ -341,7 +342,7 @@ class SchedulerSide:
         request = tracked.request
         if not self._options.store_generated:
             computed = min(computed, request.num_prompt_tokens)
-        # vLLM counts tokens that it only speculates on; those that are certain are in the request
+        # vLLM also counts tokens that it only speculates on; the certain ones are in the request
         complete = min(computed, request.num_tokens) // self._chunk
         if complete <= tracked.planned:
             return []
@@ -371,7 +372,7 @@ class SchedulerSide:
         return StoreOp(number, list(names[job.first : job.first + job.chunks]), job.blocks)
 
     def _advance(self, number: int, ranks: int, outcomes: Sequence[StoreOutcome]) -> None:
-        """Some ranks are done with a job; when all are, its blocks are given back."""
+        """Notes that some ranks are done with a job. When all are, its blocks are given back."""
         if number not in self._jobs:
             return
         job, remaining, before = self._jobs[number]
@@ -391,11 +392,11 @@ class SchedulerSide:
         if tracked is not None and tracked.found is not None and StoreOutcome.NOT not in both:
             start, end = job.first * self._chunk, (job.first + job.chunks) * self._chunk
             if start <= tracked.found.end < end:
-                tracked.found = _Found(tracked.found.start, end)  # of use if it is preempted
+                tracked.found = _Found(tracked.found.start, end)  # useful if the request is preempted
 
 
 def _isolation(request: Request) -> tuple[ExtraKey, ...]:
-    """Token mode: what besides tokens a request's KV depends on, or must be kept apart by."""
+    """Returns, for token mode, what a request's KV depends on besides tokens, or must be kept apart by."""
     parts: list[ExtraKey] = []
     if request.cache_salt:
         parts += ["salt", request.cache_salt]

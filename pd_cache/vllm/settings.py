@@ -1,4 +1,4 @@
-"""`kv_connector_extra_config`: which file, and which node of it, a vLLM belongs to."""
+"""`kv_connector_extra_config`: which file, and which of its nodes, a vLLM belongs to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pd_cache.errors import ConfigError
 from pd_cache.wire.channel import CacheServerError
 
 _CONNECT_S = 10.0
-"""How long a server may take to say what its chunks are, where no file tells."""
+"""How long a server may take to report what its chunks are, if there is no file."""
 _ROLES = {"kv_producer": ("prefill",), "kv_consumer": ("decode",), "kv_both": ("prefill", "decode")}
 
 
@@ -32,27 +32,28 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The mapping itself."""
 
     config_file: str | None = None
-    """The cluster's YAML file. With `mode: server` it may be left out: the server tells what its chunks are."""
+    """The cluster's YAML file. With `mode: server` it may be left out: the server reports what its chunks are."""
     mode: Literal["in-process", "server"] | None = None
-    """A cache in each worker, or the cache server of this host; where it is not given, as the node's `cache_server` says."""
+    """A cache in each worker, or the cache server of this host. By default, the node's `cache_server` decides."""
     server_url: Annotated[str, msgspec.Meta(pattern=r"^(ipc|tcp)://.+$")] | None = None
-    """Where the cache server listens, e.g. `ipc:///run/pd-cache.sock`; the node's `cache_server` where it is not given."""
+    """The address of the cache server, e.g. `ipc:///run/pd-cache.sock`. By default, the node's `cache_server`."""
     node: str | None = None
-    """Which of its nodes this is; needed where several could be meant."""
+    """Which of the file's nodes this is; needed if several could be meant."""
     host: str = "127.0.0.1"
-    """Without a node: the address that the pool's other nodes reach this one at."""
+    """Without a node: the address at which the pool's other nodes reach this one."""
     namespace_file: str | None = None
-    """Where to write the namespace of the cache once it is known, for who has started this vLLM (`pd_cache.vllm.namespace_file`)."""
+    """Where to write the namespace of the cache once it is known, for the program that started this vLLM
+    (`pd_cache.vllm.namespace_file`)."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the connector works by."""
+    """The connector's settings, after checks."""
 
     node: NodeSettings
     connector: ConnectorConfig
     handoff_wait_s: float
     shards: int
-    """Into how many parts a chunk's KV heads are cut; 0 for as many as this engine's ranks."""
+    """How many parts a chunk's KV heads are cut into; 0 for as many as this engine has ranks."""
     server_url: str | None = None
     """The cache server that holds this engine's cache; None for a cache in each worker."""
     namespace_file: str | None = None
@@ -60,9 +61,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
-    """Check and read. ConfigError says what is wrong with the mapping, or with the file that it names.
+    """Checks and reads the settings. Raises ConfigError, which says what is wrong with the mapping, or with the file that it names.
 
-    Without a file the server is asked: ConfigError if it does not answer within 10 seconds.
+    Without a file, the server is asked. Raises ConfigError if it does not answer within 10 seconds.
     """
     try:
         given = msgspec.convert(dict(extra), ExtraConfig)
@@ -104,7 +105,7 @@ def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
 
 
 def _of_server(given: ExtraConfig) -> Settings:
-    """All that is not the server's to say is as in a file that does not mention it."""
+    """Returns settings for a cache server. Whatever the server does not decide has the default of a cluster's file."""
     if given.mode != "server" or given.server_url is None:
         raise ConfigError("kv_connector_extra_config: needs a config_file, or `mode: server` with a server_url")
     if given.node is not None:
@@ -128,7 +129,7 @@ def _of_server(given: ExtraConfig) -> Settings:
 
 
 def _server_url(config: ClusterConfig, given: ExtraConfig, node: PrefillNode | DecodeNode | None) -> str | None:
-    """The cache server's address; None for a cache in each worker."""
+    """Returns the cache server's address; None for a cache in each worker."""
     if given.mode == "in-process" or given.server_url is not None:
         return given.server_url
     named = node.cache_server if node is not None else None
@@ -139,7 +140,7 @@ def _server_url(config: ClusterConfig, given: ExtraConfig, node: PrefillNode | D
             )
         return None
     server = config.node(named)
-    assert isinstance(server, CacheServerNode)  # the file's checks saw to it
+    assert isinstance(server, CacheServerNode)  # the file's checks made sure of it
     return config.server_url(server)
 
 

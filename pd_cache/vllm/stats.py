@@ -1,6 +1,6 @@
-"""The cache's counters in vLLM's own statistics: with each step what was added, and on vLLM's /metrics the sums.
+"""The cache's counters in vLLM's own statistics: the increments with each step, and the sums on vLLM's /metrics.
 
-They are counted once, in `CacheMetrics`; what travels from worker and scheduler to the API server's process are differences.
+They are counted once, in `CacheMetrics`. The worker and the scheduler send differences to the API server's process.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _NAMES = {
 
 @dataclass
 class CacheStats(KVConnectorStats):
-    """`data`: what was added, by `family|label|label`."""
+    """`data`: the increments, by `family|label|label`."""
 
     data: dict[str, float] = field(default_factory=dict)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forgets everything."""
         self.data = {}
 
     def is_empty(self) -> bool:
-        """Nothing was added."""
+        """Returns whether nothing was added."""
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Both together."""
+        """Returns the sum of both."""
         for key, value in other.data.items():
             self.data[key] = self.data.get(key, 0.0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log line."""
+        """Returns the statistics for vLLM's log line."""
 
         def total(*key: str) -> float:
             return float(self.data.get("|".join(key), 0.0))
@@ -78,7 +78,7 @@ class CacheStatsSource:
         self._changes = 0
 
     def take(self) -> CacheStats | None:
-        """None if nothing was."""
+        """Returns the statistics; None if nothing was counted."""
         changes = self._metrics.changes
         if changes == self._changes:
             return None
@@ -114,7 +114,7 @@ class PromCacheMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what an engine has counted."""
+        """Adds what an engine has counted."""
         for key, value in transfer_stats_data.items():
             family, *labels = key.split("|")
             if family in self._counters and value > 0:

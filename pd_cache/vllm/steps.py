@@ -1,4 +1,4 @@
-"""What scheduler and workers have to say to each other with every step of the engine."""
+"""What the scheduler and the workers tell each other with every step of the engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class LoadOp:
     names: list[bytes]
     """Names of the chunks, in order; none for a load that has to fail."""
     blocks: list[int]
-    """The blocks of those chunks; those at the start that the engine holds already are -1."""
+    """The blocks of those chunks; blocks at the start that the engine holds already are -1."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreOp:
-    """Store chunks whose KV is complete when this step's forward pass is. Each rank reports the job's end."""
+    """Store chunks whose KV is complete after this step's forward pass. Each rank reports the job's end."""
 
     job: int
     names: list[bytes]
@@ -29,7 +29,7 @@ class StoreOp:
 
 @dataclass
 class Step:
-    """From the scheduler, with each step."""
+    """Sent by the scheduler with each step."""
 
     loads: list[LoadOp] = field(default_factory=list)
     stores: list[StoreOp] = field(default_factory=list)
@@ -41,10 +41,10 @@ class Step:
 
 @dataclass
 class StepReport:
-    """From a worker, with each step in which something ended."""
+    """Sent by a worker with each step in which something ended."""
 
     jobs: dict[int, tuple[int, list[StoreOutcome]]] = field(default_factory=dict)
-    """Store jobs: how many ranks are done, and what became of each chunk."""
+    """Store jobs: how many ranks are done, and the outcome of each chunk."""
     failed_loads: set[str] = field(default_factory=set)
 
     def together(self, other: StepReport) -> StepReport:

@@ -18,8 +18,8 @@ from transfer.locks import Condition
 
 _LOADERS = 2
 _IDLE_WAIT_S = 0.002
-"""How long a step in which nothing computes waits for a transfer to end. vLLM spins through such steps, and a thread that
-spins keeps those that copy from running; a request that arrives meanwhile is scheduled that much later."""
+"""How long a step without computation waits for a transfer to end. vLLM spins through such steps, and a thread that spins keeps the
+copying threads from running; a request that arrives meanwhile is scheduled that much later."""
 
 
 class _Load(NamedTuple):
@@ -52,7 +52,7 @@ class WorkerSide:
         asynchronous: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`cache` stays its owner's. `stores` is false where another rank stores the same KV."""
+        """The caller keeps ownership of `cache`. `stores` is false if another rank stores the same KV."""
         self._cache = cache
         self._clock = clock
         self._stores = stores
@@ -79,7 +79,7 @@ class WorkerSide:
             thread.start()
 
     def start(self, step: Step) -> None:
-        """Begin this step's loads; without `asynchronous`, wait until they have ended."""
+        """Begins this step's loads; without `asynchronous`, waits until they have ended."""
         deadline = self._clock() + self._load_timeout_s
         for op in step.loads:
             if self._asynchronous:
@@ -95,7 +95,7 @@ class WorkerSide:
                     self._report.failed_loads.add(op.request_id)
 
     def save(self, step: Step) -> None:
-        """Queue this step's stores: the forward pass has been launched, and a mark tells its end."""
+        """Queues this step's stores. The forward pass has been launched, and a mark stands for its end."""
         if not step.stores:
             return
         after = self._cache.mark()
@@ -109,7 +109,7 @@ class WorkerSide:
                 self._store_queue.put(_Store(op, after))
 
     def take_loads(self, step: Step, finished: set[str]) -> EndedLoads:
-        """Returns what ended. Loads of `finished` requests that have not begun are given up."""
+        """Returns the loads that ended. Gives up loads of `finished` requests that have not begun."""
         with self._changed:
             self._wanted -= finished
             if step.nothing_to_compute and (self._under_way or step.expecting) and not self._something_ended():
@@ -119,7 +119,7 @@ class WorkerSide:
         return EndedLoads(ended, bad)
 
     def take_report(self) -> StepReport | None:
-        """For the scheduler; None if nothing ended."""
+        """Returns the report for the scheduler; None if nothing ended."""
         with self._changed:
             if not self._report.jobs and not self._report.failed_loads:
                 return None
@@ -127,7 +127,7 @@ class WorkerSide:
             return report
 
     def close(self, timeout: float) -> bool:
-        """Give up what is queued, and wait for what runs, at most `timeout` seconds. Returns False if something still runs."""
+        """Gives up what is queued, and waits at most `timeout` seconds for what runs. Returns False if something still runs."""
         self._closing = True
         for _ in range(_LOADERS):
             self._load_queue.put(None)
@@ -159,7 +159,7 @@ class WorkerSide:
                 self._changed.notify_all()
 
     def _load(self, op: LoadOp, deadline: float) -> set[int]:
-        """Load chunks. Returns the blocks that were not loaded."""
+        """Loads chunks. Returns the blocks that were not loaded."""
         if not op.names:
             return _blocks(op.blocks)
         loaded = 0
@@ -192,5 +192,5 @@ class WorkerSide:
 
 
 def _blocks(blocks: Sequence[int]) -> set[int]:
-    """The blocks that are not left out."""
+    """Returns the blocks that are not left out."""
     return {block for block in blocks if block >= 0}

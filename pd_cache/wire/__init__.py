@@ -1,4 +1,4 @@
-"""What an engine and its cache server send each other: messages over a channel, descriptors over a lifeline, memory that both map.
+"""What an engine and its cache server exchange: messages over a channel, descriptors over a lifeline, memory that both map.
 
-Below both of them: `pd_cache.client` and `pd_cache.server` import it, and it imports neither.
+`pd_cache.client` and `pd_cache.server` import this package, and it imports neither.
 """

@@ -1,10 +1,10 @@
-"""Frames over ZMQ: the only place that knows it.
+"""Frames over ZMQ: the only module that uses it.
 
-A ZMQ socket is for one thread at a time. If a thread of ours owned it, each request would cost two thread switches; beside a thread
-that spins, it would also get the GIL milliseconds late. So no thread owns the socket. Each thread that sends or looks for answers uses
-it, under a lock that nobody holds while waiting. One thread at a time waits for the socket's file descriptor, outside the lock. That
-descriptor is edge-triggered: any use of the socket may swallow the edge, so a thread that used it and finds frames left to read wakes
-the waiting thread.
+A ZMQ socket is for one thread at a time. If a thread of ours owned it, each request would cost two thread switches; beside a thread that
+spins, it would also get the GIL milliseconds late. So no thread owns the socket. Each thread that sends or looks for answers uses it,
+under a lock that no thread holds while it waits. One thread at a time waits for the socket's file descriptor, outside the lock. That
+descriptor is edge-triggered: any use of the socket may swallow the edge, so a thread that used it and finds frames left to read wakes the
+waiting thread.
 """
 
 from __future__ import annotations
@@ -55,23 +55,22 @@ _EVENTS, _READABLE, _NOW = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 """ZMQ's events as plain integers: enumerations cost as much as the calls."""
 _HIGH_WATER = 4096
 _OUTSTANDING = 1024
-"""Most requests of a client that wait for an answer; one more is refused as `busy`."""
+"""The most requests of a client that wait for an answer; one more is refused as `busy`."""
 _SERVER_INCOMING = 32
-"""Messages of one client that ZMQ reads ahead of us. Each has up to `MAX_FRAME` bytes; further ones stay in the client."""
+"""Messages of one client that ZMQ reads ahead of us. Each has up to `MAX_FRAME` bytes; further messages stay with the client."""
 _ROUND = 64
 _ROUND_BYTES = 1 << 20
 """Limits, in messages and in bytes, of what is decoded before the first message is handled."""
 _RESERVE = 16_384
-"""File descriptors that connections leave free, but no more than half of all: that many connections may be accepted between two
-checks."""
+"""File descriptors that connections leave free, but at most half of all. This many connections may be accepted between two checks."""
 _HEARTBEAT_MS = 500
 _SILENCE_MS = 5_000
-"""A server that ZMQ has not heard of for so long counts as gone: it, or its host, is stopped. A server that dies closes its sockets,
-and requests have deadlines of their own. So this matters only for servers that merely seem to be there."""
+"""How long ZMQ may hear nothing from a server before the server counts as gone: it, or its host, is stopped. A server that dies closes
+its sockets, and requests have deadlines of their own, so this matters only for servers that merely seem to be there."""
 _WAIT_SLICE_S = 0.5
 _AWAKE_S = 0.0002
-"""For so long a thread that waits for an answer polls without sleeping: a lookup takes less, and falling asleep and waking up would
-take as long as all the rest of it."""
+"""How long a thread that waits for an answer polls without sleeping. A lookup takes less, and falling asleep and waking up would take as
+long as all the rest of it."""
 
 
 class CacheServerError(PdCacheError):
@@ -87,7 +86,7 @@ class NoAnswerError(CacheServerError):
 
 
 class RefusedError(CacheServerError):
-    """The server said no; `reason` is that of `messages.Refused`."""
+    """The server refused the request; `reason` is that of `messages.Refused`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -114,7 +113,7 @@ class _Wire:
         self._closed = False
 
     def send(self, frames: list[bytes]) -> bool:
-        """Send without waiting. Returns False if the socket cannot take it now. Call with the lock."""
+        """Sends without waiting. Returns False if the socket cannot take the message now. Call with the lock."""
         if self._closed:
             return False
         try:
@@ -133,11 +132,11 @@ class _Wire:
             return None
 
     def readable(self) -> bool:
-        """Whether there is a message. Call with the lock."""
+        """Returns whether there is a message. Call with the lock."""
         return not self._closed and bool(int(self._socket.getsockopt(_EVENTS)) & _READABLE)
 
     def wait(self, timeout: float, awake: float = 0.0) -> None:
-        """Return when a message may be there, after `wake`, or after `timeout` seconds. One thread, without the lock.
+        """Waits until a message may be there, until `wake`, or for `timeout` seconds. For one thread, without the lock.
 
         For the first `awake` seconds the thread does not sleep.
         """
@@ -152,11 +151,11 @@ class _Wire:
                     pass
 
     def wake(self) -> None:
-        """Make `wait` return, now or at its next call."""
+        """Makes `wait` return, now or at its next call."""
         os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
-        """Close the socket. No thread may be waiting any more."""
+        """Closes the socket. No thread may still be waiting."""
         with self.lock:
             if not self._closed:
                 self._closed = True
@@ -168,7 +167,7 @@ class _Wire:
 
 
 class Future:
-    """An answer to come. Asking whether it has come is cheap, and done on the asking thread."""
+    """An answer to come. To ask whether it has come is cheap, and is done on the asking thread."""
 
     __slots__ = ("_answer", "_channel", "_error", "deadline", "number")
 
@@ -181,16 +180,16 @@ class Future:
 
     @property
     def done(self) -> bool:
-        """Whether it was settled at the last look."""
+        """Whether it was settled when it was last looked at."""
         return self._answer is not None or self._error is not None
 
     @property
     def answered(self) -> bool:
-        """Whether the server itself ended it, so that nothing of the request is under way any more."""
+        """Whether the server itself ended it, so that no part of the request is still under way."""
         return self._answer is not None
 
     def query(self) -> bool:
-        """Look, without waiting. Returns True once there is an answer or it is clear that none will come."""
+        """Looks without waiting. Returns True once there is an answer or it is clear that there will be none."""
         if not self.done:
             self._channel.look()
             if not self.done and time.monotonic() >= self.deadline:
@@ -198,7 +197,7 @@ class Future:
         return self.done
 
     def result(self) -> Answer:
-        """Wait for the answer, at most until the deadline. Raises the `CacheServerError` that stands in for one."""
+        """Waits for the answer, at most until the deadline. Raises a `CacheServerError` if there is none."""
         if not self.done:
             self._channel.wait(self)
         if self._error is not None:
@@ -211,7 +210,7 @@ class Future:
         return self._answer
 
     def settle(self, answer: Answer | None, error: CacheServerError | None = None) -> None:
-        """For the channel: set the outcome."""
+        """Sets the outcome; called by the channel."""
         if not self.done:
             self._answer, self._error = answer, error
 
@@ -231,7 +230,7 @@ class ClientChannel:
         *,
         watched: bool = True,
     ) -> None:
-        """The server knows this client by `name`. `forgotten` must be quick; it is called when the server turns out not to know it.
+        """The server knows this client by `name`. `forgotten` is called if the server turns out not to know the client; it must be quick.
 
         `watched`: whether a thread calls `watch` all the time. Raises ValueError for an address that ZMQ does not understand.
         """
@@ -242,7 +241,7 @@ class ClientChannel:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IDENTITY, name.encode())
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # without a connection a request fails at once, it is not kept for later
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # without a connection a request fails at once; it is not kept for later
         socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
         socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
@@ -266,18 +265,18 @@ class ClientChannel:
         self._futures: dict[int, Future] = {}
         self._next = 1
         self._waited_for: Future | None = None
-        """What the one thread that waits for the socket wants; other threads wait until it is done or wakes them."""
+        """The future that the one thread at the socket waits for; other threads wait until it is done or wakes them."""
         self._closed = False
 
     def request(self, message: Message, timeout: float) -> Future:
-        """Send a request; its future gets the answer, or after `timeout` seconds the reason why there is none."""
+        """Sends a request. The future gets the answer, or after `timeout` seconds the reason why there is none."""
         with self._changed:
             future = Future(self, self._next, time.monotonic() + timeout)
             self._next += 1
             frame = encode(future.number, message)
             if self._closed:
                 future.settle(None, ServerLostError("the connection is closed"))
-            elif len(frame) > MAX_FRAME:  # the server would end the connection over it
+            elif len(frame) > MAX_FRAME:  # the server would end the connection because of it
                 future.settle(
                     None, RefusedError("invalid", f"a request of {len(frame)} bytes; {MAX_FRAME} are the most")
                 )
@@ -291,32 +290,32 @@ class ClientChannel:
         return future
 
     def lost(self, reason: str) -> Future:
-        """The future of a request that is not sent, because there is nobody to answer it."""
+        """Returns the future of a request that is not sent, because there is no server to answer it."""
         future = Future(self, 0, 0.0)
         future.settle(None, ServerLostError(reason))
         return future
 
     def notify(self, message: Message) -> bool:
-        """Send a request that wants no answer. Returns False if it could not be sent."""
+        """Sends a request that needs no answer. Returns False if it could not be sent."""
         with self._changed:
             sent = not self._closed and self._wire.send([encode(0, message)])
             self._after_use()
         return sent
 
     def look(self) -> None:
-        """Read the answers that have arrived, without waiting."""
+        """Reads the answers that have arrived, without waiting."""
         with self._changed:
             self._read()
 
     def give_up(self, future: Future) -> None:
-        """Settle a future for which nobody waits any longer. An answer that still comes is dropped."""
+        """Settles a future that no thread waits for any more. An answer that still comes is dropped."""
         with self._changed:
             if self._futures.pop(future.number, None) is not None:
                 future.settle(None, NoAnswerError(f"no answer from {self.url} in time"))
                 self._tell()
 
     def fail_all(self, reason: str) -> None:
-        """Settle all outstanding futures."""
+        """Settles all outstanding futures as failed."""
         with self._changed:
             futures, self._futures = list(self._futures.values()), {}
             for future in futures:
@@ -324,7 +323,7 @@ class ClientChannel:
             self._tell()
 
     def wait(self, future: Future) -> None:
-        """Return when the future is settled, at its deadline at the latest."""
+        """Waits until the future is settled, at most until its deadline."""
         while not future.done:
             remaining = future.deadline - time.monotonic()
             if remaining <= 0:
@@ -347,9 +346,9 @@ class ClientChannel:
                     self._changed.notify_all()
 
     def watch(self, timeout: float, descriptors: Sequence[int] = ()) -> bool | None:
-        """For one thread: True for a connection made, False for one lost, None if neither happened in `timeout` seconds.
+        """Returns True for a connection made, False for one lost, None if neither happened within `timeout` seconds. For one thread.
 
-        Returns early when one of the descriptors becomes readable.
+        Returns early if one of the descriptors becomes readable.
         """
         assert self._monitor is not None
         if not self._monitor.poll(0):
@@ -363,7 +362,7 @@ class ClientChannel:
         return bool(recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
     def close(self) -> None:
-        """Fail outstanding requests and disconnect. Idempotent. Not to be called while another thread is in `watch`."""
+        """Fails outstanding requests and disconnects. Idempotent. Must not be called while another thread is in `watch`."""
         with self._changed:
             if self._closed:
                 return
@@ -382,7 +381,7 @@ class ClientChannel:
             self._monitor.close(0)
 
     def _read(self) -> None:
-        """Settle the answers that have arrived. Call with the lock."""
+        """Settles the futures whose answers have arrived. Call with the lock."""
         settled = False
         while self._futures and (frames := self._wire.receive()) is not None:
             try:
@@ -400,12 +399,12 @@ class ClientChannel:
             self._tell()
 
     def _after_use(self) -> None:
-        """Make up for the edge that sending may have swallowed, if somebody waits for it. Call with the lock."""
+        """Makes up for the edge that sending may have swallowed, if a thread waits for it. Call with the lock."""
         if self._waited_for is not None:
             self._read()
 
     def _tell(self) -> None:
-        """Wake the threads whose futures were settled. Call with the lock."""
+        """Wakes the threads whose futures were settled. Call with the lock."""
         self._changed.notify_all()
         if self._waited_for is not None and self._waited_for.done:
             self._wire.wake()
@@ -415,7 +414,7 @@ class ClientChannel:
 
 
 class Incoming(NamedTuple):
-    """A request, and where its answer goes."""
+    """A request, and where to send its answer."""
 
     client: bytes
     number: int
@@ -423,10 +422,10 @@ class Incoming(NamedTuple):
 
 
 class ServerChannel:
-    """Requests from any number of clients. One thread receives; any may answer."""
+    """Requests from any number of clients. One thread receives; any thread may answer."""
 
     def __init__(self, url: str) -> None:
-        """Bind. Raises CacheServerError if that is impossible. Lifts this process's limit on open files as far as it may be lifted."""
+        """Binds to `url`, and lifts this process's limit on open files as far as allowed. Raises CacheServerError if it cannot bind."""
         self._context: Context[zmq.Socket[bytes]] = zmq.Context()
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -456,7 +455,7 @@ class ServerChannel:
         self._doorman.start()
 
     def receive(self, timeout: float, bad_frame: Callable[[str], None]) -> list[Incoming]:
-        """Returns the requests that have arrived, after waiting for up to `timeout` seconds. Answers unreadable ones with `Refused`."""
+        """Returns the requests that have arrived, after waiting up to `timeout` seconds. Answers unreadable ones with `Refused`."""
         found = self._read(bad_frame)
         if self._waiting:
             self._wire.wait(timeout)
@@ -465,16 +464,16 @@ class ServerChannel:
         return found
 
     def answer(self, incoming: Incoming, answer: Answer) -> None:
-        """Send an answer. A client that is gone, or that does not read, gets none."""
+        """Sends an answer. A client that is gone, or that does not read, gets no answer."""
         if incoming.number:
             self._send(incoming.client, incoming.number, answer)
 
     def wake(self) -> None:
-        """Make `receive` return."""
+        """Makes `receive` return."""
         self._wire.wake()
 
     def close(self) -> None:
-        """Stop listening. The receiving thread must have ended."""
+        """Stops listening. The receiving thread must have ended."""
         self._closing = True
         self._doorman.join()
         self._socket.disable_monitor()
@@ -483,10 +482,10 @@ class ServerChannel:
         self._context.term()
 
     def _keep_door(self) -> None:
-        """The thread that keeps newcomers out while too many clients are connected.
+        """Keeps newcomers out while too many clients are connected; runs on a thread of its own.
 
-        ZMQ ends the process when it cannot accept a connection for want of a file descriptor. The kernel gives out the lowest free
-        number, so a connection's number shows how many are taken.
+        ZMQ ends the process if it cannot accept a connection for want of a file descriptor. The kernel gives out the lowest free number,
+        so a connection's number shows how many are taken.
         """
         door, listener, is_open = Door(self.url), -1, True
         while not self._closing:
@@ -504,10 +503,10 @@ class ServerChannel:
             self._move(door.open, listener)  # so that the path is removed with the address
 
     def _move(self, turn: Callable[[int], None], listener: int) -> bool:
-        """Returns whether the door could be opened or shut."""
+        """Opens or shuts the door. Returns whether that succeeded."""
         try:
             turn(listener)
-        except OSError as error:  # tried again
+        except OSError as error:  # it will be tried again
             log.error("%s: newcomers cannot be let in or kept out: %s", self.url, error)
             return False
         return True

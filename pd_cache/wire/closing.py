@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 class Closer:
     """Closes descriptors without waiting for any of them.
 
-    Closing a descriptor can take for ever: a file waits for its file system, a lingering socket for its peer. Memory is closed at
-    once, on the calling thread. Everything else is closed on a thread of our own, which is started when it is first needed.
+    Closing a descriptor can take for ever: a file waits for its file system, a lingering socket for its peer. Memory is closed
+    immediately, on the calling thread. Everything else is closed on a thread of this object, which is started at its first use.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Closer:
         self._thread: threading.Thread | None = None
 
     def close_all(self, descriptors: Sequence[int]) -> None:
-        """Close these, now or soon."""
+        """Closes the descriptors, now or soon."""
         for descriptor in descriptors:
             if may_be_sealed(descriptor):
                 with contextlib.suppress(OSError):
@@ -37,7 +37,7 @@ class Closer:
                 self._start()
 
     def stop(self) -> None:
-        """End the thread. If a descriptor holds it up, it ends with the process."""
+        """Ends the thread. If a descriptor holds it up, it ends with the process."""
         with self._lock:
             thread = self._thread
         self._waiting.put(-1)

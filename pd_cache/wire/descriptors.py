@@ -6,7 +6,7 @@ import os
 import resource
 
 _MOST = 1 << 20
-"""We never need more, and some programs set memory aside for each descriptor that they may have."""
+"""We never need more, and some programs allocate memory for each descriptor that they may have."""
 
 
 def descriptor_limits() -> tuple[int, int]:
@@ -22,13 +22,13 @@ def raise_limit() -> int:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (OSError, ValueError):  # the kernel's own limit, fs.nr_open, is lower: the present limit has to do
+        except (OSError, ValueError):  # the kernel's own limit, fs.nr_open, is lower: keep the present limit
             pass
     return descriptor_limits()[0]
 
 
 def next_descriptor() -> int:
-    """Returns the number that the next opened file gets: at least as many are open. Returns the limit itself if none is left."""
+    """Returns the number that the next opened file gets: at least this many are open. Returns the limit itself if none is left."""
     try:
         descriptor = os.dup(2)
     except OSError:

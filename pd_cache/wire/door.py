@@ -1,4 +1,4 @@
-"""Keeps new clients away from a listening socket while those that are connected go on.
+"""Keeps new clients away from a listening socket while connected clients continue.
 
 ZMQ can only stop listening, and then it also ends every connection that was accepted there: its listener owns them.
 """
@@ -18,17 +18,17 @@ _IPC = "ipc://"
 
 
 class Door:
-    """The way to one listening socket: open at first."""
+    """The access to one listening socket. It is open at first."""
 
     def __init__(self, url: str) -> None:
-        """`url`: an address of ZMQ, `ipc://PATH` or `tcp://HOST:PORT`."""
+        """`url`: a ZMQ address, `ipc://PATH` or `tcp://HOST:PORT`."""
         self._path = url.removeprefix(_IPC) if url.startswith(_IPC) else None
 
     def shut(self, listener: int) -> None:
-        """Let nobody in from now on. `listener` is the socket's file descriptor. Raises OSError if that is impossible.
+        """Keeps new clients out from now on. `listener` is the socket's file descriptor. Raises OSError if that is impossible.
 
         Over TCP, the packets that would open a connection are dropped, and the client's kernel sends them again. A path is moved aside,
-        so that a client finds nobody who listens.
+        so that a client finds no listener there.
         """
         if self._path is not None:
             os.rename(self._path, self._aside)
@@ -36,7 +36,7 @@ class Door:
             _set_option(listener, _ATTACH_FILTER, struct.pack("HP", 1, _DROP.buffer_info()[0]))
 
     def open(self, listener: int) -> None:
-        """Let clients in again. Raises OSError if that is impossible."""
+        """Lets clients in again. Raises OSError if that is impossible."""
         if self._path is not None:
             os.rename(self._aside, self._path)
         else:

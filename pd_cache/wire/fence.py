@@ -1,10 +1,10 @@
-"""Who may touch an engine's blocks: a page that an engine and its server share, and the kernel's locks on it.
+"""Decides which process may touch an engine's blocks: a page that an engine and its server share, and the kernel's locks on it.
 
-A server that is late, stopped or cut off may still be about to copy into blocks that its engine has given to another
-request. So each move gets a *slot* of the fence, with its *ticket* in it. The server locks the slot's bytes around each chunk that
-it copies, and copies only if the ticket is still there. An engine that gives a move up removes the ticket under the same
-lock: once it has done that, nothing of the move can touch the blocks any more. The kernel drops the locks of a process that
-dies, so a dead server holds nobody up. A stopped server does so only if it was stopped in the middle of a chunk.
+A server that is late, stopped or cut off may still be about to copy into blocks that its engine has given to another request. So each
+move gets a *slot* of the fence, with its *ticket* in it. The server locks the slot's bytes around each chunk that it copies, and copies
+only if the ticket is still there. An engine that gives a move up removes the ticket under the same lock. After that, nothing of the move
+can touch the blocks any more. The kernel drops the locks of a process that dies, so a dead server delays no engine. A stopped server does
+so only if it was stopped in the middle of a chunk.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from collections.abc import Iterator
 from pd_cache.wire.sealed import SealError, check_sealed, sealed_memory
 
 SLOTS = 1024
-"""Most moves of one worker at a time."""
+"""The most moves of one worker at a time."""
 _SLOT = struct.Struct("<Q")
 _NBYTES = SLOTS * _SLOT.size
 
 
 class AbandonedError(Exception):
-    """The engine has given the move up: its blocks must not be touched."""
+    """The engine has given up the move: its blocks must not be touched."""
 
 
 class _Page:
     def __init__(self, descriptor: int) -> None:
-        """Takes over the descriptor, whose open file must be this process's own: it is what owns the locks."""
+        """Takes over the descriptor. Its open file must be this process's own, because the open file owns the locks."""
         self._descriptor = descriptor
         self._memory = mmap.mmap(descriptor, _NBYTES)
 
@@ -65,12 +65,12 @@ class _Page:
 
 
 class Fence:
-    """An engine's side."""
+    """The engine's side of a fence."""
 
     def __init__(self) -> None:
         descriptor = sealed_memory("pd-cache-fence", _NBYTES)
         self._page = _Page(descriptor)
-        self._page.clear()  # so that its memory is allocated, and charged to this process
+        self._page.clear()  # so that the page's memory is allocated, and charged to this process
         self.descriptor = descriptor
         self._free = list(range(SLOTS))
         self._next = 1
@@ -87,7 +87,7 @@ class Fence:
             return slot, ticket
 
     def revoke(self, slot: int) -> bool:
-        """Take the ticket away and free the slot. Returns False while the server copies under it: try again then."""
+        """Removes the ticket and frees the slot. Returns False while the server copies under it: try again then."""
         if not self._page.lock(slot):
             return False
         self._page.write(slot, 0)
@@ -107,14 +107,15 @@ class Fence:
 
 
 class FenceView:
-    """A server's side."""
+    """The server's side of a fence."""
 
     def __init__(self, descriptor: int) -> None:
-        """`descriptor` stays the caller's. Raises SealError if it is not a fence, or cannot be opened at once."""
+        """The caller keeps ownership of `descriptor`. Raises SealError if it is not a fence, or cannot be opened immediately."""
         check_sealed(descriptor, _NBYTES)
         if os.fstat(descriptor).st_size != _NBYTES:
             raise SealError(f"a fence has {_NBYTES} bytes, this file {os.fstat(descriptor).st_size}")
-        # a passed descriptor is the engine's own open file, whose locks are the engine's: this one is ours
+        # a passed descriptor shares the engine's open file, whose locks are the engine's: open the file again for locks
+        # of our own
         try:
             own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except BlockingIOError:  # without O_NONBLOCK the kernel would wait 45 s for the engine to let go of it
@@ -123,7 +124,7 @@ class FenceView:
 
     @contextlib.contextmanager
     def passing(self, slot: int, ticket: int) -> Iterator[None]:
-        """Copy only inside this context. Raises AbandonedError if the ticket is not there any more."""
+        """Holds the slot's lock; copy only inside this context. Raises AbandonedError if the ticket is no longer there."""
         if not self._page.lock(slot):
             raise AbandonedError
         try:

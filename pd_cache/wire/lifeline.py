@@ -1,7 +1,7 @@
-"""A second connection beside the messages, over a Unix socket, for the two things that ZMQ cannot do.
+"""A second connection beside the messages, over a Unix socket, for two things that ZMQ cannot do.
 
-It carries file descriptors, so that shared memory needs no names and nothing is left over when a process is killed. The
-kernel closes it when its process ends, however it ends: that is how a server learns at once that an engine is gone.
+It carries file descriptors, so that shared memory needs no names and nothing is left over when a process is killed. And the kernel closes
+it when its process ends, however it ends, so a server learns immediately that an engine is gone.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ log = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 32
 _MAX_DESCRIPTORS = 250
-"""The kernel takes 253 in a message."""
+"""The kernel accepts 253 in a message."""
 _MAX_CLIENTS = 256
 _MAX_OF_A_PROCESS = 64
-"""Most connections from one process, so that one process cannot keep others out."""
+"""The most connections from one process, so that one process cannot keep others out."""
 _MAX_UNNAMED = 32
-"""Most connections that have not said who they are; one more ends the oldest."""
+"""The most connections that have not named their client; one more ends the oldest."""
 _CREDENTIALS = struct.Struct("3i")
-"""What SO_PEERCRED answers: process, user, group."""
+"""The result of SO_PEERCRED: process, user, group."""
 
 
 class LifelineClient:
-    """A client's end. Closed with the process at the latest."""
+    """A client's end. It is closed when the process ends, if not before."""
 
     def __init__(self, path: str, client: str) -> None:
-        """Connect and say who we are. Raises OSError if nothing listens at `path`."""
+        """Connects and sends the client's name. Raises OSError if nothing listens at `path`."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.settimeout(2.0)
             self._socket.connect(path)
             self._socket.sendall(client.encode())
-            self._socket.settimeout(None)  # with a time-out, Python waits even where it is told not to
+            self._socket.settimeout(None)  # with a timeout, Python waits even in calls that are meant not to
         except BaseException:
             self._socket.close()
             raise
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable once the server is gone: the server never sends anything."""
+        """Returns a descriptor that becomes readable once the server is gone: the server never sends anything."""
         return self._socket.fileno()
 
     def send(self, token: str, descriptors: list[int]) -> None:
-        """Give the server duplicates of open files, under a token. Raises OSError if the server is gone."""
+        """Gives the server duplicates of open files, under a token. Raises OSError if the server is gone."""
         socket.send_fds(self._socket, [token.encode()], descriptors, socket.MSG_DONTWAIT)
 
     @property
@@ -78,7 +78,7 @@ class _Parcel(NamedTuple):
 
 
 class _Peer(NamedTuple):
-    """A connection."""
+    """A connection and its process."""
 
     socket: socket.socket
     process: int
@@ -86,7 +86,7 @@ class _Peer(NamedTuple):
 
 
 class LifelineServer:
-    """A server's end: one thread that takes descriptors in and reports clients that are gone.
+    """A server's end: one thread that receives descriptors and reports clients that are gone.
 
     It keeps one set of descriptors for each client, the last one sent, until it is taken or the client goes.
     """
@@ -98,10 +98,10 @@ class LifelineServer:
         arrived: Callable[[str], None],
         strange: Callable[[], None] = lambda: None,
     ) -> None:
-        """Listen at `path`, replacing the socket that a dead server left there.
+        """Listens at `path`, replacing the socket that a dead server left there.
 
-        `gone(client)`, `arrived(client)` for descriptors, and `strange()` for a message that is none of ours are called on the
-        thread and must not wait.
+        The thread calls `gone(client)`, `arrived(client)` for descriptors, and `strange()` for a message that is not one of ours. They
+        must not wait.
         """
         self.path = path
         self._gone = gone
@@ -126,18 +126,18 @@ class LifelineServer:
         self._closer = Closer()
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._spare = os.dup(self._stop)
-        """A descriptor to give up when none is left with which to refuse a connection."""
+        """A descriptor to free if none is left with which to refuse a connection."""
         self._thread = threading.Thread(target=self._run, name="pd-cache-lifeline", daemon=True)
         self._thread.start()
 
     def holds(self, client: str, token: str) -> bool:
-        """Whether descriptors that the client sent under this token are there to be taken."""
+        """Returns whether descriptors that the client sent under this token can be taken."""
         with self._lock:
             parcel = self._parcels.get(client)
             return parcel is not None and parcel.token == token
 
     def take(self, client: str, token: str) -> list[int] | None:
-        """Returns the descriptors that a client sent under a token; None if there are none. The caller has to `let_go` of them."""
+        """Returns the descriptors that a client sent under a token; None if there are none. The caller has to pass them to `let_go`."""
         with self._lock:
             parcel = self._parcels.get(client)
             if parcel is None or parcel.token != token:
@@ -145,16 +145,16 @@ class LifelineServer:
             return self._parcels.pop(client).descriptors
 
     def let_go(self, descriptors: Sequence[int]) -> None:
-        """Close descriptors of any kind that a client sent, without waiting."""
+        """Closes descriptors of any kind that a client sent, without waiting."""
         self._closer.close_all(descriptors)
 
     def has(self, client: str) -> bool:
-        """Whether the client's end is open."""
+        """Returns whether the client's end is open."""
         with self._lock:
             return client in self._named
 
     def close(self) -> None:
-        """Stop listening and close the descriptors that were not taken."""
+        """Stops listening and closes the descriptors that were not taken."""
         os.eventfd_write(self._stop, 1)
         self._thread.join(5)
         self._listener.close()
@@ -209,7 +209,8 @@ class LifelineServer:
         selector.register(connection, selectors.EVENT_READ, peer)
 
     def _refuse_one(self) -> None:
-        """Called when no descriptor is left. A connection that is not accepted would wake this thread again at once, for ever."""
+        """Refuses one connection if no descriptor is left. A connection that is not accepted would wake this thread again at once, for
+        ever."""
         os.close(self._spare)
         with contextlib.suppress(OSError):
             self._listener.accept()[0].close()
@@ -222,7 +223,7 @@ class LifelineServer:
         self._forget(self._names.pop(peer), peer)
 
     def _receive(self, peer: _Peer, selector: selectors.BaseSelector) -> bool:
-        """Take one message. Returns False if the client is gone or sent nonsense."""
+        """Receives one message. Returns False if the client is gone or sent nonsense."""
         try:
             data, descriptors, flags, _ = socket.recv_fds(peer.socket, _TOKEN_BYTES + 1, _MAX_DESCRIPTORS)
         except BlockingIOError:
@@ -250,7 +251,7 @@ class LifelineServer:
         return True
 
     def _name(self, peer: _Peer, client: str, selector: selectors.BaseSelector) -> None:
-        """Called when the peer has said who it is. It replaces a connection of the same name, whose end was not noticed yet."""
+        """Records the peer's name. The peer replaces a connection of the same name, whose end was not noticed yet."""
         with self._lock:
             before, self._named[client] = self._named.get(client), peer
         self._names[peer] = client

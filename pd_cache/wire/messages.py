@@ -6,10 +6,10 @@ A frame is a 16-byte header and a msgpack body:
     0       4     magic "PDCM"
     4       2     protocol version
     6       2     zero
-    8       8     number: the request's, which its answer repeats; 0 for a request that wants no answer
+    8       8     number: the request's, which its answer repeats; 0 for a request that needs no answer
 
-All little-endian. The header never changes, and neither does `Refused`, so that any two versions can tell each other that
-they differ. KV bytes never travel in messages: they stay in memory that both sides map.
+All numbers are little-endian. The header never changes, and neither does `Refused`, so any two versions can find out that they differ. KV
+bytes never travel in messages: they stay in memory that both sides map.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from pd_cache.decoding import UndecodableError, msgpack_decoder
 
 PROTOCOL = 1
 NAME_WIDTHS = range(8, 17)
-"""Bytes that a chunk's name may have; see `tokens.stride_hashes`."""
+"""How many bytes a chunk's name may have; see `tokens.stride_hashes`."""
 
 _HEADER = struct.Struct("<4sHHQ")
 _MAGIC = b"PDCM"
 
 MAX_CHUNKS = 1 << 16
 MAX_FRAME = 4 << 20
-"""Bytes of the largest frame that is sent or read. A store of three million tokens in blocks of 16 takes a quarter of that."""
+"""The most bytes of a frame that is sent or read. A store of three million tokens in blocks of 16 takes a quarter of that."""
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Token = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Block = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
-"""Blocks of an engine's paged cache; -1 for one that is left out."""
+"""A block of an engine's paged cache; -1 for one that is left out."""
 Names = Annotated[bytes, msgspec.Meta(max_length=1 + NAME_WIDTHS[-1] * MAX_CHUNKS)]
-"""Chunk names one after the other, all of the width that the first byte gives; empty if there are none."""
+"""Chunk names one after the other, all of the width in the first byte; empty if there are none."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="type"):
@@ -52,7 +52,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="type"):
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """The first message of a connection: who is there. Answered with `Welcome`."""
+    """The first message of a connection: it introduces the client. Answered with `Welcome`."""
 
     client: Token
     """Names this process's connection, also on its lifeline."""
@@ -63,7 +63,7 @@ class Hello(Message, frozen=True, tag="hello"):
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS)] = 0
     block_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
-    """Tokens a block of the engine's paged cache."""
+    """Tokens per block of the engine's paged cache."""
     namespace: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Fingerprint of the chunks' namespace, if the client knows it."""
     hash_mode: Literal["", "tokens", "blocks"] = ""
@@ -85,7 +85,7 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class CpuStorage(Message, frozen=True, tag="cpu"):
-    """Shared memory whose file descriptor came over the lifeline, in the order of the storages."""
+    """Shared memory whose file descriptor was sent over the lifeline, in the order of the storages."""
 
     nbytes: Positive
 
@@ -108,7 +108,7 @@ Dimension = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 
 
 class TensorView(Message, frozen=True):
-    """One layer's tensor inside of a storage; offset and strides in elements."""
+    """One layer's tensor inside a storage; offset and strides in elements."""
 
     storage: Annotated[int, msgspec.Meta(ge=0, le=1023)]
     offset: Count
@@ -118,7 +118,7 @@ class TensorView(Message, frozen=True):
 
 
 class Register(Message, frozen=True, tag="register"):
-    """Lend the server a worker's KV tensors. Answered with `Done` once they are mapped."""
+    """Lends the server a worker's KV tensors. Answered with `Done` once they are mapped."""
 
     registration: Token
     """Which message of the lifeline holds the file descriptors."""
@@ -129,16 +129,16 @@ class Register(Message, frozen=True, tag="register"):
 
 
 class Unregister(Message, frozen=True, tag="unregister"):
-    """Take the KV tensors back. Answered with `Done` once nothing touches them."""
+    """Takes the KV tensors back. Answered with `Done` once nothing touches them."""
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
-    """How many of these chunks, from the first, are there? Answered with `Found`. With a `session`, they are pinned for it."""
+    """Asks how many of these chunks, from the first, are there. Answered with `Found`. With a `session`, they are protected for it."""
 
     session: str
     names: Names
     at_hand: Count = 0
-    """Chunks from the first that need not be asked for."""
+    """Chunks from the first that need not be looked up."""
 
     def __post_init__(self) -> None:
         _check_names(self.names)
@@ -155,9 +155,9 @@ class Move(Message, frozen=True):
     blocks: Annotated[tuple[Block, ...], msgspec.Meta(max_length=1 << 22)]
     slot: Annotated[int, msgspec.Meta(ge=0, lt=1024)]
     ticket: Positive
-    """Is in `slot` of the worker's fence for as long as the blocks may be touched."""
+    """In `slot` of the worker's fence for as long as the blocks may be touched."""
     patience_ms: Positive
-    """After so long the move is not begun any more."""
+    """After this time a move that has not begun is dropped."""
     event: Annotated[bytes, msgspec.Meta(max_length=1024)] = b""
     """CUDA IPC handle of the event after which the blocks are valid; empty for none."""
 
@@ -170,11 +170,11 @@ class Store(Move, frozen=True, tag="store"):
 
 
 class Retrieve(Move, frozen=True, tag="retrieve"):
-    """Answered with `Loaded`; lets go of the session's pins for this worker."""
+    """Answered with `Loaded`; releases what the session protects for this worker."""
 
 
 class EndSession(Message, frozen=True, tag="end_session"):
-    """Let go of a session's pins."""
+    """Releases what a session protects."""
 
     session: str
 
@@ -199,7 +199,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     may_choose: bool
     """Whether the file lets each engine decide what chunks are named by."""
     lifeline: str
-    """Path of the socket for file descriptors; empty where there is none."""
+    """Path of the socket for file descriptors; empty if there is none."""
 
 
 class Done(Message, frozen=True, tag="done"):
@@ -211,14 +211,14 @@ class Found(Message, frozen=True, tag="found"):
 
 
 class Stored(Message, frozen=True, tag="stored"):
-    """What became of each chunk."""
+    """The outcome of each chunk."""
 
     outcomes: Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNKS)]
-    """One byte a chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.blocks.StoreOutcome`."""
+    """One byte per chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.blocks.StoreOutcome`."""
 
     @property
     def stored(self) -> int:
-        """Chunks that are there now and were not."""
+        """Chunks that are there now and were not before."""
         return self.outcomes.count(2)
 
     @property
@@ -228,7 +228,7 @@ class Stored(Message, frozen=True, tag="stored"):
 
 
 class Loaded(Message, frozen=True, tag="loaded"):
-    """How many chunks, from the first, lie in their blocks now."""
+    """How many chunks, from the first, are in their blocks now."""
 
     chunks: Count
 
@@ -247,15 +247,15 @@ class StatusReport(Message, frozen=True, tag="status_report"):
     """Operations queued or running."""
     available: bool
     metrics: str
-    """All counters, as Prometheus reads them."""
+    """All counters, in Prometheus' text format."""
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """The request was not done, and this is why."""
+    """The request was not done; `reason` and detail say why."""
 
     reason: str
-    """`busy`, `unknown_client` and `closing` may go away by themselves; `version`, `malformed`, `mismatch`, `invalid`,
-    `late`, `abandoned`, `failed` and others will not."""
+    """`busy`, `unknown_client` and `closing` may go away by themselves; `version`, `malformed`, `mismatch`, `invalid`, `late`,
+    `abandoned`, `failed` and others will not."""
     message: str
 
 
@@ -276,7 +276,7 @@ _read_refusal = msgpack_decoder(Refused)
 
 
 class FrameError(Exception):
-    """A frame that cannot be read. `number` is the request's if the header could be read, else None."""
+    """A frame that cannot be read. `number` is the request's if the header could be read, otherwise None."""
 
     def __init__(self, reason: Literal["version", "malformed"], message: str, number: int | None) -> None:
         super().__init__(message)
@@ -311,7 +311,7 @@ def decode_request(frame: bytes) -> tuple[int, Request]:
 
 
 def decode_answer(frame: bytes) -> tuple[int, Answer]:
-    """Returns the number and the answer in a frame. From another version, only `Refused` is understood."""
+    """Returns the number and the answer in a frame. Of another version's answers, it understands only `Refused`."""
     header = _header(frame)
     read = _read_answer if header.version == PROTOCOL else _read_refusal
     try:
@@ -333,7 +333,7 @@ def join_names(names: Sequence[bytes]) -> bytes:
 
 
 def split_names(joined: bytes) -> list[bytes]:
-    """Reverses `join_names`, for names that were checked."""
+    """Reverses `join_names`, for names that have been checked."""
     if not joined:
         return []
     width = joined[0]
@@ -341,7 +341,7 @@ def split_names(joined: bytes) -> list[bytes]:
 
 
 def count_names(joined: bytes) -> int:
-    """How many names `split_names` gives."""
+    """Returns how many names `split_names` would return."""
     return (len(joined) - 1) // joined[0] if joined else 0
 
 

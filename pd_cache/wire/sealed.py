@@ -1,9 +1,8 @@
-"""Shared memory whose size nobody can change any more, not even its owner.
+"""Shared memory whose size can no longer be changed, not even by its owner.
 
-A process that touches a mapped page behind the end of its file is killed by SIGBUS. So an engine that shrank the memory it
-has lent would kill the cache server of its host, and with it the cache of every other engine. The kernel can forbid that for
-good: a memfd takes seals, which stay for as long as the file exists. The client seals what it lends, and the server maps
-nothing else.
+A process that touches a mapped page beyond the end of its file is killed by SIGBUS. So an engine that shrank the memory it has lent would
+kill the cache server of its host, and with it the cache of every other engine. The kernel can forbid that for good: a memfd takes seals,
+which stay for as long as the file exists. The client seals what it lends, and the server maps nothing else.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ def sealed_memory(name: str, nbytes: int) -> int:
 
 
 def is_sealed(descriptor: int) -> bool:
-    """Whether the size of the file can never change."""
+    """Returns whether the size of the file can never change."""
     return _seals(descriptor) & _SEALS == _SEALS
 
 
 def may_be_sealed(descriptor: int) -> bool:
-    """Whether it is a memory file of the kernel, which can be sealed; operations on such a file never wait."""
+    """Returns whether it is a memory file of the kernel, which can be sealed; operations on such a file never wait."""
     return _seals(descriptor) >= 0
 
 
 def check_sealed(descriptor: int, nbytes: int) -> None:
     """Raises SealError, with the reason, unless the descriptor is `nbytes` of memory that is safe to map, read and write.
 
-    Safe means that no access can kill this process, block it, or take memory that its owner has not taken already: a memfd of
-    ordinary pages, sealed against changes of its size, and allocated to the last page. Never waits, whatever the descriptor
-    is: it does not even ask a descriptor that is not a memfd for its size, which a hung file system would not answer.
+    Safe means that no access can kill this process, block it, or take memory that its owner has not taken already: a memfd of ordinary
+    pages, sealed against changes of its size, and allocated to the last page. Never waits, whatever the descriptor is. It does not even
+    query the size of a descriptor that is not a memfd, because a hung file system would not answer.
     """
     seals = _seals(descriptor)
     if seals < 0:
@@ -81,8 +80,8 @@ def check_sealed(descriptor: int, nbytes: int) -> None:
 def reseat(source: int, address: int, nbytes: int) -> None:
     """Moves the memory at `address`, a shared mapping of all of the file `source`, into sealed memory, in place.
 
-    Afterwards the same addresses are a mapping of sealed memory with the same contents, and the descriptor `source` refers to
-    that memory. Nothing may write there meanwhile. Raises OSError, with nothing changed, if there is not enough memory.
+    Afterwards the same addresses map sealed memory with the same contents, and the descriptor `source` refers to that memory. Nothing may
+    write there meanwhile. Raises OSError, with nothing changed, if there is not enough memory.
     """
     descriptor = sealed_memory("pd-cache-tensors", nbytes)
     try:

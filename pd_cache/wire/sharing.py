@@ -1,7 +1,7 @@
-"""KV tensors in memory that an engine and its server both map. The bytes of a cache are never sent anywhere else.
+"""KV tensors in memory that an engine and its server both map. The bytes of a cache are sent over no connection.
 
-On the CPU a torch storage moves to sealed shared memory in place, so that every view of it stays valid, and travels as a file
-descriptor. On a GPU it travels as a CUDA IPC handle. Either way the server sees the engine's own pages.
+On the CPU, a torch storage moves to sealed shared memory in place, so that every view of it stays valid, and is passed as a file
+descriptor. On a GPU, it is passed as a CUDA IPC handle. Either way the server sees the engine's own pages.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class SharingError(PdCacheError):
 
 
 class Shared(NamedTuple):
-    """What an engine tells its server about its tensors."""
+    """The description of an engine's tensors for its server."""
 
     storages: tuple[Storage, ...]
     tensors: tuple[TensorView, ...]
     descriptors: list[int]
-    """One for each CPU storage, in order; the caller's to close."""
+    """One for each CPU storage, in order; the caller closes them."""
 
 
 def share_tensors(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> Shared:
-    """Make the tensors' memory mappable by another process. CPU storages move to shared memory, once.
+    """Makes the tensors' memory mappable by another process. CPU storages move to shared memory, once.
 
-    Pointers taken into a CPU storage before are stale afterwards; tensors and views are not. Raises SharingError if shared
-    memory does not suffice.
+    Pointers that were taken into a CPU storage before are invalid afterwards; tensors and views are not. Raises SharingError if there is
+    not enough shared memory.
     """
     storages: list[Storage] = []
     places: dict[int, int] = {}
@@ -84,7 +84,7 @@ def share_tensors(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close file descriptors."""
+    """Closes file descriptors."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
@@ -124,7 +124,7 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
             "the KV cache lies in shared memory already, of a kind that cannot be sealed against shrinking; lend tensors that "
             "no other process has"
         )
-    return os.dup(descriptor)  # that one is the storage's own
+    return os.dup(descriptor)  # the storage owns the other one
 
 
 def _export_cuda(storage: torch.UntypedStorage) -> CudaStorage:
@@ -141,10 +141,10 @@ class MappedTensors:
     def __init__(
         self, request: Register, descriptors: Sequence[int], fence: FenceView, shards_per_rank: int = 1
     ) -> None:
-        """Map what the descriptors (in the order of the CPU storages, still the caller's) and handles refer to.
+        """Maps the memory of the descriptors (in the order of the CPU storages; the caller keeps them) and handles.
 
-        `shards_per_rank` is how many shards of each chunk the tensors hold. Takes over the fence that copies have to pass. Raises SharingError or
-        LayoutError, with nothing left open, for parts that do not fit together.
+        `shards_per_rank` is how many shards of each chunk the tensors hold. Takes over the fence that copies have to pass. Raises
+        SharingError or LayoutError, with nothing left open, for parts that do not fit together.
         """
         self.fence = fence
         self._maps: list[mmap.mmap] = []
@@ -170,7 +170,7 @@ class MappedTensors:
 
     @contextlib.contextmanager
     def using(self, shard: int) -> Iterator[PagedCopier]:
-        """The copier of one of the shards, for as long as the block runs. Raises AbandonedError once `unmap` was called."""
+        """Yields the copier of one of the shards, for as long as the block runs. Raises AbandonedError once `unmap` was called."""
         with self._lock:
             if self._closed:
                 raise AbandonedError
@@ -187,7 +187,7 @@ class MappedTensors:
                     self._lock.notify_all()
 
     def unmap(self, timeout: float) -> bool:
-        """Let no copy begin any more. Returns True if the memory is unmapped, False if that is left to a thread that still copies."""
+        """Lets no more copies begin. Returns True if the memory is unmapped, False if a thread that still copies will unmap it."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -263,15 +263,15 @@ def _view(view: TensorView, bases: list[torch.Tensor]) -> torch.Tensor:
 
 
 class FencedCopier(PagedCopier):
-    """Copies chunks of one move, each only if the engine has not given the move up. For one thread at a time.
+    """Copies chunks of one move, each only if the engine has not given up the move. For one thread at a time.
 
-    Raises AbandonedError if the engine has, or would have if it were not stopped.
+    Raises AbandonedError if the engine has given it up, or would have if it were not stopped.
     """
 
     def __init__(
         self, tensors: MappedTensors, shard: int, slot: int, ticket: int, event: bytes, until: float = math.inf
     ) -> None:
-        """`shard` is one of those that the tensors hold, counted from 0. `until` is when the engine gives up (monotonic)."""
+        """`shard` is one of those that the tensors hold, counted from 0. `until` is when the engine gives up (monotonic time)."""
         super().__init__(tensors.shard_layout)
         self._tensors = tensors
         self._shard = shard
@@ -302,6 +302,6 @@ class FencedCopier(PagedCopier):
 
 
 def _wait_on_stream(device: torch.device, handle: bytes) -> None:
-    """Make all work that this thread puts on its stream from now on run after an engine's event."""
+    """Makes all work that this thread puts on its stream from now on run after an engine's event."""
     event = torch.cuda.Event.from_ipc_handle(device, handle)  # type: ignore[no-untyped-call]
     torch.cuda.current_stream(device).wait_event(event)

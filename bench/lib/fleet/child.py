@@ -18,7 +18,7 @@ _WAIT_S = 60.0
 def main(bench: str, site: str, address: str, file: str, name: str, host: str) -> None:
     """Does what the coordinator asks for, until it is over."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the process that started us
-    kind = imported(site)  # which may take long, and nobody waits for it yet
+    kind = imported(site)  # it may take long, and nothing waits for it yet
     place = Place(name, host, load_config(Path(file)))
     link = Link(bench, place)
     try:

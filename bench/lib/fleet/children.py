@@ -34,7 +34,7 @@ MOST = 1024
 """Processes of a crew."""
 _WAIT_S = 60.0
 _START_S = 300.0
-"""For the processes of a crew, which import what the bench does; one that ends is noticed at once."""
+"""For the processes of a crew, which import what the bench does. One that ends is noticed immediately."""
 _END_S = 20.0
 _CREW = "crew"
 
@@ -46,13 +46,13 @@ def start(bench: str, site: type[Site], address: str, file: Path, node: str, hos
 
 
 def wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Waits until all have ended, which they do by themselves when they were told to; kills those that do not."""
+    """Waits until all have ended, which they do by themselves once they are asked to; kills those that do not."""
     end(processes, _END_S, ask=False)
 
 
 @contextmanager
 def local_participants(bench: str, site: type[Site], count: int) -> Iterator[Plan]:
-    """The plan of `node-0`, this process, which leads; the others are started, and ended afterwards."""
+    """Yields the plan of `node-0`, this process, which leads; the others are started, and ended afterwards."""
     names = [f"node-{index}" for index in range(count)]
     port = free_port("127.0.0.1")
     config = ClusterConfig(
@@ -137,6 +137,6 @@ def importable(site: object) -> str:
 
 
 def imported(address: str) -> Any:
-    """What `importable` named."""
+    """Returns what `importable` named."""
     module, _, name = address.partition(":")
     return getattr(importlib.import_module(module), name)

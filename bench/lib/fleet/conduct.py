@@ -35,9 +35,9 @@ def conduct(
 ) -> T | None:
     """Takes part in the bench of this name; blocks until it is over.
 
-    At the coordinator: waits for everybody, returns what `lead(fleet)` returned. Elsewhere: does steps, returns None. Without a
-    file: `options.local` or `local` participants on this machine, of which this process is the coordinator; for that, `site` must
-    be a class that can be imported. Raises FleetError, ConfigError, or what `lead` raised; Ctrl-C and SIGTERM are
+    The coordinator waits for all participants, and returns what `lead(fleet)` returned. The others do steps, and return None. Without a
+    file there are `options.local` or `local` participants on this machine, of which this process is the coordinator; for that, `site`
+    must be a class that can be imported. Raises FleetError, ConfigError, or what `lead` raised; Ctrl-C and SIGTERM become
     KeyboardInterrupt. Call it on the main thread.
     """
     tell = _Teller()
@@ -70,7 +70,7 @@ def _take_part(
             result = lead(fleet)
             why = ""
             return result
-        except Exception as error:  # whatever it was: everybody is told why, and it goes on to the caller
+        except Exception as error:  # of any kind: all participants learn the reason, and the caller gets it
             why = str(error)
             raise
         finally:
@@ -88,7 +88,7 @@ def _join(bench: str, here: Plan, site: type[Site], met: Meeting, tell: Callable
 
 
 def _join_quietly(bench: str, here: Plan, site: type[Site], met: Meeting, tell: Callable[[str], None]) -> None:
-    """The coordinator's own part, which the coordinator hears of as of any other."""
+    """Runs the coordinator's own part, as a participant like any other."""
     with suppress(FleetError):
         _join(bench, here, site, met, lambda _: None)
 
@@ -107,7 +107,7 @@ class _Teller:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM ends as Ctrl-C does: everybody is told, everything is closed."""
+    """Makes SIGTERM end the bench as Ctrl-C does: all participants are informed, everything is closed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

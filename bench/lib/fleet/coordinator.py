@@ -1,4 +1,4 @@
-"""The coordinator's end: it takes participants in, and everybody does a step at the same time."""
+"""The coordinator's end: it admits participants, and has all of them do a step at the same time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BEAT_S = 0.25
 _LATE = "the coordinator gave up before everybody was there"
 _AT_ONCE = 1000
 _REFUSED = 10
-"""Refused participants that an error tells of."""
+"""How many refused participants an error names."""
 
 
 @dataclass(eq=False)
@@ -53,9 +53,9 @@ class Member:
     doing: str = ""
     """The step under way."""
     number: int = 0
-    """Of the last step: an outcome with another one comes too late, for a caller that gave up."""
+    """The number of the last step: an outcome with another number comes too late, for a caller that gave up."""
     outcome: Done | Failed | None = None
-    """Of the last step."""
+    """The outcome of the last step."""
 
     def __str__(self) -> str:
         return f"{self.node} ({self.host})"
@@ -66,9 +66,9 @@ class Member:
 
 
 class Fleet:
-    """The machines of a bench. Used on one thread, but for `stop`.
+    """The machines of a bench. For use on one thread, except `stop`.
 
-    After a FleetError it is of no more use: let the error go up, and `end` tells the others.
+    After a FleetError it is of no more use: let the error go up, and `end` informs the others.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], bench: str, place: Place, expected: frozenset[str] | int) -> None:
@@ -94,12 +94,12 @@ class Fleet:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Everybody's names, in order, the coordinator's included."""
+        """The names of all participants, in order, including the coordinator's."""
         return tuple(sorted(self._members))
 
     @property
     def hosts(self) -> dict[str, str]:
-        """Everybody's address, by name."""
+        """The addresses of all participants, by name."""
         return {node: self._members[node].host for node in self.nodes}
 
     # --- taking in ---------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Fleet:
     def gather(
         self, wait_s: float, tell: Callable[[str], None] = lambda _: None, watch: Callable[[], None] = lambda: None
     ) -> None:
-        """Waits until everybody is there; `tell` hears who is missing. `watch` may raise while it waits.
+        """Waits until all participants have come; calls `tell` with the missing ones. `watch` may raise while it waits.
 
         Raises FleetError, which names the missing, after `wait_s` seconds.
         """
@@ -124,7 +124,7 @@ class Fleet:
         self._open = False
 
     def _missing(self) -> str:
-        """Who, in words; empty when everybody is there."""
+        """Returns the missing participants, in words; empty if all have come."""
         for member in [member for member in self._members.values() if member.lost]:
             del self._members[member.node]  # it may come again
         if isinstance(self.expected, int):
@@ -133,7 +133,7 @@ class Fleet:
         return ", ".join(sorted(self.expected - self._members.keys()))
 
     def _admit(self, hello: Message, identity: bytes) -> None:
-        """Raises FleetError for one who has no place here."""
+        """Raises FleetError for a participant that does not belong here."""
         if not isinstance(hello, Hello):
             raise FleetError("it did not say who it is")
         if hello.protocol != PROTOCOL or hello.version != pd_cache.__version__:
@@ -191,14 +191,15 @@ class Fleet:
         return found
 
     def everywhere(self, step: Callable[[Any, J], R], job: J, *, timeout_s: float) -> dict[str, R]:
-        """The same job on every node."""
+        """Runs the same job on every node. Returns their results by node."""
         return self.run(step, dict.fromkeys(self.nodes, job), timeout_s=timeout_s)
 
     @contextmanager
     def closing_sites(self, timeout_s: float = 60.0) -> Iterator[None]:
-        """For a `with` inside of what sites need and the coordinator runs, such as a pool's master: at its end sites are closed.
+        """Closes the sites at the end of a `with` block, inside the context of what they need and the coordinator runs, such as a pool's
+        master.
 
-        After an error everybody is told, and given at most `timeout_s` to close, except those that are gone already.
+        After an error, all participants are informed and get at most `timeout_s` to close, except those that are already gone.
         """
         try:
             yield
@@ -208,7 +209,7 @@ class Fleet:
         self.everywhere(Site.leave, Nothing(), timeout_s=timeout_s)
 
     def end(self, why: str, wait_s: float = 0.0) -> None:
-        """Tells everybody that it is over, and waits until they have closed their sites, at most `wait_s` seconds."""
+        """Informs all participants that it is over, and waits until they have closed their sites, at most `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         for member in self._members.values():
             self._send(member, encode_message(End(why)))
@@ -231,7 +232,7 @@ class Fleet:
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def _turn(self, until: float) -> None:
-        """Takes what has come, or comes until then or the next beat; finds out who is gone."""
+        """Handles the messages that have come, or come until then or the next beat; finds participants that are gone."""
         wait_s = max(0.0, min(until, self._beat_at) - time.monotonic())
         if self._socket.poll(math.ceil(1000 * wait_s)):
             for _ in range(_AT_ONCE):  # a stranger that sends without end cannot keep it here

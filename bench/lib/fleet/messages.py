@@ -91,7 +91,7 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(raw: bytes) -> Message:
-    """Returns the message. Raises FleetError for anything else: its sender is no participant."""
+    """Returns the message. Raises FleetError for anything else: its sender is not a participant."""
     try:
         message: Message = _decoded(raw)
     except UndecodableError as error:
@@ -106,8 +106,8 @@ def open_socket(kind: int) -> zmq.Socket[bytes]:
         socket.setsockopt(option, value)
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # messages that are read ahead of each peer, who may be a stranger. A participant reads more ahead: where it is full of beats,
-        # ZMQ stops to read, hears no heartbeat any more, and disconnects
+        # messages that are read ahead for each peer, which may be a stranger. A participant reads more ahead: if it is
+        # full of beats, ZMQ stops reading, hears no heartbeat any more, and disconnects
         socket.setsockopt(zmq.RCVHWM, 8)
     return socket
 
@@ -120,10 +120,10 @@ def close_socket(socket: zmq.Socket[bytes]) -> None:
 
 
 def end_if_stuck(status: int, message: str = "") -> None:
-    """Ends this process at once with `message` on stderr if a call into Mooncake is under way that its owner has given up.
+    """Ends this process immediately, with `message` on stderr, if a call into Mooncake that its owner has given up is still under way.
 
-    Such a call cannot be cancelled and may last for a minute after its peer is gone. Python would end beside it, take down what it
-    uses, and be killed by SIGSEGV. Close everything before.
+    Such a call cannot be cancelled and may last for a minute after its peer is gone. Python would end beside it, destroy what it uses,
+    and be killed by SIGSEGV. Close everything before.
     """
     if any(thread.name.startswith("mooncake-") for thread in threading.enumerate()):
         print(message, end="\n" if message else "", file=sys.stderr)

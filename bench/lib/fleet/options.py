@@ -31,14 +31,14 @@ class FleetOptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who takes part."""
+    """How this process takes part."""
 
     place: Place
     """Where this machine is in it."""
     expected: frozenset[str] | int
     """All participants' names, or how many they are."""
     coordinator: str | None
-    """None where it is the first by name of those who will have come."""
+    """None for the first by name of the participants that will have come."""
     wait_s: float
 
 
@@ -76,7 +76,7 @@ def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plan(options: FleetOptions) -> Plan:
-    """What `options` mean on this machine. ConfigError where they cannot be followed."""
+    """Returns what `options` mean on this machine. Raises ConfigError where they cannot be followed."""
     if options.file is None:
         raise ConfigError("--node, --nodes and --coordinator need the cluster's file: -c FILE")
     config, _ = read_config(options.file)
@@ -128,7 +128,7 @@ def _expected(config: ClusterConfig, nodes: str | None) -> frozenset[str] | int:
 
 
 def default_participants(config: ClusterConfig) -> list[str]:
-    """The first node of every host that has a cache or gives memory; of all hosts' first nodes where there are none such."""
+    """Returns the first node of every host that has a cache or gives memory; of all hosts' first nodes where there are none such."""
     caching = config.caching_nodes()
     chosen: list[Node] = [node for node in config.nodes if node in caching or isinstance(node, StoreNode)]
     chosen = chosen or list(config.nodes)

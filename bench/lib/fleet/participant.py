@@ -125,7 +125,7 @@ def serve(make: Callable[[Place], Site], place: Place, link: Link) -> None:
         if message.why:
             raise FleetError(message.why)
         why = ""
-    except Exception as error:  # whatever it was: the coordinator is told why, and it goes on to the caller
+    except Exception as error:  # of any kind: the coordinator learns the reason, and the caller gets it
         why = str(error)
         raise
     finally:
@@ -140,7 +140,7 @@ def serve(make: Callable[[Place], Site], place: Place, link: Link) -> None:
 
 
 def _work(site: Site, run: Run, link: Link) -> None:
-    """Does a step. Whatever goes wrong is told in words."""
+    """Does a step. Any failure is reported in words."""
     try:
         link.finish(Done(run.number, msgspec.Raw(site.run(run.step, bytes(run.job)))))
     except Exception as error:  # noqa: BLE001 - told to the coordinator, on another machine

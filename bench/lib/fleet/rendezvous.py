@@ -1,7 +1,7 @@
 """How the participants of a bench find their coordinator.
 
 `static`: it listens on `bench.port` of its node's host, as the file says. `etcd`: each participant registers the address at which it
-would listen, below `/pd-cache/CLUSTER/bench/BENCH/`: not among the nodes, so that nobody routes to it.
+would listen, below `/pd-cache/CLUSTER/bench/BENCH/`, apart from the nodes, so that nothing is routed to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pd_cache.errors import ConfigError
 
 
 class Meeting(NamedTuple):
-    """What a participant knows when it knows who leads."""
+    """What a participant knows once it knows which one leads."""
 
     leader: str
     listener: zmq.Socket[bytes] | None
@@ -34,7 +34,7 @@ class Meeting(NamedTuple):
 
 @contextmanager
 def meeting(plan: Plan, bench: str, tell: Callable[[str], None]) -> Iterator[Meeting]:
-    """`tell` hears what is waited for. Raises FleetError if it is not clear who leads within the plan's time."""
+    """Calls `tell` with what it waits for. Raises FleetError if it is not clear within the plan's time which participant leads."""
     discovery = plan.place.config.discovery
     with ExitStack() as stack:
         if isinstance(discovery, EtcdDiscovery):

@@ -22,12 +22,12 @@ _STEP = "_bench_step"
 
 
 def encode(struct: msgspec.Struct) -> bytes:
-    """A job or a result; the types of the cluster's file may be in it."""
+    """Returns a job or a result; the types of the cluster's file may be in it."""
     return msgspec.msgpack.encode(struct, enc_hook=_plain)
 
 
 def decode(raw: bytes, kind: type[K]) -> K:
-    """What `encode` made. UndecodableError if it is something else."""
+    """Returns the value that `encode` was given. Raises UndecodableError if it is something else."""
     decoded: K = msgpack_decoder(kind, decode_custom)(raw)
     return decoded
 
@@ -35,7 +35,7 @@ def decode(raw: bytes, kind: type[K]) -> K:
 def _plain(value: object) -> int:
     if isinstance(value, ByteSize):
         return int(value)
-    raise NotImplementedError(type(value))  # msgspec's way of being told that a type is not ours
+    raise NotImplementedError(type(value))  # how msgspec learns that a type is not ours
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class Nothing(msgspec.Struct, frozen=True):
 
 
 def step(method: Callable[[S, J], R]) -> Callable[[S, J], R]:
-    """Mark a method `(self, job: SomeStruct) -> SomeStruct` of a `Site` as a step. Both structs are msgspec's."""
+    """Marks a method `(self, job: SomeStruct) -> SomeStruct` of a `Site` as a step. Both structs are msgspec's."""
     setattr(method, _STEP, True)
     return method
 
@@ -80,10 +80,10 @@ class Site:
         self._shut = False
 
     def close(self) -> None:
-        """Let go of everything, in a bounded time. Called once, by `shut`."""
+        """Releases everything, in a bounded time. Called once, by `shut`."""
 
     def shut(self) -> None:
-        """Stop the step under way, if there is one, and `close`. Idempotent."""
+        """Stops the step under way, if there is one, and `close`. Idempotent."""
         with self._once:
             if not self._shut:
                 self._shut = True
@@ -97,7 +97,7 @@ class Site:
         return Nothing()
 
     def run(self, name: str, job: bytes) -> bytes:
-        """The step of that name, from an encoded job to an encoded result. ValueError if there is none, or it is another job."""
+        """Returns the step of that name, from an encoded job to an encoded result. Raises ValueError if there is none, or for another job."""
         method = getattr(type(self), name, None)
         if not hasattr(method, _STEP):
             raise ValueError(f"this side has no step {name!r}; do all machines run the same version?")
@@ -110,6 +110,6 @@ class Site:
 
 
 def result_type(method: Callable[..., Any]) -> type[msgspec.Struct]:
-    """What a step answers with."""
+    """Returns what a step answers with."""
     kind: type[msgspec.Struct] = typing.get_type_hints(method)["return"]
     return kind

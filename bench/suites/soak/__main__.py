@@ -70,7 +70,7 @@ def main(minutes: float, seed: int | None, evidence: Path | None, listed: str | 
 
 
 def _run(seed: int, minutes: float, there: frozenset[str], evidence: Path | None, only: list[Fault] | None) -> Outcome:
-    """One run. Its logs are kept if `evidence` says where, or if anything is wrong."""
+    """Does one run and returns its outcome. Keeps the logs if `evidence` says where, or if anything is wrong."""
     keep = evidence is not None
     kept = Path(tempfile.mkdtemp(prefix=f"pd-cache-soak-{seed}-")) if evidence is None else evidence
     kept.mkdir(parents=True, exist_ok=True)

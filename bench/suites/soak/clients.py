@@ -32,7 +32,7 @@ class Reply(NamedTuple):
 
 
 def complete(address: tuple[str, int], prompt: list[int], stream: bool, expected: list[int]) -> Reply:
-    """Send one request and read its answer to the end."""
+    """Sends one request and reads its answer to the end."""
     begin = time.time()
     connection = http.client.HTTPConnection(*address, timeout=REQUEST_S + _GIVE_UP_S)
     body = {"model": "tiny", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0, "stream": stream}  # fmt: skip
@@ -103,6 +103,6 @@ class Client(threading.Thread):
             self._on_reply(self.label, one, reply)
 
     def close(self) -> None:
-        """Ask it to end after the request that it has under way."""
+        """Asks it to end after the request that it has under way."""
         self.closing.set()
         self.go.set()

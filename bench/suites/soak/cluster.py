@@ -97,11 +97,11 @@ class Site:
         return self.host_of["proxy"].address, self._ports["proxy"]
 
     def file(self, node: str) -> Path:
-        """The node's YAML: the same cluster in each, and the node's own tiers."""
+        """Returns the node's YAML: the same cluster in each, and the node's own tiers."""
         return self.folder / f"{node}.yaml"
 
     def write(self, node: str, segment: str = SEGMENT) -> None:
-        """Write the node's file; `segment` is what stores give to the pool."""
+        """Writes the node's file; `segment` is what stores give to the pool."""
         self.file(node).write_text(yaml.safe_dump(self._tree(node, segment), sort_keys=False))
 
     def _tree(self, node: str, segment: str) -> dict[str, Any]:
@@ -170,11 +170,11 @@ class Node:
 
     @property
     def ready(self) -> bool:
-        """Whether it runs and has said that it can be used."""
+        """Whether it runs and has announced that it can be used."""
         return self.pid is not None and not self.stopped and self._ready.is_set()
 
     def start(self) -> None:
-        """Start it; `ready` becomes true when it is."""
+        """Starts it; `ready` becomes true when it is."""
         self._wanted = True
         self._ready = threading.Event()
         shifted = ("unshare", "--time", "--monotonic", f"{self.shift:.0f}", "--boottime", f"{self.shift:.0f}") if self.shift else ()  # fmt: skip
@@ -199,7 +199,7 @@ class Node:
         self._reader.start()
 
     def tell(self, command: Mapping[str, Any]) -> None:
-        """Send a line of JSON to its stdin. Does nothing if the process is gone."""
+        """Sends a line of JSON to its stdin. Does nothing if the process is gone."""
         if self.process is not None and self.process.stdin is not None:
             try:
                 self.process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -224,7 +224,7 @@ class Node:
         self.stopped = False
 
     def tend(self) -> None:
-        """Start it again if it should run and does not, and note if it ended by itself."""
+        """Starts it again if it should run and does not, and notes if it ended by itself."""
         now = time.monotonic()
         if not self._wanted:
             return
@@ -244,7 +244,7 @@ class Node:
             self.kill(_BACKOFF_S)
 
     def stop(self, grace_s: float) -> str:
-        """End it in order. Returns why that went wrong, or an empty string."""
+        """Ends it in order. Returns why that went wrong, or an empty string."""
         self._wanted = False
         if self.process is None:
             return ""
@@ -271,7 +271,7 @@ class Node:
                 pass
 
     def _end(self) -> None:
-        """Reap it and let go of its pipes. A process that SIGKILL does not end is noted, and `release` helps it to end."""
+        """Reaps the process and closes its pipes. A process that SIGKILL does not end is noted, and `release` helps it to end."""
         assert self.process is not None
         try:
             self.process.wait(_KILLED_S)
@@ -327,7 +327,7 @@ class Cluster:
         return self.nodes[name]
 
     def start(self) -> None:
-        """Start all of them at once: each waits for those that it needs."""
+        """Starts all of them at the same time: each waits for those that it needs."""
         for node in self.nodes.values():
             node.start()
 
@@ -340,11 +340,11 @@ class Cluster:
         return all(node.ready for node in self.nodes.values())
 
     def stop(self, grace_s: float = 30.0) -> list[str]:
-        """End all in order, the last first. Returns what went wrong."""
+        """Ends all in order, the last first. Returns what went wrong."""
         return [trouble for name in reversed(self.nodes) if (trouble := self[name].stop(grace_s))]
 
     def kill(self) -> None:
-        """End all at once."""
+        """Ends all at the same time."""
         for node in self.nodes.values():
             if node.process is not None:
                 node.kill(1e9)

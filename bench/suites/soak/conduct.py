@@ -72,7 +72,7 @@ class Soak:
         self._working = False
 
     def run(self) -> Outcome:
-        """Do the whole run. Returns the outcome, also if something is wrong. Raises SoakError if the run itself cannot go on."""
+        """Does the whole run. Returns the outcome, also if something is wrong. Raises SoakError if the run itself cannot go on."""
         begin = time.monotonic()
         if NEEDS_MOUNTS in self.there:
             (self.folder / "disk").mkdir()
@@ -131,7 +131,7 @@ class Soak:
 
     @contextlib.contextmanager
     def _expecting(self) -> Iterator[subprocess.Popen[bytes]]:
-        """A process of its own that computes the answers without a cache."""
+        """Yields a process of its own that computes the answers without a cache."""
         count = str(len(self._prompts))
         command = [
             sys.executable,
@@ -165,7 +165,7 @@ class Soak:
         self._working = True
 
     def _pause(self) -> None:
-        """Let all lanes and clients come to rest. Work that is still under way on return is noted as late."""
+        """Lets all lanes and clients come to rest. Work that is still under way on return is noted as late."""
         self._working = False
         for client in self.clients:
             client.go.clear()
@@ -230,7 +230,7 @@ class Soak:
         return lost
 
     def _compare(self, before: dict[str, Held]) -> None:
-        """Note what is held now that was not held before the first fault."""
+        """Notes what is held now that was not held before the first fault."""
         leaked: list[str] = []
         for name in ENGINES:
             self.cluster[name].tell({"do": "settle", "seconds": self.settle_s})
@@ -254,7 +254,7 @@ class Soak:
         self._keep("held.json", {"before": {name: one._asdict() for name, one in before.items()}, "after": held})
 
     def _end(self) -> list[str]:
-        """Stop everything in order. Returns what is left then."""
+        """Stops everything in order. Returns what is left then."""
         for client in self.clients:
             client.close()
         for client in self.clients:
@@ -285,7 +285,7 @@ class Soak:
         heapq.heappush(self._due, (when, next(self._numbers), action))
 
     def _watch(self, seconds: float) -> None:
-        """Do what is due, start what has ended, watch the clock."""
+        """Does what is due, start what has ended, watch the clock."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self._tick()

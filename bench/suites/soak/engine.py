@@ -228,7 +228,7 @@ class Lane(threading.Thread):
                 return
 
     def do(self, operation: Operation) -> Done:
-        """Do one operation and report it."""
+        """Does one operation and reports it."""
         self._serial += 1
         prepared = perform(self.cache, self.buffer, operation, self._driver.seed, (self._serial * 0x9E3779B97F4A7C15) & ((1 << 64) - 1))  # fmt: skip
         bound = self.cache.bound(operation.kind, operation.prompt.chunks, operation.timeout)
@@ -264,7 +264,7 @@ class Driver:
         self.lanes = [Lane(self, number, first.get(f"{name}/{number}", 0)) for number in range(LANES[name])]
 
     def say(self, **fields: Any) -> None:
-        """Print a line of JSON on stdout."""
+        """Prints a line of JSON on stdout."""
         with self._printing:
             sys.stdout.write(json.dumps(fields) + "\n")
             sys.stdout.flush()
@@ -290,7 +290,7 @@ class Driver:
         return OwnCache(self.engine, buffer)
 
     def run(self) -> None:
-        """Run until stdin ends or says so."""
+        """Runs until stdin ends or says so."""
         for lane in self.lanes:
             lane.start()
         print(f"ready {self.name}", flush=True)
@@ -323,7 +323,7 @@ class Driver:
         CacheEngineBuilder.destroy(self.name)
 
     def _check(self, prompts: Sequence[Prompt], mode: str, seconds: float) -> None:
-        """Try until every prompt is found and loaded whole; with `store`, store it first.
+        """Tries until every prompt is found and loaded whole; with `store`, stores it first.
 
         Done on this thread with the first lane's buffer, whose thread rests.
         """
@@ -363,7 +363,7 @@ class Driver:
 
 
 def _slots_held(engine: CacheEngine) -> int:
-    """Returns how many slots are in use besides those in which the local tier keeps its entries."""
+    """Returns how many slots are in use, not counting those in which the local tier keeps its entries."""
     from pd_cache.backends.hybrid import HybridBackend
     from pd_cache.backends.local import LocalBackend
 

@@ -56,7 +56,7 @@ class Stranger:
     """A connection to a cache server that says what it likes, whether or not it makes sense."""
 
     def __init__(self, url: str, *, high_water: int = 1000) -> None:
-        """Connect, and send nothing. `high_water` is how many messages ZMQ keeps in each direction."""
+        """Connects, and sends nothing. `high_water` is how many messages ZMQ keeps in each direction."""
         self.name = uuid.uuid4().hex
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -82,7 +82,7 @@ class Stranger:
         self._context.destroy(0)
 
     def say(self, message: Message) -> bool:
-        """Send a message, waiting up to a tenth of a second for room; False if there was none."""
+        """Sends a message, waiting up to a tenth of a second for room; False if there was none."""
         return self.send([encode(next(self._numbers), message)])
 
     def send(self, frames: Sequence[bytes]) -> bool:
@@ -113,7 +113,7 @@ class Stranger:
         block_size: int | None = None,
         lifeline: bool = False,
     ) -> Answer | None:
-        """Say hello as an engine whose blocks are one chunk each; with `lifeline`, open that, too."""
+        """Says hello as an engine whose blocks are one chunk each; with `lifeline`, open that, too."""
         if block_size is None:
             block_size = self._chunk_size() if kind != "observer" else 0
         answer = self.ask(Hello(self.name, kind, "abuse", model, world_size, 0, block_size))
@@ -131,11 +131,11 @@ class Stranger:
         return self._lifeline
 
     def lend(self, token: str, descriptors: Sequence[int]) -> None:
-        """Send descriptors over the lifeline. Raises OSError once the server has hung up."""
+        """Sends descriptors over the lifeline. Raises OSError once the server has hung up."""
         socket.send_fds(self.lifeline(), [token.encode()], list(descriptors))
 
     def register(self, descriptor: int, nbytes: int, *, blocks: int = 1, timeout: float = 10.0) -> Answer | None:
-        """Lend one tensor of `blocks` blocks in this memory, and a fence with ticket 1 in every slot."""
+        """Lends one tensor of `blocks` blocks in this memory, and a fence with ticket 1 in every slot."""
         token = uuid.uuid4().hex
         fence = sealed(FENCE_BYTES)
         os.pwrite(fence, struct.pack("<Q", 1) * (FENCE_BYTES // 8), 0)
@@ -185,7 +185,7 @@ def registration(token: str, nbytes: int, block_size: int, blocks: int = 1) -> R
 
 @contextlib.contextmanager
 def closing(descriptor: int) -> Iterator[int]:
-    """Close a descriptor in the end."""
+    """Closes a descriptor in the end."""
     try:
         yield descriptor
     finally:
@@ -193,7 +193,7 @@ def closing(descriptor: int) -> Iterator[int]:
 
 
 def names(count: int, salt: int = 0) -> bytes:
-    """Returns `count` names of chunks that nobody has stored."""
+    """Returns `count` names of chunks that were never stored."""
     return join_names([(salt << 64 | index).to_bytes(16, "little") for index in range(count)])
 
 
@@ -201,7 +201,7 @@ def names(count: int, salt: int = 0) -> bytes:
 
 
 def truncate_lent_memory(url: str, until: Until) -> int:
-    """Lend memory, sealed or not, shrink it to nothing and have it stored: SIGBUS for a server that maps what can shrink."""
+    """Lends memory, sealed or not, shrinks it to nothing and has it stored: SIGBUS for a server that maps what can shrink."""
     count, nbytes = 0, LENT
     with Stranger(url) as one:
         one.hello(lifeline=True)
@@ -222,7 +222,7 @@ def truncate_lent_memory(url: str, until: Until) -> int:
 
 
 def lend_strange_files(url: str, until: Until) -> int:
-    """Lend descriptors that are not memory, or not all allocated: devices, pipes, sockets, files, sparse and read-only memory."""
+    """Lends descriptors that are not memory, or not all allocated: devices, pipes, sockets, files, sparse and read-only memory."""
 
     def sparse() -> int:
         descriptor = os.memfd_create("abuse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -231,7 +231,7 @@ def lend_strange_files(url: str, until: Until) -> int:
         return descriptor
 
     def lingering() -> int:
-        """A socket that waits for its peer when it is closed."""
+        """Returns a socket that waits for its peer when it is closed."""
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen(1)
@@ -281,7 +281,7 @@ def register_without_descriptors(url: str, until: Until) -> int:
 
 
 def repeat_tokens(url: str, until: Until) -> int:
-    """Send two hundred descriptors under one token again and again."""
+    """Sends two hundred descriptors under one token again and again."""
     count, token = 0, uuid.uuid4().hex
     with Stranger(url) as one, closing(sealed(_PAGE)) as descriptor:
         one.hello(lifeline=True)
@@ -308,7 +308,7 @@ def hello_without_lifeline(url: str, until: Until) -> int:
 
 
 def half_lifelines(url: str, until: Until) -> int:
-    """Open lifelines that never say whose they are, say half of it, or say nonsense."""
+    """Opens lifelines that never say whose they are, say half of it, or say nonsense."""
     count = 0
     with Stranger(url) as one:
         one.hello()
@@ -328,7 +328,7 @@ def half_lifelines(url: str, until: Until) -> int:
 
 
 def many_lifelines(url: str, until: Until) -> int:
-    """One process opens lifelines in hundreds of names."""
+    """Opens lifelines in hundreds of names from one process."""
     with contextlib.ExitStack() as stack:
         one = stack.enter_context(Stranger(url))
         one.hello()
@@ -343,7 +343,7 @@ def many_lifelines(url: str, until: Until) -> int:
 
 
 def wide_lookups(url: str, until: Until) -> int:
-    """Look up the longest prompt there can be for as many ranks as there can be."""
+    """Looks up the longest prompt there can be for as many ranks as there can be."""
     count = 0
     with Stranger(url) as one, closing(sealed(LENT)) as descriptor:
         for world_size in (1024, 512):
@@ -358,7 +358,7 @@ def wide_lookups(url: str, until: Until) -> int:
 
 
 def flood_lookups(url: str, until: Until) -> int:
-    """Ask as fast as the socket takes it, each time under another session, and read none of the answers."""
+    """Asks as fast as the socket takes it, each time under another session, and reads none of the answers."""
     count = 0
     with Stranger(url, high_water=10) as one, closing(sealed(LENT)) as descriptor:
         one.hello(lifeline=True)
@@ -370,7 +370,7 @@ def flood_lookups(url: str, until: Until) -> int:
 
 
 def flood_status(url: str, until: Until) -> int:
-    """Ask for the largest answer there is, and read none."""
+    """Asks for the largest answer there is, and reads none."""
     count = 0
     with Stranger(url, high_water=10) as one:
         one.hello("observer")
@@ -380,7 +380,7 @@ def flood_status(url: str, until: Until) -> int:
 
 
 def flood_stores(url: str, until: Until) -> int:
-    """Store blocks that do not exist, with almost no patience."""
+    """Stores blocks that do not exist, with almost no patience."""
     count = 0
     with Stranger(url, high_water=10) as one, closing(sealed(LENT)) as descriptor:
         one.hello(lifeline=True)
@@ -392,7 +392,7 @@ def flood_stores(url: str, until: Until) -> int:
 
 
 def huge_messages(url: str, until: Until) -> int:
-    """Send messages of 100 MiB, which no server reads."""
+    """Sends messages of 100 MiB, which no server reads."""
     body, count = bytes(100 << 20), 0
     while not until():
         with Stranger(url, high_water=2) as one:
@@ -403,7 +403,7 @@ def huge_messages(url: str, until: Until) -> int:
 
 
 def large_messages(url: str, until: Until) -> int:
-    """Send messages as large as a server reads, valid ones and others."""
+    """Sends messages as large as a server reads, valid ones and others."""
     longest = encode(1, Store("", names(1 << 16), (0,) * (1 << 20), 0, 1, 1))
     garbage, count = longest[:16] + b"\xc1" * (len(longest) - 16), 0
     with Stranger(url, high_water=2) as one:
@@ -415,7 +415,7 @@ def large_messages(url: str, until: Until) -> int:
 
 
 def garbage(url: str, until: Until) -> int:
-    """Send frames that are no messages, and messages of many frames."""
+    """Sends frames that are no messages, and messages of many frames."""
     count = 0
     with Stranger(url) as one:
         while not until():
@@ -425,7 +425,7 @@ def garbage(url: str, until: Until) -> int:
 
 
 def register_again_and_again(url: str, until: Until) -> int:
-    """Lend the same memory thousands of times, and never take it back."""
+    """Lends the same memory thousands of times, and never takes it back."""
     count = 0
     with Stranger(url) as one, closing(sealed(LENT)) as descriptor:
         one.hello(lifeline=True)
@@ -436,7 +436,7 @@ def register_again_and_again(url: str, until: Until) -> int:
 
 
 def many_sizes(url: str, until: Until) -> int:
-    """Run one engine after the other, each with chunks of another size; each leaves at once."""
+    """Runs one engine after the other, each with chunks of another size; each leaves immediately."""
     count = 0
     while not until():
         nbytes = (1 + count % 16) * LENT // 4
@@ -448,7 +448,7 @@ def many_sizes(url: str, until: Until) -> int:
 
 
 def come_and_go(url: str, until: Until) -> int:
-    """Connect, say hello and vanish, as fast as it goes."""
+    """Connects, says hello and vanishes, as fast as it can."""
     count = 0
     while not until():
         with Stranger(url) as one:
@@ -459,7 +459,7 @@ def come_and_go(url: str, until: Until) -> int:
 
 
 def connect_only(url: str, until: Until) -> int:
-    """Open as many connections as this process may, and say nothing on any of them."""
+    """Opens as many connections as this process may, and says nothing on any of them."""
     if not url.startswith("ipc://"):
         return 0
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -481,7 +481,7 @@ def connect_only(url: str, until: Until) -> int:
 
 
 def wait(until: Until) -> None:
-    """Wait until `until()` is true."""
+    """Waits until `until()` is true."""
     while not until():
         time.sleep(0.02)
 

@@ -18,7 +18,7 @@ _GRACE_S = 5.0
 
 
 def main(folder: str, host: str, port: str, peers: str) -> int:
-    """Run until asked to stop. Returns etcd's exit status if it ends by itself."""
+    """Runs until asked to stop. Returns etcd's exit status if it ends by itself."""
     client, peer = f"http://{host}:{port}", f"http://127.0.0.1:{peers}"
     process = spawn_child(
         [

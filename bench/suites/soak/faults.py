@@ -51,7 +51,7 @@ class Stage:
         self.damaged[how] = self.damaged.get(how, 0) + count
 
     def press(self, seconds: float) -> None:
-        """Make the engines move as much as they can for a while."""
+        """Makes the engines move as much as they can for a while."""
         for engine in ENGINES:
             self.cluster[engine].tell({"do": "press", "seconds": seconds})
 
@@ -105,7 +105,7 @@ def _cut(stage: Stage, fault: Fault) -> Undo:
 
 
 def _clock(stage: Stage, fault: Fault) -> Undo:
-    """A node comes back with another clock: no message between processes may depend on clocks."""
+    """Brings a node back with another clock: no message between processes may depend on clocks."""
     node = stage.cluster[fault.target]
     node.shift = float(random.Random(fault.seed).choice((100, 10_000, 1_000_000, 100_000_000)))
     node.kill(fault.seconds)
@@ -143,14 +143,14 @@ def _disk_refuses(stage: Stage, fault: Fault) -> Undo:
 
 
 def _disk_read_only(stage: Stage, fault: Fault) -> Undo:
-    """The process comes back to a file system that is mounted read-only."""
+    """Brings a process back to a file system that is mounted read-only."""
     stage.cluster[fault.target].kill(0.1)
     _remount(stage.site.disk, "ro")
     return lambda: _remount(stage.site.disk, "rw")
 
 
 def _disk_gone(stage: Stage, fault: Fault) -> Undo:
-    """The folder disappears with all its contents while it is in use."""
+    """Removes the folder with all its contents while it is in use."""
     gone = []
     for folder in stage.site.disk.iterdir():
         if folder.is_dir() and folder.name.isdigit():
@@ -255,7 +255,7 @@ def _strange_engine(stage: Stage, fault: Fault) -> Undo:
 
 
 def _tricky_engine(stage: Stage, fault: Fault) -> Undo:
-    """An engine plays one of the tricks of `engine_abuse`: with memory that it lends, messages, lifelines or connections."""
+    """Starts an engine that plays one of the tricks of `engine_abuse`: with lent memory, messages, lifelines or connections."""
     site, trick = stage.site, random.Random(fault.seed).choice(sorted(TRICKS))
     command = (sys.executable, "-m", "bench.suites.soak.engine_abuse", site.url, trick, "--seconds", str(fault.seconds))
     with (site.logs / "tricks.log").open("ab") as log:

@@ -23,7 +23,7 @@ class Host(NamedTuple):
     """The outer end of its link; empty for a host that has none."""
 
     def inside(self, *command: str) -> tuple[str, ...]:
-        """A command that runs `command` on this host."""
+        """Returns a command that runs `command` on this host."""
         return ("ip", "netns", "exec", self.name, *command) if self.cable else command
 
     def cut(self) -> None:
@@ -39,7 +39,7 @@ class Hosts:
     """The hosts of a run."""
 
     def __init__(self, linked: bool) -> None:
-        """`linked`: whether hosts have links of their own; else all are 127.0.0.1."""
+        """`linked`: whether hosts have links of their own; otherwise all are 127.0.0.1."""
         self._linked = linked
         self._hosts: dict[str, Host] = {}
         self._ports = 21_000
@@ -59,7 +59,7 @@ class Hosts:
         return self._ports if self._linked else free_port("127.0.0.1")
 
     def close(self) -> None:
-        """Remove all hosts; processes on them must have ended."""
+        """Removes all hosts; processes on them must have ended."""
         for host in self._hosts.values():
             if host.cable:
                 subprocess.run(("ip", "link", "del", host.cable), capture_output=True, timeout=20, check=False)

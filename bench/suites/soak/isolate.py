@@ -41,13 +41,13 @@ def why_not() -> str | None:
 
 
 def has_clocks() -> bool:
-    """Whether a child can have a clock of its own."""
+    """Returns whether a child can have a clock of its own."""
     command = ("unshare", "--time", "--monotonic", "1000", "--boottime", "1000", "true")
     return subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 0
 
 
 def start_isolated(arguments: Sequence[str]) -> int:
-    """Run `python -m bench.suites.soak` with these arguments in namespaces of its own. Returns its exit status.
+    """Runs `python -m bench.suites.soak` with these arguments in namespaces of its own. Returns its exit status.
 
     A Ctrl-C, or the end of this process, ends the run in order. What does not end is killed.
     """
@@ -63,7 +63,7 @@ def start_isolated(arguments: Sequence[str]) -> int:
 
 
 def enter() -> None:
-    """Make the new namespaces fit for a run, and stop this process in order when the one that started it ends."""
+    """Makes the new namespaces fit for a run, and stops this process in order when the one that started it ends."""
     for folder in _COVERED:
         subprocess.run(("mount", "-t", "tmpfs", "pd-cache-soak", str(folder)), check=True, capture_output=True)
     subprocess.run(("ip", "link", "set", "lo", "up"), check=True, capture_output=True)

@@ -1,8 +1,8 @@
-"""Which answers were late. Pure.
+"""Decides which answers were late. Pure.
 
-An answer has its deadline and a fixed allowance besides. Time that the machine or the run itself took from the caller does not count:
-the time for which its process was stopped on purpose, the time for which its thread waited in the kernel's run queue, and the time for
-which this program's own ticker was late, which shows that the whole machine stood still.
+An answer has its deadline plus a fixed allowance. Time that the machine or the run itself took from the caller does not count: the time
+for which its process was stopped on purpose, the time for which its thread waited in the kernel's run queue, and the time for which this
+program's own ticker was late, which shows that the whole machine stood still.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Kind(NamedTuple):
     """Whether it fits into a run of less than a minute, cut to a few seconds."""
     needs: frozenset[str] = frozenset()
     also: tuple[str, ...] = ()
-    """Nodes that it touches besides its target: no two faults touch a node at the same time."""
+    """Nodes that it affects in addition to its target: no two faults affect a node at the same time."""
 
 
 KINDS = (

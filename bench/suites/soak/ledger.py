@@ -56,7 +56,7 @@ class Ledger:
         self.changed = threading.Condition(self._lock)
 
     def event(self, node: str, event: dict[str, Any]) -> None:
-        """Take in a line that an engine printed."""
+        """Takes in a line that an engine printed."""
         with self._lock:
             kind = event.get("e")
             if kind == "begin":
@@ -71,7 +71,7 @@ class Ledger:
                 self.changed.notify_all()
 
     def reply(self, label: str, request: Completion, reply: Reply) -> None:
-        """Note that a request through the proxy has ended."""
+        """Notes that a request through the proxy has ended."""
         with self._lock:
             self.counts["completion"] += 1
             self.outcomes[reply.outcome] += 1
@@ -88,7 +88,7 @@ class Ledger:
             return {lane: number + 1 for lane, number in self._first.items() if lane.startswith(f"{node}/")}
 
     def forget(self, node: str) -> None:
-        """Note that an engine's process has ended: nobody waits any more for what its lanes had under way."""
+        """Notes that an engine's process has ended: nothing waits any more for the operations of its lanes."""
         with self._lock:
             for lane in [lane for lane in self._open if lane.startswith(f"{node}/")]:
                 del self._open[lane]
@@ -124,7 +124,7 @@ class Ledger:
         ]
 
     def slowest(self) -> list[dict[str, Any]]:
-        """The answers that took longest."""
+        """Returns the answers that took longest."""
         with self._lock:
             calls = sorted(self._calls, key=lambda call: call.answer.begin - call.answer.end)[:_SLOWEST]
         return [

@@ -84,11 +84,11 @@ class PagedBuffer:
             self._known[name] = f"{what} up to token {index * CHUNK}"
 
     def fill(self, canary: int) -> None:
-        """Put the canary into every word."""
+        """Puts the canary into every word."""
         self.words.fill(canary)
 
     def put(self, slots: Numbers, names: Words) -> None:
-        """Write the KV of tokens, as an engine does when it computes them."""
+        """Writes the KV of tokens, as an engine does when it computes them."""
         blocks, offsets = slots // BLOCK, slots % BLOCK
         self.words[:, blocks, :, offsets, :] = kv_of(names)
 

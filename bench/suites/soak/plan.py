@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from bench.suites.soak.kinds import KINDS, LONG_KINDS, Kind, possible, touched
 
 CHUNK = 16
-"""Tokens a chunk, and tokens a block."""
+"""Tokens per chunk, and tokens per block."""
 LONGEST = 256
 """Chunks of the longest prompt: so many objects in one call that a stalled call lasts longer than Mooncake's 60 s."""
 VOCABULARY = 512
@@ -50,7 +50,7 @@ class Prompt(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One call of a lane. `unknown` is a lookup of a prompt that nobody ever stored."""
+    """One call of a lane. `unknown` is a lookup of a prompt that was never stored."""
 
     number: int
     kind: OperationKind
@@ -58,7 +58,7 @@ class Operation(NamedTuple):
     first: int
     """How many chunks, from the first, the mask leaves out."""
     scattered: bool
-    """Whether tokens lie in single slots anywhere, not in whole blocks."""
+    """Whether tokens are placed in single slots anywhere, not in whole blocks."""
     places: int
     """Seed for their places in the paged buffer."""
     timeout: float
@@ -118,10 +118,10 @@ def operations(seed: int, lane: str, removes: bool = True) -> Iterator[Operation
 
 
 def pressed(operation: Operation, lane: str) -> Operation:
-    """Returns the operation to do under pressure: at once, and with as many objects in one call as there can be.
+    """Returns the operation to do under pressure: immediately, and with as many objects in one call as possible.
 
-    Stores are of prompts whose second half nobody has stored before. After two stores the lane loads both prompts again: some of them
-    lie in local memory, some only in the pool.
+    Stores are of prompts whose second half was never stored before. After two stores the lane loads both prompts again: some of them are
+    in local memory, some only in the pool.
     """
     kind: OperationKind = "retrieve" if operation.number % 4 >= 2 else "store"
     rng = random.Random(f"{lane}/{operation.number - 2 * (kind == 'retrieve')}")

@@ -38,7 +38,7 @@ class Stranger(threading.Thread):
         self.acts = 0
 
     def leave(self) -> None:
-        """End it, with all its connections."""
+        """Ends it, with all its connections."""
         self.gone.set()
         self.join(10.0)
 

@@ -1,12 +1,12 @@
 """The reference engine: a small engine with a paged KV cache, for trying out, testing and measuring pd-cache.
 
-It serves a Hugging Face causal LM from a local folder, or one with random weights, on the CPU. It is not made for
-production, and not fast; it is made to be right: a prompt gives the same tokens whether its prefix was computed here or
-loaded from the pool, and whatever the cache does, requests are answered.
+It serves a Hugging Face causal LM from a local folder, or one with random weights, on the CPU. It is neither fast nor made for
+production; it is made to be right. A prompt gives the same tokens whether its prefix was computed here or loaded from the pool, and
+requests are answered whatever the cache does.
 
-A request's path: `server` reads it (`protocol`) and submits it to the `engine`, whose thread runs the `scheduler`. That
-reserves `blocks`, has the `cache` load the prefix on `workers`, computes the rest with the `model` through the pages
-(`attention`), has the chunks stored, and draws tokens (`sampling`) into the `generation` that the server reads from.
+A request's path: `server` reads it (`protocol`) and submits it to the `engine`, whose thread runs the `scheduler`. The scheduler reserves
+`blocks`, has the `cache` load the prefix on `workers`, computes the rest with the `model` through the pages (`attention`), has the chunks
+stored, and draws tokens (`sampling`) into the `generation` that the server reads from.
 """
 
 from launch.engines.reference.engine import CacheFactory, ReferenceEngine

@@ -1,14 +1,14 @@
-"""Attention over pages: the one place where the engine's KV lies, and the function that makes a model read it.
+"""Attention over pages: the only place where the engine's KV lies, and the function that makes a model read it.
 
-A model calls `paged_attention` in each layer. It writes the step's new keys and values into the pages and
-then reads the keys and values of each request's whole context back from them, through the request's block table. Nothing
-else keeps KV, so what the cache loads into a page is what the model attends to.
+A model calls `paged_attention` in each layer. It writes the step's new keys and values into the pages and then reads the keys and values
+of each request's whole context back from them, through the request's block table. Nothing else keeps KV, so the model attends to whatever
+the cache loads into a page.
 
-The same token must come out whether its prefix was computed here or loaded, so a token's numbers must not depend on how
-many others were computed beside it. CPU matrix kernels differ only for a few rows (a vector, or less than 8 rows), and
-reductions only with their length. Therefore rows are padded to `ROW_QUANTUM`, and a token at position p always attends to
-a context of p + 1 tokens rounded up to `CONTEXT_QUANTUM`, the surplus masked. Measured in float32 and bfloat16 on x86: a
-token's keys, values and logits are then the same bits however its prompt was cut into steps and whatever ran beside it.
+The same token must come out whether its prefix was computed here or loaded, so a token's numbers must not depend on how many others were
+computed beside it. CPU matrix kernels give different results only for a few rows (a vector, or less than 8 rows), and reductions only for
+different lengths. Therefore rows are padded to `ROW_QUANTUM`, and a token at position p always attends to a context of p + 1 tokens
+rounded up to `CONTEXT_QUANTUM`, with the surplus masked. Measured in float32 and bfloat16 on x86: a token's keys, values and logits are
+then the same bits however its prompt was cut into steps and whatever ran beside it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def round_up(value: int, quantum: int) -> int:
 class PagedKV:
     """The paged buffer: per layer `[num_blocks, kv_heads, block_size, 2 * head_dim]`, keys first, then values.
 
-    All layers are views of one allocation. The tensors are normal ones, not of inference mode, so that any thread may
-    write them.
+    All layers are views of one allocation. The tensors are normal ones, not inference tensors, so that any thread may write them.
     """
 
     def __init__(
@@ -51,20 +50,20 @@ class PagedKV:
         self.layout = KVLayout.from_tensors(self.kv_caches, PageKind.HEADS_FIRST)
 
     def slots(self, blocks: Sequence[int], tokens: int) -> torch.Tensor:
-        """The slot mapping, int64 `[tokens]`, of the first `tokens` tokens of a request that owns `blocks`."""
+        """Returns the slot mapping, int64 `[tokens]`, of the first `tokens` tokens of a request that owns `blocks`."""
         table = torch.tensor(blocks, dtype=torch.int64).unsqueeze(1) * self.block_size
         return (table + torch.arange(self.block_size)).flatten()[:tokens]
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put `keys` and `values`, `[tokens, kv_heads, head_dim]`, into the pages of one layer."""
+        """Puts `keys` and `values`, `[tokens, kv_heads, head_dim]`, into the pages of one layer."""
         pages = self.buffer[layer]
         block, offset = slots // self.block_size, slots % self.block_size
         pages[block, :, offset] = torch.cat((keys, values), dim=-1)
 
     def read(self, layer: int, blocks: torch.Tensor, tokens: int, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first `tokens` tokens, each `[kv_heads, padded, head_dim]`, zero beyond `tokens`.
+        """Returns keys and values of the first `tokens` tokens, each `[kv_heads, padded, head_dim]`, zero beyond `tokens`.
 
-        A temporary copy: zeroes, not what a block's last tenant left, stand behind the mask, since 0 * NaN is NaN.
+        They are a temporary copy. The masked part is zeroed, not left as the block's last tenant wrote it, because 0 * NaN is NaN.
         """
         gathered = torch.zeros(self.kv_heads, padded, 2 * self.head_dim, dtype=self.buffer.dtype)
         pages = self.buffer[layer].index_select(0, blocks).transpose(0, 1)
@@ -74,10 +73,10 @@ class PagedKV:
 
 @dataclass(frozen=True)
 class ContextRows:
-    """Rows of one request in a step, none on the other side of a multiple of `CONTEXT_QUANTUM`."""
+    """Rows of one request in a step. They never cross a multiple of `CONTEXT_QUANTUM`."""
 
     start: int
-    """First row of the step that is this request's."""
+    """The request's first row in the step."""
     rows: int
     position: int
     """Position of the first row's token in its request."""
@@ -91,7 +90,7 @@ class ContextRows:
 
 
 def cut_segments(start: int, position: int, rows: int, blocks: Sequence[int], block_size: int) -> Iterator[ContextRows]:
-    """The segments of `rows` tokens from `position` on, of a request that owns `blocks`; the first is row `start`."""
+    """Yields the segments of `rows` tokens from `position` on, of a request that owns `blocks`; the first is row `start`."""
     end = position + rows
     while position < end:
         stop = min(end, round_up(position + 1, CONTEXT_QUANTUM))
@@ -110,7 +109,7 @@ class PagedStep:
     """int64 `[rows]`: where each real row's KV goes. Rows beyond are padding."""
     segments: tuple[ContextRows, ...]
     max_context: int
-    """Longest context of the engine, in tokens: a sliding window at least this wide is none."""
+    """Longest context of the engine, in tokens: a sliding window of at least this width has no effect."""
     layers_seen: set[int] = field(default_factory=set)
     masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
@@ -129,7 +128,7 @@ def attending(step: PagedStep) -> Iterator[None]:
 
 
 def current_step() -> PagedStep:
-    """The step that `attending` began in this thread."""
+    """Returns the step that `attending` began in this thread."""
     step = _current_step.get()
     if step is None:
         raise RuntimeError("paged attention was called outside of a step")
@@ -139,9 +138,9 @@ def current_step() -> PagedStep:
 def paged_attention(
     layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Attention of one layer in the current step: `query [1, heads, rows, head_dim]`, `key` and `value` `[1, kv_heads, ...]`.
+    """Returns the attention of one layer in the current step, `[1, rows, heads, head_dim]`.
 
-    Returns `[1, rows, heads, head_dim]`.
+    Shapes: `query [1, heads, rows, head_dim]`, `key` and `value` `[1, kv_heads, rows, head_dim]`.
     """
     step = current_step()
     kv = step.kv
@@ -157,13 +156,13 @@ def paged_attention(
 
 
 def _attend(step: PagedStep, index: int, query: torch.Tensor, layer: int, scaling: float | None) -> torch.Tensor:
-    """`query [heads, rows, head_dim]` of one request against its context in the pages, as `[rows, heads, head_dim]`."""
+    """Returns the attention of one request's `query [heads, rows, head_dim]` to its context in the pages, as `[rows, heads, head_dim]`."""
     segment, kv = step.segments[index], step.kv
     context = round_up(segment.context, CONTEXT_QUANTUM)
     keys, values = kv.read(layer, segment.blocks, segment.context, context)
     heads, rows, head_dim = query.shape
     padded = round_up(rows, ROW_QUANTUM)
-    # Query heads that share a KV head stand as further rows of it: [kv_heads, group * rows, head_dim].
+    # Query heads that share a KV head become further rows of it: [kv_heads, group * rows, head_dim].
     group = heads // kv.kv_heads
     folded = functional.pad(query, (0, 0, 0, padded - rows)).reshape(kv.kv_heads, group * padded, head_dim)
     mask = step.masks.get((index, query.dtype))
@@ -177,7 +176,7 @@ def _attend(step: PagedStep, index: int, query: torch.Tensor, layer: int, scalin
 
 
 def _causal_mask(segment: ContextRows, rows: int, context: int, dtype: torch.dtype) -> torch.Tensor:
-    """`[rows, context]`, 0 where a row may look and -inf elsewhere; padding rows look where the last real one does."""
+    """Returns `[rows, context]`, 0 where a row may look and -inf elsewhere; padding rows look where the last real one does."""
     positions = (segment.position + torch.arange(rows)).clamp(max=segment.context - 1)
     mask = torch.zeros(rows, context, dtype=dtype)
     return mask.masked_fill_(torch.arange(context) > positions.unsqueeze(1), float("-inf"))

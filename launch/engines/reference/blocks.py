@@ -1,4 +1,4 @@
-"""Who owns which block of the paged buffer."""
+"""The blocks of the paged buffer, and the requests and calls that hold them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds."""
+        """How many blocks are free."""
         return len(self._free)
 
     def allocate(self, count: int) -> BlockLease | None:
-        """`count` blocks, held once, or None if there are not that many."""
+        """Returns `count` blocks, held once, or None if there are not that many."""
         with self._lock:
             if count > len(self._free):
                 return None
@@ -30,7 +30,7 @@ class BlockPool:
         return BlockLease(self, blocks)
 
     def check_integrity(self) -> None:
-        """AssertionError unless every block is either free or used, once."""
+        """Raises AssertionError unless every block is either free or used, once."""
         with self._lock:
             assert len(self._free) + len(self._used) == self.total, (len(self._free), len(self._used), self.total)
             assert set(self._free) | self._used == set(range(self.total))
@@ -45,8 +45,8 @@ class BlockPool:
 class BlockLease:
     """Blocks that are in use by one or more holders: a request, a load into them, a store out of them.
 
-    They return to the pool when the last holder lets go, so a cache call that outlives its request keeps them from being
-    handed to another. Thread-safe.
+    They return to the pool when the last holder releases them, so a cache call that outlives its request keeps them from being handed to
+    another. Thread-safe.
     """
 
     def __init__(self, pool: BlockPool, blocks: tuple[int, ...]) -> None:
@@ -56,13 +56,13 @@ class BlockLease:
         self._holders = 1
 
     def hold(self) -> None:
-        """Become a further holder; the caller must be one already, or act for one."""
+        """Adds a holder. The caller must be a holder already, or act for one."""
         with self._lock:
             assert self._holders > 0, "blocks were held after they had been given back"
             self._holders += 1
 
     def release(self) -> None:
-        """Let go; once for each hold."""
+        """Removes a holder; call it once for each hold."""
         with self._lock:
             assert self._holders > 0, "blocks were released more often than held"
             self._holders -= 1

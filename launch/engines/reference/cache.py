@@ -1,6 +1,6 @@
-"""What the engine needs of a cache, and the two things it does with one: load a prompt's prefix, store its chunks.
+"""The engine's view of a cache, and the two things it does with one: load a prompt's prefix, store its chunks.
 
-Both run on worker threads and never raise: a cache that fails in any way is a prefix that was not found.
+Both run on worker threads and never raise: if the cache fails in any way, no prefix was found.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LoadOutcome(enum.Enum):
 
     HIT = "hit"
     NOTHING = "nothing"
-    """Nothing was loaded: it is not there, or the pool did not answer. The cache's own counters tell which."""
+    """Nothing was loaded: it is not there, or the pool did not answer. The cache's own counters show which."""
     UNAVAILABLE = "unavailable"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -41,34 +41,34 @@ class LoadOutcome(enum.Enum):
 class LoadResult(NamedTuple):
     outcome: LoadOutcome
     tokens: int
-    """Length of the prompt's prefix whose KV lies in the pages now: whole chunks."""
+    """Length of the prompt's prefix whose KV is in the pages now: whole chunks."""
 
 
 class Prefix:
     """The whole chunks of a prompt, and where they lie in the pages."""
 
     def __init__(self, cache: BlockCache, tokens: array.array[int], blocks: Sequence[int], salt: str | None) -> None:
-        """`blocks` are those of the tokens, in order. The prompt is named once, on the thread that first asks for the names."""
+        """`blocks` are the blocks of the tokens, in order. The prompt is named once, on the thread that first asks for the names."""
         self.length = len(tokens)
         self._cache = cache
         self._tokens = tokens
         self._blocks = blocks
         self._salt = salt
         self.session = uuid.uuid4().hex
-        """Under which a cache server keeps what a lookup found."""
+        """The session in which a cache server protects what a lookup found."""
 
     @functools.cached_property
     def names(self) -> list[bytes]:
         return self._cache.name_chunks(self._tokens, None, salt_keys(self._salt))
 
     def blocks(self, first: int, end: int) -> Sequence[int]:
-        """Those of the chunks from `first` to before `end`."""
+        """Returns the blocks of the chunks from `first` to before `end`."""
         per_chunk = self._cache.chunk_size // self._cache.block_size
         return self._blocks[first * per_chunk : end * per_chunk]
 
 
 class PrefixCache:
-    """A `BlockCache` over one engine's pages, whatever it does."""
+    """A `BlockCache` over one engine's pages, with failures turned into misses."""
 
     def __init__(self, cache: BlockCache, kv_caches: dict[str, torch.Tensor]) -> None:
         self.chunk_size = int(cache.chunk_size)
@@ -84,13 +84,13 @@ class PrefixCache:
         return Prefix(self._cache, prompt[:whole], blocks, salt) if whole else None
 
     def whole_chunks(self, tokens: int) -> int:
-        """The tokens of a prompt of `tokens` that can be stored."""
+        """Returns how many of a prompt's `tokens` tokens can be stored."""
         return tokens // self.chunk_size * self.chunk_size
 
     def load(self, prefix: Prefix, announced: int, wait_s: float, cancelled: threading.Event) -> LoadResult:
-        """Load as much of `prefix` as the pool holds.
+        """Loads as much of `prefix` as the pool holds.
 
-        Where a prefill node has announced `announced` tokens, waits for those, up to `wait_s` or until `cancelled`.
+        If a prefill node has announced `announced` tokens, waits for those, up to `wait_s` or until `cancelled`.
         """
         try:
             return self._load(prefix, announced, wait_s, cancelled)
@@ -99,7 +99,7 @@ class PrefixCache:
             return LoadResult(LoadOutcome.FAILED, 0)
 
     def store(self, prefix: Prefix, loaded: int) -> bool:
-        """Store the chunks of `prefix` from token `loaded` on. Returns False if the cache failed."""
+        """Stores the chunks of `prefix` from token `loaded` on. Returns False if the cache failed."""
         first = loaded // self.chunk_size
         try:
             self._cache.store(prefix.names[first:], prefix.blocks(first, len(prefix.names)), kv_caches=self._kv_caches)

@@ -1,4 +1,4 @@
-"""What the engine needs of a causal LM, wherever its weights come from."""
+"""The interface of a causal LM for the engine, wherever its weights come from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CausalLM(Protocol):
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Computes tokens, int64 `[count]`, at their positions; each layer attends with `attention.paged_attention`.
 
-        Returns the logits `[len(rows), vocab_size]` of the rows that are wanted.
+        Returns the logits `[len(rows), vocab_size]` of the wanted rows.
         """
 
     def own_logits(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from pd_cache.tokens import CacheMetadata
 _logger = logging.getLogger(__name__)
 
 CacheFactory = Callable[[CacheMetadata, KVLayout, dict[str, torch.Tensor]], "BlockCache | None"]
-"""Makes the cache of an engine whose weights, pages and tensors are these; None for none. It stays the maker's to close."""
+"""Makes the cache for an engine with these weights, pages and tensors; None for no cache. The maker closes it."""
 
 _LONGEST_SLEEP_S = 1.0
 _JOIN_S = 2.0
@@ -56,12 +56,11 @@ class ReferenceEngine:
         request_timeout_s: float = 300.0,
         load_timeout_s: float = 10.0,
     ) -> None:
-        """Start serving `model`, as `load_model(config)` made it.
+        """Starts serving `model`, which `load_model(config)` returned.
 
-        `cache` is called only on threads of this engine's own, and may fail or hang: a request waits for it no longer than
-        `load_timeout_s` (and `handoff.wait_ms` where a prefix was announced), then computes its prompt.
-        `request_timeout_s` bounds a request from submission to its last token. ValueError if `num_blocks` cannot hold one
-        request of `max_model_len`.
+        `cache` is called only on this engine's own threads, and may fail or hang: a request waits for it at most `load_timeout_s` (and
+        `handoff.wait_ms` if a prefix was announced), then computes its prompt. `request_timeout_s` bounds a request from submission to
+        its last token. Raises ValueError if `num_blocks` cannot hold one request of `max_model_len`.
         """
         if config.num_blocks * config.block_size < config.max_model_len:
             raise ValueError(
@@ -97,7 +96,7 @@ class ReferenceEngine:
     def open(
         cls, config: ReferenceEngineConfig, handoff: HandoffConfig | None = None, cache: CacheFactory | None = None
     ) -> ReferenceEngine:
-        """Load the model of `config`, make the cache for it and start. UnsupportedModelError as `load_model` has it."""
+        """Loads the model of `config`, makes the cache for it and starts. Raises UnsupportedModelError as `load_model` does."""
         model = load_model(config)
         kv = model.kv
         made = None if cache is None else cache(CacheMetadata.of(model.identity, kv.layout), kv.layout, kv.kv_caches)
@@ -105,21 +104,21 @@ class ReferenceEngine:
 
     @property
     def healthy(self) -> bool:
-        """Whether it takes requests."""
+        """Whether it accepts requests."""
         with self._changed:
             return self._accepting and not self._failed and self._thread.is_alive()
 
     @property
     def outstanding(self) -> int:
-        """Requests submitted and not ended."""
+        """Requests that were submitted and have not ended."""
         return len(self._outstanding)
 
     def submit(self, request: GenerationRequest) -> Generation:
-        """Queue a request; never waits.
+        """Queues a request; never waits.
 
-        ValueError for a request that cannot be served: an empty prompt, token ids outside of the vocabulary, `max_tokens`
-        below 1, or more tokens than `max_model_len`. QueueFullError if `max_queue` requests wait already,
-        EngineClosedError after `close`.
+        Raises ValueError for a request that cannot be served: an empty prompt, token ids outside the vocabulary, `max_tokens` below 1, or
+        more tokens than `max_model_len`. Raises QueueFullError if `max_queue` requests are waiting already, EngineClosedError after
+        `close`.
         """
         self._check(request)
         now = time.monotonic()
@@ -138,7 +137,7 @@ class ReferenceEngine:
         return generation
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Take no more requests, let those at work finish for `grace_s`, end the others, stop the threads. Idempotent."""
+        """Accepts no more requests, gives running ones `grace_s` to finish, ends the others, and stops the threads. Idempotent."""
         with self._changed:
             self._accepting = False
             self._changed.wait_for(lambda: not self._outstanding or self._failed, timeout=grace_s)
@@ -151,12 +150,12 @@ class ReferenceEngine:
             _logger.warning("a call of the cache is still running after %.0f s; leaving it behind", _JOIN_S)
 
     def check_integrity(self) -> None:
-        """AssertionError unless every block is free or used, and all are free where nothing is outstanding."""
+        """Raises AssertionError unless every block is free or used, and all are free if nothing is outstanding."""
         self._scheduler.pool.check_integrity()
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that no request and no call of the cache holds."""
+        """How many blocks no request and no call of the cache holds."""
         return self._scheduler.pool.free
 
     def _check(self, request: GenerationRequest) -> None:
@@ -197,7 +196,7 @@ class ReferenceEngine:
                 self._scheduler.tick()
                 if not self._scheduler.has_work:
                     self._sleep()
-        except Exception:  # whatever broke it: the requests that wait must be told, and /health must say so
+        except Exception:  # whatever broke it: waiting requests must get an error, and /health must report it
             _logger.exception("the engine has failed")
             with self._changed:
                 self._failed = True
@@ -219,7 +218,7 @@ class ReferenceEngine:
             self._changed.wait_for(lambda: self._inbox or self._stopping, timeout=max(0.0, longest))
 
     def _end_all(self) -> None:
-        """Nobody is left waiting for a thread that computes no more."""
+        """Ends all requests, so that none waits for a thread that no longer computes."""
         with self._changed:
             self._accepting = False
             failed = self._failed

@@ -8,11 +8,11 @@ from pd_cache.errors import PdCacheError
 
 
 class QueueFullError(PdCacheError):
-    """As many requests are waiting as may wait; try again later."""
+    """The queue is full; try again later."""
 
 
 class EngineClosedError(PdCacheError):
-    """The engine is closing or closed and takes no more requests."""
+    """The engine is closing or closed and accepts no more requests."""
 
 
 class GenerationError(PdCacheError):

@@ -12,20 +12,19 @@ from launch.engines.reference.errors import GenerationError
 from launch.engines.reference.request import GenerationRequest, GenerationStats, TokenEvent
 
 _GRACE_S = 5.0
-"""How much later than the engine a consumer gives up by itself: only an engine that hangs makes it."""
+"""How much later than the engine a consumer gives up by itself. This happens only if the engine hangs."""
 
 
 class Generation:
-    """A request's tokens as they come. Iterate once, with `for` or `async for`; leaving early needs `cancel()`.
+    """A request's tokens as they come. Iterate once, with `for` or `async for`. To leave early, call `cancel()`.
 
-    Iterating raises GenerationError if the request ends early, whose `kind` says why. Memory is bounded by the request's
-    `max_tokens`.
+    Iterating raises GenerationError if the request ends early; its `kind` says why. Memory is bounded by the request's `max_tokens`.
     """
 
     def __init__(self, request: GenerationRequest, deadline: float, on_cancel: Callable[[Generation], None]) -> None:
         self.request = request
         self.deadline = deadline
-        """`time.monotonic()` at which the engine gives the request up."""
+        """The `time.monotonic()` at which the engine gives up the request."""
         self._stats: GenerationStats | None = None
         self._on_cancel = on_cancel
         self._lock = threading.Lock()
@@ -38,7 +37,7 @@ class Generation:
 
     @property
     def stats(self) -> GenerationStats:
-        """Known from the first token on; RuntimeError before."""
+        """Known from the first token on; raises RuntimeError before."""
         if self._stats is None:
             raise RuntimeError("a request's statistics are known with its first token")
         return self._stats
@@ -49,7 +48,7 @@ class Generation:
         return self._ended
 
     def cancel(self) -> None:
-        """Let the engine stop working on it. Any thread; harmless after the end."""
+        """Stops the engine's work on the request. For any thread; harmless after the end."""
         if not self._ended:
             self._on_cancel(self)
 
@@ -81,7 +80,7 @@ class Generation:
             yield event
 
     def _take(self) -> TokenEvent:
-        """The next event; the failure, if that is what comes next. Called with the lock held."""
+        """Returns the next event, or raises the failure if that comes next. Call with the lock."""
         if self._events:
             event = self._events.popleft()
             self._over = event.finish_reason is not None
@@ -98,14 +97,14 @@ class Generation:
     # --- the engine's side ---------------------------------------------------------------------------------------
 
     def push(self, event: TokenEvent) -> None:
-        """Engine only: the next token; the last one has a finish reason."""
+        """Adds the next token; the last one has a finish reason. Called by the engine."""
         with self._lock:
             self._events.append(event)
             self._ended = event.finish_reason is not None
             self._wake()
 
     def fail(self, failure: GenerationError) -> None:
-        """Engine only: the request ends here. Nothing happens if it has ended already."""
+        """Ends the request here, unless it has ended already. Called by the engine."""
         with self._lock:
             if not self._ended:
                 self._failure = failure
@@ -113,7 +112,7 @@ class Generation:
                 self._wake()
 
     def describe(self, stats: GenerationStats) -> None:
-        """Engine only: before the first token."""
+        """Sets the statistics, before the first token. Called by the engine."""
         self._stats = stats
 
     def _wake(self) -> None:
@@ -123,7 +122,7 @@ class Generation:
             try:
                 loop.call_soon_threadsafe(_resolve, waiter)
             except RuntimeError:
-                pass  # the consumer's loop is closed: nobody waits any more
+                pass  # the consumer's loop is closed: nothing waits any more
 
 
 def _resolve(waiter: asyncio.Future[None]) -> None:

@@ -1,7 +1,7 @@
-"""A causal LM from a Hugging Face folder, made by transformers, with attention over pages.
+"""A causal LM from a Hugging Face folder, built by transformers, with attention over pages.
 
-Nothing is downloaded, and no code of the folder is run. What pages cannot serve is refused: by the model's configuration where
-that says so, before its weights are read; by what its attention is called with; and by `PagedModel.probe`.
+Nothing is downloaded, and no code of the folder is run. What pages cannot serve is refused in three places: by the model's configuration,
+before its weights are read; by the arguments of its attention; and by `PagedModel.probe`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ATTENTION_NAME = "pd_cache_paged"
 
 
 class FolderModel:
-    """See `CausalLM`. UnsupportedModelError, with the reason, if it cannot be served."""
+    """A `CausalLM`, see there. Raises UnsupportedModelError, with the reason, if it cannot be served."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, max_model_len: int) -> None:
         _register()
@@ -57,7 +57,7 @@ class FolderModel:
 
 @functools.cache
 def _register() -> None:
-    disable_progress_bar()  # a server's log is no place for one, and each starts a thread that stays
+    disable_progress_bar()  # a server's log needs no progress bar, and each starts a thread that stays
     AttentionInterface.register(_ATTENTION_NAME, _attention)
 
 
@@ -88,7 +88,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _check_config_before_loading(config: Any) -> None:
-    """What can be told without reading weights, which may be many."""
+    """Refuses what can be recognised without reading the weights, which may be large."""
     text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError("it is an encoder-decoder, not a causal LM")
@@ -139,7 +139,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface. UnsupportedModelError for a variant of attention that pages cannot serve."""
+    """Implements transformers' attention interface. Raises UnsupportedModelError for a kind of attention that pages cannot serve."""
     layer = getattr(module, "layer_idx", None)
     _refuse_variants(current_step(), module, key, value, attention_mask, kwargs)
     assert isinstance(layer, int)

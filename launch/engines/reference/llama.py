@@ -1,8 +1,8 @@
 """A Llama with seeded random weights: the same numbers on every node, without transformers.
 
-To import transformers takes more CPU time than everything else that an engine does until it is ready, and how it draws weights is its
-own affair: here, a seed is one model whichever version is installed. The weights have the names and the arithmetic of transformers'
-`LlamaForCausalLM`, so that one can be checked against the other.
+Importing transformers takes more CPU time than everything else that an engine does until it is ready, and its way of drawing weights may
+change between versions. Here, a seed is one model whichever version is installed. The weights have the names and the arithmetic of
+transformers' `LlamaForCausalLM`, so that one can be checked against the other.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from launch.engines.reference.causal import ModelShape
 from pd_cache.cluster import RandomModel
 
 _EPSILON = 1e-6
-"""Of the norms, whose weights are all one."""
+"""The epsilon of the norms, whose weights are all one."""
 _ROPE_BASE = 10_000.0
 _DEVIATION = 0.02
 """Standard deviation of the weights."""
 
 _Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From a layer's number, queries `[1, heads, rows, head_dim]`, and keys and values `[1, kv_heads, rows, head_dim]`, to
-`[1, rows, heads, head_dim]`."""
+"""Maps a layer's number, queries `[1, heads, rows, head_dim]`, and keys and values `[1, kv_heads, rows, head_dim]` to `[1, rows, heads,
+head_dim]`."""
 
 
 class RandomLlama:
-    """See `CausalLM`."""
+    """A `CausalLM`, see there."""
 
     def __init__(self, random: RandomModel, dtype: torch.dtype) -> None:
         self.shape = ModelShape(
@@ -84,7 +84,7 @@ class RandomLlama:
         return functional.linear(hidden, self.weights[f"model.layers.{layer}.{name}.weight"])
 
     def _rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, each `[rows, head_dim]`."""
+        """Returns cosines and sines, each `[rows, head_dim]`."""
         dim = self.shape.head_dim
         frequencies = 1.0 / _ROPE_BASE ** (torch.arange(0, dim, 2).float() / dim)
         angles = (positions[:, None].float() * frequencies).repeat(1, 2)
@@ -102,7 +102,7 @@ class RandomLlama:
 
 
 def _weights(random: RandomModel, head_dim: int) -> Iterator[tuple[str, int, int]]:
-    """Name, rows and columns of each matrix, in the order in which they are drawn."""
+    """Yields name, rows and columns of each matrix, in the order in which they are drawn."""
     hidden, inner = random.hidden_size, random.intermediate_size
     yield "model.embed_tokens.weight", random.vocab_size, hidden
     for layer in range(random.layers):

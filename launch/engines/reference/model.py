@@ -1,4 +1,4 @@
-"""Loading a causal LM and computing steps of it over the paged buffer."""
+"""Loads a causal LM and computes steps of it over the paged buffer."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class StepPart(NamedTuple):
 
     tokens: Sequence[int]
     position: int
-    """Position of the first of them; everything before it lies in the pages already."""
+    """Position of the first of them; everything before it is in the pages already."""
     blocks: Sequence[int]
     """The blocks that the request owns, in order."""
     wants_logits: bool
-    """Whether the last of these tokens predicts one that is wanted."""
+    """Whether the last of these tokens predicts a token that is wanted."""
 
 
 class PagedModel:
     """A causal LM whose attention reads one paged buffer. Not thread-safe: one thread computes.
 
-    Load one with `load_model`. `kv` is the buffer, `identity` names the weights for the cache's namespace.
+    `load_model` makes it. `kv` is the buffer, `identity` identifies the weights for the cache's namespace.
     """
 
     def __init__(self, model: CausalLM, name: str, identity: str, kv: PagedKV, max_context: int) -> None:
@@ -59,7 +59,7 @@ class PagedModel:
         self._max_context = max_context
 
     def step(self, parts: Sequence[StepPart]) -> torch.Tensor:
-        """Compute the tokens of all parts and leave their KV in the pages.
+        """Computes the tokens of all parts and leaves their KV in the pages.
 
         Returns float32 logits `[parts that want some, vocab_size]`, in the order of the parts.
         """
@@ -92,9 +92,9 @@ class PagedModel:
         return logits[: len(wanted)].float(), step.layers_seen
 
     def probe(self) -> None:
-        """Check that this model computes the same over pages, in two steps, as with its own attention in one.
+        """Checks that this model computes the same over pages, in two steps, as with its own attention in one.
 
-        UnsupportedModelError with the reason if not.
+        Raises UnsupportedModelError, with the reason, if it does not.
         """
         layers = self._model.shape.layers
         kv = PagedKV(
@@ -126,10 +126,10 @@ class PagedModel:
 
 
 def load_model(config: ReferenceEngineConfig) -> PagedModel:
-    """Load what `config.model` describes, allocate its paged buffer and check that the two fit.
+    """Loads what `config.model` describes, allocates its paged buffer and checks that the two fit.
 
-    Nothing is downloaded, and no code of a model's folder is run. UnsupportedModelError, naming model and reason, if it
-    cannot be served.
+    Nothing is downloaded, and no code of a model's folder is run. Raises UnsupportedModelError, with the model's name and the reason, if
+    it cannot be served.
     """
     source = config.model
     try:
@@ -146,9 +146,7 @@ def load_model(config: ReferenceEngineConfig) -> PagedModel:
         paged.probe()
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"model {_describe(source)} cannot be served: {error}") from None
-    except (
-        Exception
-    ) as error:  # what transformers raises for a folder that it cannot make a model of has no common root
+    except Exception as error:  # transformers' exceptions for a folder that is not a model have no common root
         raise UnsupportedModelError(
             f"model {_describe(source)} cannot be served: {type(error).__name__}: {error}"
         ) from error
@@ -160,7 +158,7 @@ def _describe(source: ModelConfig) -> str:
 
 
 def _model_of(config: ReferenceEngineConfig) -> tuple[CausalLM, str]:
-    """The model, and what names its weights."""
+    """Returns the model, and a name that identifies its weights."""
     dtype: torch.dtype = getattr(torch, config.dtype)
     source = config.model
     if source.random is not None:

@@ -1,6 +1,6 @@
-"""The completions API in JSON: reading requests, building answers. Pure.
+"""The completions API in JSON: reads requests, builds answers. Pure.
 
-Reading is strict: parameters that would change the answer and are not supported are refused by name, not ignored.
+Reading is strict: unsupported parameters that would change the answer are refused by name, not ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ONLY_NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
 }
-"""Unsupported parameters, and the values (besides null) with which they change nothing."""
+"""Unsupported parameters, and the values (besides null) that make them change nothing."""
 
 _HARMLESS = frozenset(
     ("user", "stream_options", "metadata", "service_tier", "request_id", "priority", "return_token_ids", "store")
@@ -61,7 +61,7 @@ _READ = frozenset(
 
 
 class BadRequest(PdCacheError):
-    """A request that is refused, with its place in OpenAI's error object."""
+    """A refused request, with the fields of OpenAI's error object."""
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = "invalid_value", status: int = 400
@@ -73,7 +73,7 @@ class BadRequest(PdCacheError):
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a `/v1/completions` request, checked but for what needs the model."""
+    """The body of a `/v1/completions` request. Everything is checked except what needs the model."""
 
     prompt: str | tuple[int, ...]
     max_tokens: int
@@ -82,13 +82,13 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool
     cache_salt: str | None
     for_remote_decode: bool
-    """Whether a proxy asks this node to compute a prompt whose answer another node gives."""
+    """Whether a proxy asks this node to compute the prompt for another node, which gives the answer."""
     announced_prefix: int
     prefill: PrefillWork | None
 
 
 def parse_completion(body: bytes, model: str) -> CompletionRequest:
-    """Read a request to the model `model`. Raises BadRequest for anything that cannot be done as asked."""
+    """Reads a request to the model `model`. Raises BadRequest for anything that cannot be done as asked."""
     fields = _object(body)
     for name, value in fields.items():
         if name in _READ or name in _HARMLESS or value is None:
@@ -134,21 +134,24 @@ def parse_completion(body: bytes, model: str) -> CompletionRequest:
 
 
 class AnswerBuilder:
-    """The JSON objects of one answer: the same in every chunk but for text and tokens."""
+    """Builds the JSON objects of one answer, which are the same in every chunk except for text and tokens."""
 
     def __init__(self, request: CompletionRequest, model: str, identifier: str, created: int) -> None:
         self._request = request
         self._head = {"id": identifier, "object": "text_completion", "created": created, "model": model}
 
     def chunk(self, text: str, tokens: list[int]) -> dict[str, Any]:
-        """One piece of a stream that goes on."""
+        """Returns one piece of a stream that continues."""
         return {**self._head, "choices": [_choice(text, tokens, None)]}
 
     def whole(
         self, text: str, tokens: list[int], reason: FinishReason, stats: GenerationStats, produced: int
     ) -> dict[str, Any]:
-        """An answer, or the last chunk of a stream: text and tokens, usage over all `produced` tokens, where the prompt's
-        KV came from, and for a proxy what it hands to the decode node."""
+        """Returns an answer, or the last chunk of a stream.
+
+        It holds text and tokens, usage over all `produced` tokens, where the prompt's KV came from, and for a proxy what to hand to the
+        decode node.
+        """
         answer = {
             **self._head,
             "choices": [_choice(text, tokens, reason)],
@@ -193,7 +196,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _take(fields: dict[str, Any], name: str, kind: type, default: Any, where: str = "") -> Any:
-    """The value of `name`, of type `kind`; the default where it is missing or null."""
+    """Returns the value of `name`, of type `kind`; the default if it is missing or null."""
     value = fields.get(name)
     if value is None:
         return default

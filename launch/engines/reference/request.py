@@ -1,4 +1,4 @@
-"""What a caller asks of the engine, and what it is told about the answer."""
+"""What a caller asks of the engine, and what the engine reports about the answer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 16
     sampling: SamplingParams = SamplingParams()
     ignore_eos: bool = False
-    """Go on to `max_tokens` even where the model ends its text."""
+    """Whether to go on to `max_tokens` even if the model ends its text."""
     cache_salt: str | None = None
     """Keeps this request's chunks apart from those of other salts."""
     announced_prefix: int = 0
-    """Tokens of the prompt that a prefill node has said are in the pool, or on their way there: worth waiting for."""
+    """Tokens of the prompt that a prefill node has announced to be in the pool, or on their way there: worth waiting for."""
     arrival: float | None = None
-    """`time.monotonic()` when the request reached this node; None is when it is submitted."""
+    """`time.monotonic()` when the request reached this node; None means when it is submitted."""
 
 
 class GenerationStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class GenerationStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens whose KV was loaded from the pool."""
     computed_tokens: int
     prefix_tokens: int
-    """Prompt tokens, whole chunks, that the pool holds or is about to be given."""
+    """Prompt tokens, in whole chunks, that the pool holds or is about to receive."""
     ttft_ms: float
     """From arrival to the first token."""
 
@@ -46,4 +46,4 @@ class TokenEvent(msgspec.Struct, frozen=True):
 
     token: int
     finish_reason: FinishReason | None
-    """Set on the last one: the model's end of text, or `max_tokens` reached."""
+    """Set on the last token: the model's end of text, or `max_tokens` reached."""

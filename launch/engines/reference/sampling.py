@@ -1,4 +1,4 @@
-"""Choosing the next token."""
+"""Chooses the next token."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen. Raises ValueError for values outside the ranges."""
 
     temperature: float = 0.0
-    """0 to 2; 0 takes the likeliest token, and so does any value below 0.00001, by which logits cannot be divided."""
+    """0 to 2. 0 takes the likeliest token, and so does any value below 0.00001, because logits cannot be divided by it."""
     top_p: float = 1.0
-    """Above 0, up to 1: the smallest set of tokens with this much probability is drawn from."""
+    """Above 0, up to 1: tokens are drawn from the smallest set with this much probability."""
     seed: int | None = None
     """The same seed, prompt and parameters give the same tokens; None draws a seed."""
 
@@ -39,7 +39,7 @@ class Sampler:
         self._generator.manual_seed(secrets.randbits(63) if params.seed is None else params.seed)
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token's id, from float32 logits `[vocab_size]`."""
+        """Returns the next token's id, from float32 logits `[vocab_size]`."""
         if self._params.temperature < _GREEDY_BELOW:
             return int(logits.argmax())
         probabilities = torch.softmax(logits.double() / self._params.temperature, dim=-1)

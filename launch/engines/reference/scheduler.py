@@ -1,11 +1,11 @@
-"""Which request does what next. Runs on the model thread only, and takes no lock.
+"""Decides which request does what next. Runs on the model thread only, and takes no lock.
 
-A request waits for blocks, then for its prefix from the cache (LOADING), then computes the rest of its prompt step by
-step (PREFILL), then one token a tick (DECODE). Blocks for prompt and output are reserved when it leaves the queue, so
-nothing that runs can run out of them. Each tick computes one step of one prompt and one token of every decoding request.
+A request waits for blocks, then for its prefix from the cache (LOADING), then computes the rest of its prompt step by step (PREFILL),
+then one token per tick (DECODE). Blocks for prompt and output are reserved when it leaves the queue, so no running request can run out of
+them. Each tick computes one step of one prompt and one token of every decoding request.
 
-The cache is only ever called on worker threads. A load that outlives its deadline is left behind: the request starts over
-on other blocks, and its first ones return to the pool when the call has ended, since until then it may still write them.
+The cache is only ever called on worker threads. A load that outlives its deadline is left behind: the request starts over on other
+blocks. Its first blocks return to the pool when the call has ended, because until then the call may still write to them.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class _Active:
         self.load: _Load | None = None
         self.skip_cache = False
         self.cache_answered = False
-        """Whether the load ended as one should: only then are chunks that are yet to be stored worth announcing."""
+        """Whether the load ended as it should: only then are chunks that are yet to be stored worth announcing."""
         self.loaded = 0
         """Prompt tokens that the cache put into the pages."""
         self.position = 0
-        """Tokens whose KV lies in the pages."""
+        """Tokens whose KV is in the pages."""
         self.produced = 0
         self.last_token = 0
 
@@ -80,7 +80,7 @@ class _Active:
 
 
 class Scheduler:
-    """The requests of one engine. Every method is for the model thread; `post` brings calls from others to it."""
+    """The requests of one engine. Every method is for the model thread; `post` passes calls from other threads to it."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Scheduler:
         self._running: list[_Active] = []
         self._by_generation: dict[Generation, _Active] = {}
         self._lent_blocks = 0
-        """Blocks that stores, and loads left behind, keep from the pool."""
+        """Blocks that the pool lacks because of stores and of loads left behind."""
         self._loaders = self._storers = None
         if cache is not None:
             self._loaders = Workers("pd-cache-load", threads=config.max_running)
@@ -116,32 +116,32 @@ class Scheduler:
     # --- what happens to it --------------------------------------------------------------------------------------
 
     def add(self, generation: Generation) -> None:
-        """Take a request into the queue; the caller has checked that it fits."""
+        """Adds a request to the queue; the caller has checked that it fits."""
         active = _Active(generation)
         self._by_generation[generation] = active
         self._waiting.append(active)
 
     def cancel(self, generation: Generation) -> None:
-        """Stop working on a request; harmless if it has ended."""
+        """Stops working on a request; harmless if it has ended."""
         active = self._by_generation.get(generation)
         if active is not None:
             self._fail(active, GenerationError("aborted", "the request was cancelled"))
 
     def fail_all(self, kind: Literal["closed", "failed"]) -> None:
-        """End every request."""
+        """Ends every request."""
         message = "the engine is closing" if kind == "closed" else "the engine has failed"
         for active in list(self._by_generation.values()):
             self._fail(active, GenerationError(kind, message))
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for the cache's calls; False if some had not ended after `timeout_s`. Any thread, after the last tick."""
+        """Waits for the cache's calls. Returns False if some had not ended after `timeout_s`. For any thread, after the last tick."""
         deadline = time.monotonic() + timeout_s
         pools = [pool for pool in (self._loaders, self._storers) if pool is not None]
         ended = [pool.close(max(0.0, deadline - time.monotonic())) for pool in pools]
         return all(ended)
 
     def tick(self) -> None:
-        """Let every request make one step, where it can."""
+        """Lets every request that can make a step make one."""
         self._expire(time.monotonic())
         self._admit()
         self._prefill()
@@ -152,14 +152,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether another tick would get something done now."""
+        """Whether another tick would make progress now."""
         if any(active.phase in (_Phase.PREFILL, _Phase.DECODE) for active in self._running):
             return True
         room = len(self._running) < self._config.max_running
         return room and bool(self._waiting) and self._blocks_needed(self._waiting[0]) <= self.pool.free
 
     def next_deadline(self) -> float | None:
-        """`time.monotonic()` at which a tick is due although nothing happens."""
+        """The `time.monotonic()` at which a tick is due even if nothing happens; None if there is none."""
         deadlines = [active.generation.deadline for active in self._by_generation.values()]
         deadlines += [active.load.deadline for active in self._running if active.load is not None]
         return min(deadlines, default=None)
@@ -191,7 +191,7 @@ class Scheduler:
     # --- loading -------------------------------------------------------------------------------------------------
 
     def _prefix(self, active: _Active) -> Prefix | None:
-        """The part of the prompt that the cache can hold."""
+        """Returns the part of the prompt that the cache can hold."""
         if self._cache is None:
             return None
         return self._cache.prefix(active.prompt, active.blocks, active.generation.request.cache_salt)
@@ -233,13 +233,13 @@ class Scheduler:
         active.phase = _Phase.PREFILL
         active.loaded = result.tokens
         active.cache_answered = result.outcome in (LoadOutcome.HIT, LoadOutcome.NOTHING)
-        # The last token is computed even where it was loaded: something has to predict the first one of the answer.
+        # The last token is computed even if it was loaded: it has to predict the first token of the answer.
         active.position = min(result.tokens, len(active.prompt) - 1)
         self._metrics.loads.labels(result.outcome.value).inc()
         self._metrics.load_time.observe(time.monotonic() - load.started)
 
     def _leave_load(self, active: _Active) -> None:
-        """The load takes too long: start over without the cache, on blocks that it does not write to."""
+        """Starts over without the cache, on blocks that the load does not write to: it takes too long."""
         assert active.load is not None
         assert active.lease is not None
         _logger.warning("a load did not end in time; its request computes the whole prompt")
@@ -254,7 +254,7 @@ class Scheduler:
         self._waiting.appendleft(active)
 
     def _abandon(self, active: _Active) -> None:
-        """Let a load that still runs end by itself; its blocks count as lent until then."""
+        """Lets a load that still runs end by itself; its blocks count as lent until then."""
         if active.load is not None:
             active.load.cancelled.set()
             active.load = None
@@ -289,7 +289,7 @@ class Scheduler:
                 active.position += 1
                 self._emit(active, row)
             return
-        # One of them is at fault: writing the same KV again is harmless, so each goes by itself.
+        # One of them is at fault. Writing the same KV again is harmless, so each is tried by itself.
         for active in decoding:
             alone = self._compute([self._next_part(active)])
             if alone is None:
@@ -331,7 +331,7 @@ class Scheduler:
     def _emit(self, active: _Active, logits: torch.Tensor) -> None:
         try:
             token = active.sampler.choose(logits)
-        except Exception:  # logits that are no distribution end this request, not the engine
+        except Exception:  # logits that are not a distribution end this request, not the engine
             _logger.exception("sampling failed")
             self._fail(active, GenerationError("failed", "the model's output cannot be sampled from"))
             return
@@ -354,7 +354,7 @@ class Scheduler:
     # --- storing and ending --------------------------------------------------------------------------------------
 
     def _store(self, active: _Active) -> int:
-        """Have the computed chunks of the prompt stored; how long a prefix of it is or will be in the pool."""
+        """Has the computed chunks of the prompt stored. Returns how long a prefix of it is or will be in the pool."""
         prefix = self._prefix(active)
         if prefix is None or prefix.length <= active.loaded:
             return active.loaded
@@ -373,7 +373,7 @@ class Scheduler:
                 self._post(lambda: self._store_ended(blocks, stored))
 
         lease.hold()
-        # A pool that swallows stores must not swallow the engine's blocks with them: at most half are lent to it.
+        # If the pool never finishes stores, they must not take all of the engine's blocks: at most half are lent.
         fits = self._lent_blocks == 0 or self._lent_blocks + blocks <= self.pool.total // 2
         if not fits or not storers.try_submit(run):
             lease.release()

@@ -1,4 +1,4 @@
-"""The process: build an engine, serve it over HTTP until a signal, close everything."""
+"""The process: builds an engine, serves it over HTTP until a signal, closes everything."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def serve(
     about: Callable[[], Mapping[str, Any]] | None = None,
     peers: Peers | None = None,
 ) -> None:
-    """Serve the reference engine on `host:port` (0 takes a free port) until told to stop (`stop_signals`); then return.
+    """Serves the reference engine on `host:port` (0 takes a free port) until asked to stop (`stop_signals`), then returns.
 
-    For the main thread, which gets the signals. `cache` is called once, after the model is loaded, with what identifies
-    this engine's weights and pages, and answers the cache to use or None. The cache stays the caller's to close; by then
-    no call of this engine runs in it but ones that outlived every deadline. `ready` gets `host:port` when requests are
-    answered. On a signal, requests at work have `grace_s` to finish. `registry` holds further metrics for `/metrics`.
-    `on_stop` is called on a signal, before anything ends; it may take a moment. `about` answers further fields for `/health`,
-    `peers` what `/peers` tells. UnsupportedModelError for a model that cannot be served, OSError if the address cannot be bound.
+    For the main thread, which gets the signals. `cache` is called once, after the model is loaded, with what identifies this engine's
+    weights and pages; it returns the cache to use, or None. The caller closes the cache; by then no call of this engine runs in it except
+    those that outlived every deadline. `ready` gets `host:port` once requests are answered. On a signal, running requests have `grace_s`
+    to finish. `registry` holds further metrics for `/metrics`. `on_stop` is called on a signal, before anything ends; it may take a
+    moment. `about` returns further fields for `/health`, `peers` the content of `/peers`. Raises UnsupportedModelError for a model that
+    cannot be served, OSError if the address cannot be bound.
     """
     with suppress(StoppedError), signals_as_exceptions():
         engine = ReferenceEngine.open(config, handoff, cache)
@@ -69,7 +69,7 @@ async def run_engine(
     about: Callable[[], Mapping[str, Any]] | None = None,
     peers: Peers | None = None,
 ) -> None:
-    """Serve `engine` on `host:port` until `stop` is set, then close it: requests at work have `grace_s` to finish."""
+    """Serves `engine` on `host:port` until `stop` is set, then closes it: running requests have `grace_s` to finish."""
     runner = web.AppRunner(
         make_app(engine, registry, about, peers),
         handler_cancellation=True,
@@ -88,7 +88,7 @@ async def run_engine(
     finally:
         if site is not None:
             await site.stop()
-        # Requests end with their last token or, after the grace, an error; only then do their connections.
+        # Requests end with their last token or, after the grace, an error. Their connections end only then.
         await asyncio.to_thread(engine.close, grace_s)
         await runner.cleanup()
 

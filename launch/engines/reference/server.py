@@ -30,7 +30,7 @@ from launch.openai import error_body
 _logger = logging.getLogger(__name__)
 
 Peers = Callable[[], Awaitable[Mapping[str, Any]]]
-"""Tells which of the cluster's other nodes this one reaches; on the event loop's thread."""
+"""Returns which of the cluster's other nodes this one reaches; called on the event loop's thread."""
 
 _RETRY_AFTER_S = 1
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -45,11 +45,11 @@ def make_app(
     about: Callable[[], Mapping[str, Any]] | None = None,
     peers: Peers | None = None,
 ) -> web.Application:
-    """The application; it takes the engine as it is and does not close it.
+    """Returns the application. The caller keeps ownership of the engine and closes it.
 
-    `registry` holds further metrics, the cache's, for `/metrics`; `about` answers further fields for `/health`, and `peers`
-    what `/peers` tells, which is not there without it. Serve it with `handler_cancellation=True`, so that a client that goes
-    away ends its request.
+    `registry` holds further metrics, the cache's, for `/metrics`. `about` returns further fields for `/health`, and `peers` the content
+    of `/peers`, which does not exist without it. Serve it with `handler_cancellation=True`, so that a client that goes away ends its
+    request.
     """
     config = engine.config
     app = web.Application(client_max_size=(1 << 20) + 64 * config.max_model_len, middlewares=[_errors])
@@ -100,7 +100,7 @@ class _Server:
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def tokenize(self, http: web.Request) -> web.Response:
-        """The token ids of a prompt, as vLLM's servers tell them."""
+        """Returns the token ids of a prompt, in the form of vLLM's servers."""
         _, tokens = await self._read(http)
         return web.json_response(
             {"count": len(tokens), "max_model_len": self._engine.config.max_model_len, "tokens": list(tokens)}
@@ -186,7 +186,7 @@ class _Server:
                     text += detokenizer.finish()
                     chunk = builder.whole(text, [event.token], event.finish_reason, generation.stats, produced)
                 if response is None:
-                    # Only now, so that what fails before the first token is answered with a status of its own.
+                    # Only now, so that a failure before the first token gets a status of its own.
                     response = web.StreamResponse(
                         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
                     )
@@ -200,7 +200,7 @@ class _Server:
                 raise
             await _send(response, json.dumps(_describe(failure)[1]))
         except (ConnectionError, TimeoutError):
-            # The client is gone or reads no more: there is nobody to tell.
+            # The client is gone or no longer reads: there is no one to inform.
             if http.transport is not None:
                 http.transport.abort()
         assert response is not None
@@ -208,7 +208,7 @@ class _Server:
 
 
 def _request_id(request: web.Request) -> str:
-    """What the proxy calls it, for the log."""
+    """Returns the proxy's id for the request, for the log."""
     given = request.headers.get("X-Request-Id", "")
     return given if _REQUEST_ID.fullmatch(given) else "-"
 
@@ -219,7 +219,7 @@ async def _send(response: web.StreamResponse, data: str) -> None:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Whatever a handler raises becomes OpenAI's error object with a fitting status."""
+    """Turns whatever a handler raises into OpenAI's error object with a fitting status."""
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -228,7 +228,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
         status = 400 if error.status == 413 else error.status
         what = error.text or error.reason
-        if error.status in (404, 405):  # said of the path: the client may see this behind a proxy that knows it
+        if error.status in (404, 405):  # mention the path: the client may see this behind a proxy that has it
             what = f"this node has no {request.method} {request.path[:200]}"
         return web.json_response(error_body(what, status), status=status, headers=headers)
     except (ConnectionError, asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""Text to token ids and back: a folder's own tokenizer, or bytes where there is none."""
+"""Text to token ids and back: a folder's own tokenizer, or bytes if there is none."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def push(self, token: int) -> str:
-        """The text that is certain now that `token` has come; may be empty in the middle of a character."""
+        """Returns the text that is certain after `token`; may be empty in the middle of a character."""
 
     @abstractmethod
     def finish(self) -> str:
-        """What is left when no more tokens come."""
+        """Returns the text that is left when no more tokens come."""
 
 
 class Tokenizer(ABC):
-    """Thread-safe."""
+    """Turns text into token ids and back. Thread-safe."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. ValueError for text that this tokenizer cannot take."""
+        """Returns the token ids of `text`. Raises ValueError for text that this tokenizer cannot handle."""
 
     @abstractmethod
     def detokenizer(self) -> Detokenizer:
-        """A fresh one, for one request."""
+        """Returns a new detokenizer, for one request."""
 
 
 def open_tokenizer(folder: str | None, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a model's folder, or the byte-level one if it has none or there is no folder.
+    """Returns the tokenizer of a model's folder, or the byte-level one if it has none or there is no folder.
 
-    UnsupportedModelError for tokenizer files that cannot be read.
+    Raises UnsupportedModelError for tokenizer files that cannot be read.
     """
     if folder is not None and any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
         return FolderTokenizer(folder)
@@ -92,7 +92,7 @@ class FolderTokenizer(Tokenizer):
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # what tokenizers raises for bad files has no common root
+        except Exception as error:  # the exceptions of tokenizers for bad files have no common root
             raise UnsupportedModelError(
                 f"the tokenizer in {folder} cannot be read: {type(error).__name__}: {error}"
             ) from error
@@ -111,7 +111,7 @@ class FolderTokenizer(Tokenizer):
 
 
 class _FolderDetokenizer(Detokenizer):
-    """Decodes the last few tokens with what stood before them, since a token's text depends on its neighbours.
+    """Decodes the last few tokens together with those before them, since a token's text depends on its neighbours.
 
     Text that ends in U+FFFD may be a character whose other bytes are still to come: it is held back, for a few tokens.
     """

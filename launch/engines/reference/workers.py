@@ -12,10 +12,9 @@ _logger = logging.getLogger(__name__)
 
 
 class Workers:
-    """At most `threads` calls run at a time and at most `backlog` wait; one more is refused, never waited for.
+    """Runs at most `threads` calls at a time, and lets at most `backlog` wait. One more is refused, never waited for.
 
-    The threads are daemons: a call that never returns takes its thread with it, but keeps neither `close` nor the
-    interpreter from ending.
+    The threads are daemons: a call that never returns blocks its thread, but neither `close` nor the end of the interpreter.
     """
 
     def __init__(self, name: str, *, threads: int, backlog: int = 0) -> None:
@@ -31,7 +30,7 @@ class Workers:
             thread.start()
 
     def try_submit(self, call: Callable[[], None]) -> bool:
-        """Have `call` run on a thread; False if too many run and wait already, or after `close`."""
+        """Runs `call` on a thread. Returns False if too many calls are running and waiting already, or after `close`."""
         with self._lock:
             if self._closed or self._taken >= self._limit:
                 return False
@@ -40,7 +39,7 @@ class Workers:
         return True
 
     def close(self, timeout_s: float) -> bool:
-        """Take no more calls and wait for those taken; False if some had not ended after `timeout_s`. Idempotent."""
+        """Accepts no more calls and waits for those under way. Returns False if some had not ended after `timeout_s`. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
