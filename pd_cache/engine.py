@@ -95,7 +95,7 @@ class CacheEngine:
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> int:
         """Looks up with a single request for the keys of all chunks and shards. Sessions protect nothing here."""
-        at_hand = min(at_hand, len(names))
+        at_hand = min(max(at_hand, 0), len(names))
         if self.mover.closed:
             return at_hand
         return self.prefix.find(names, at_hand, lambda keys: self.backend.batched_contains(keys, timeout=timeout))
@@ -142,6 +142,7 @@ class CacheEngine:
         with self._lock:
             remembered = list(self._remembered.values())
             self._remembered.clear()
+            self._registered = None
         for pages in remembered:  # before the backend: the staging memory is page-locked until this closes
             _close(pages)
         self.backend.close()
@@ -168,8 +169,7 @@ class CacheEngine:
         if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise ValueError("kv_caches must hold one tensor a layer")
         # a copier keeps its tensors' memory alive, so an address cannot come back as something else
-        first = tensors[0]
-        place = (*(tensor.data_ptr() for tensor in tensors), first.shape, first.stride(), first.dtype)
+        place = tuple((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
         with self._lock:
             pages = self._remembered.get(place)
             if pages is not None:
@@ -184,8 +184,12 @@ class CacheEngine:
             if not self.mover.closed:
                 self._remembered[place] = pages
                 if len(self._remembered) > _REMEMBERED:
-                    _close(self._remembered.popitem(last=False)[1])
+                    _close(self._remembered.pop(self._oldest()))
             return pages
+
+    def _oldest(self) -> tuple[object, ...]:
+        """Returns the key of the tensors that were used longest ago, apart from the registered ones."""
+        return next(key for key, pages in self._remembered.items() if pages is not self._registered)
 
 
 def _close(pages: _Pages) -> None:
@@ -216,7 +220,7 @@ class CacheEngineBuilder:
         """
         with cls._lock:
             engine = cls._engines.get(instance_id)
-            if engine is None:
+            if engine is None or engine.mover.closed:
                 payload = layout.shard(metadata.shards_per_rank).chunk_bytes(config.cache.chunk_size)
                 metrics = metrics or CacheMetrics()
                 opened = (

@@ -39,8 +39,6 @@ _UNTOLD = (
     "truncate_prompt_tokens",
 )
 """Fields that determine the prompt, too, but that `/tokenize` does not accept."""
-_OF_TEXT = ("echo", "suffix")
-"""Fields that make the answer depend on the prompt's text, not only on its tokens."""
 _ISOLATION = ("model", "cache_salt")
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens")
 """Fields that contradict `stream: false` and `max_tokens: 1`; nodes refuse them together with those."""
@@ -130,15 +128,6 @@ class Completion:
     def cache_salt(self) -> str | None:
         """Returns the salt that keeps the request's cache apart from others'. Raises ValueError if it is not a valid salt."""
         return decode_json(bytes(self._fields.get("cache_salt", b"null")), str | None)
-
-    def use_tokens(self, tokens: list[int]) -> None:
-        """Puts the prompt's token ids in place of its text, so that no node has to tokenize the text again.
-
-        `tokens`: what a node's `/tokenize` returned for this text. A chat stays as it is, and so does a text that the answer repeats.
-        """
-        if self._chat or any(bytes(self._fields.get(name, b"null")) not in (b"null", b"false") for name in _OF_TEXT):
-            return
-        self._fields["prompt"] = msgspec.Raw(msgspec.json.encode(tokens))
 
     def for_tokenize(self) -> bytes:
         """Returns the body for a node's `/tokenize`."""

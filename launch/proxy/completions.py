@@ -211,7 +211,6 @@ class Completions:
             try:
                 if answer.status == 200:
                     tokens = read_tokens(await read_all(answer, LARGEST_BODY))
-                    completion.use_tokens(tokens)
                     self._slow_to_tokenize = 0
                     return tokens
                 if answer.status in (400, 422) or answer.status >= 500:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from pd_cache.blocks import Places, Slots, StoreOutcome
+from pd_cache.blocks import Places, StoreOutcome
 from pd_cache.client.connection import PendingMove, ServerConnection, failure_of
 from pd_cache.client.identity import EngineIdentity
 from pd_cache.layout import KVLayout, PageKind, layer_tensors
@@ -107,7 +107,12 @@ class ServerCache:
         timeout: float | None = None,
     ) -> list[StoreOutcome]:
         self._check(kv_caches)
-        return self.begin_store(names, blocks, after=after, timeout=timeout).wait()
+        pending = self.begin_store(names, blocks, after=after, timeout=timeout)
+        try:
+            return pending.wait()
+        except BaseException:  # an interrupt: the blocks are the engine's again when this returns
+            pending.give_up()
+            raise
 
     def retrieve(
         self,
@@ -119,7 +124,12 @@ class ServerCache:
         timeout: float | None = None,
     ) -> int:
         self._check(kv_caches)
-        return self.begin_retrieve(names, blocks, session=session, timeout=timeout).wait()
+        pending = self.begin_retrieve(names, blocks, session=session, timeout=timeout)
+        try:
+            return pending.wait()
+        except BaseException:  # an interrupt: the blocks are the engine's again when this returns
+            pending.give_up()
+            raise
 
     # --- operations that only begin ------------------------------------------------------------------------------
 
@@ -127,7 +137,7 @@ class ServerCache:
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> PendingLookup:
         """Begins a lookup; arguments as for `lookup`."""
-        at_hand = min(at_hand, len(names))
+        at_hand = min(max(at_hand, 0), len(names))
         if at_hand == len(names):
             return PendingLookup(self, None, at_hand, len(names))
         seconds = self._lookup_timeout_s if timeout is None else timeout
@@ -143,8 +153,9 @@ class ServerCache:
         timeout: float | None = None,
     ) -> PendingStore:
         """Begins to store; arguments as for `store`. The blocks must stay as they are until it has ended."""
+        move = self._move(Store, session, names, blocks, after, timeout)
         self.metrics.tokens("store", "requested", len(names) * self.chunk_size)
-        return PendingStore(self, len(names), self._move(Store, session, names, blocks, after, timeout))
+        return PendingStore(self, len(names), move)
 
     def begin_retrieve(
         self,
@@ -156,13 +167,16 @@ class ServerCache:
         timeout: float | None = None,
     ) -> PendingRetrieve:
         """Begins to load; arguments as for `retrieve`. The server may write to the blocks until it has ended."""
+        move = self._move(Retrieve, session, names, blocks, after, timeout)
         self.metrics.tokens("retrieve", "requested", len(names) * self.chunk_size)
-        return PendingRetrieve(self, len(names), self._move(Retrieve, session, names, blocks, after, timeout))
+        return PendingRetrieve(self, len(names), move)
 
     def end(self, session: str) -> None:
         self.connection.end_session(session)
 
     def mark(self) -> Any:
+        if not self._tensors:
+            raise ValueError("no KV tensors: call register_kv_caches first")
         return record_event(self._tensors[0])
 
     def close(self) -> None:
@@ -189,14 +203,18 @@ class ServerCache:
         timeout: float | None,
     ) -> PendingMove:
         seconds = self._move_timeout_s if timeout is None else timeout
-        whole = self._whole_blocks(blocks) if isinstance(blocks, Slots) else blocks
-        return self.connection.move(kind, session, names, whole, after, seconds)
+        ids = self._block_ids(names, blocks, may_leave_out=kind is Retrieve)
+        return self.connection.move(kind, session, names, ids, after, seconds)
 
-    def _whole_blocks(self, slots: Slots) -> list[int]:
+    def _block_ids(self, names: Sequence[bytes], places: Places, *, may_leave_out: bool) -> list[int]:
+        """Returns the ids of the blocks, -1 for one that is left out. Raises ValueError for places that do not fit."""
         if self._layout is None:
             raise ValueError("no KV tensors: call register_kv_caches first")
+        chunks = plan(places, self._layout, self.chunk_size, may_leave_out=may_leave_out)
+        if len(chunks) != len(names):
+            raise ValueError(f"{len(names)} chunks were named, and the places are of {len(chunks)}")
         found: list[int] = []
-        for chunk in plan(slots, self._layout, self.chunk_size, may_leave_out=True):
+        for chunk in chunks:
             if chunk.blocks is None:
                 raise ValueError("slot_mapping must be of whole blocks: a cache server moves nothing smaller")
             found += [max(block, -1) for block in chunk.blocks.tolist()]
@@ -277,6 +295,10 @@ class PendingRetrieve:
         self.query()
         return self.loaded
 
+    def give_up(self) -> None:
+        """Returns when the server touches the blocks no more."""
+        self._move.give_up()
+
     def _count(self) -> None:
         answer, metrics = self._move.answer, self._cache.metrics
         if not isinstance(answer, Loaded) or answer.chunks > self._chunks:
@@ -315,6 +337,10 @@ class PendingStore:
             self._move.wait()
         self.query()
         return self.outcomes
+
+    def give_up(self) -> None:
+        """Returns when the server touches the blocks no more."""
+        self._move.give_up()
 
     def _count(self) -> None:
         answer, metrics = self._move.answer, self._cache.metrics

@@ -35,6 +35,7 @@ from pd_cache.wire.channel import (
 from pd_cache.wire.fence import Fence
 from pd_cache.wire.lifeline import LifelineClient
 from pd_cache.wire.messages import (
+    REFUSALS,
     Answer,
     Done,
     EndSession,
@@ -53,6 +54,7 @@ from transfer.locks import Condition
 log = logging.getLogger(__name__)
 
 _GREETING_S = 2.0
+_GIVE_UP_S = 5.0
 _REGISTER_S = 120.0
 """Mapping and touching a large cache, and opening the backend for it, take a while."""
 _AGAIN_S = 0.2
@@ -63,23 +65,24 @@ _MOST_STORAGES = 200
 class PendingMove:
     """A store or retrieve under way. The server may touch its blocks until `query` returns True."""
 
-    __slots__ = ("_connection", "_event", "_slot", "failure", "future")
+    __slots__ = ("__weakref__", "_connection", "_event", "_slot", "failure", "future")
 
-    def __init__(
-        self, connection: ServerConnection, slot: int | None, future: Future | None, failure: str, event: object
-    ) -> None:
+    def __init__(self, connection: ServerConnection) -> None:
         self._connection = connection
-        self._slot = slot
-        self._event = event  # the server opens it by its handle
-        self.future = future
-        self.failure = failure
+        self._slot: int | None = None
+        self._event: object = None  # the server opens it by its handle
+        self.future: Future | None = None
+        self.failure = ""
         """Why there is no answer, in a word; empty while it is under way, and after an answer."""
+
+    def began(self, slot: int, event: object) -> None:
+        """For the connection: from now on the server may touch the blocks."""
+        self._slot, self._event = slot, event
 
     def query(self) -> bool:
         """Looks without waiting. Returns True once it has ended and its blocks are the engine's again."""
-        if self._slot is None:
+        if self._slot is None or self.future is None:
             return True
-        assert self.future is not None
         if not self.future.query():
             return False
         if not self._connection.fence.revoke(self._slot):
@@ -97,6 +100,19 @@ class PendingMove:
                 self.future.result()
         while not self.query():
             time.sleep(0.001)
+
+    def give_up(self) -> None:
+        """Returns when the server touches the blocks no more, whatever has become of the move.
+
+        Waits for as long as one chunk is copied. If the server stands still in the middle of that, the fence goes on trying.
+        """
+        end = time.monotonic() + _GIVE_UP_S
+        while self._slot is not None and time.monotonic() < end:
+            if self._connection.fence.revoke(self._slot):
+                self._slot = None
+            else:
+                time.sleep(0.001)
+        self.failure = self.failure or "abandoned"
 
     @property
     def answer(self) -> Answer | None:
@@ -140,6 +156,10 @@ class ServerConnection:
         self._lifeline: LifelineClient | None = None
         self._problem: CacheServerError | SharingError | None = None
         self._ready = False
+        self._greeting = False
+        """Whether the keeper says hello and registers at this moment."""
+        self._registration = 0
+        """Counts the sets of tensors that were to be lent: what the server has may be an earlier one's."""
         self._changed = Condition()
         self._closing = False
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -229,20 +249,25 @@ class ServerConnection:
         timeout: float,
     ) -> PendingMove:
         """Begins a store or retrieve of blocks. The server may touch them until the move has ended."""
+        move = PendingMove(self)
         if not self._ready:
-            return PendingMove(self, None, None, "server_lost", None)
-        place = self.fence.admit()
+            move.failure = "server_lost"
+            return move
+        # the move holds the ticket: if an interrupt comes in between, the fence takes it away again
+        place = self.fence.admit(move)
         if place is None:
-            return PendingMove(self, None, None, "busy", None)
+            move.failure = "busy"
+            return move
         slot, ticket = place
         try:
+            move.began(slot, event)
             patience = max(1, int(timeout * 1000))
             request = kind(session, join_names(names), tuple(blocks), slot, ticket, patience, event_handle(event))
-            future = self._channel.request(request, timeout)
+            move.future = self._channel.request(request, timeout)
         except BaseException:
-            self.fence.revoke(slot)
+            move.give_up()
             raise
-        return PendingMove(self, slot, future, "", event)
+        return move
 
     # --- life ----------------------------------------------------------------------------------------------------
 
@@ -263,7 +288,8 @@ class ServerConnection:
             raise SharingError(f"the KV tensors lie in {len(share.storages)} storages; {_MOST_STORAGES} are the most")
         with self._changed:
             self._kv_caches, self._layout_kind = kv_caches, layout_kind
-            here = self._welcome is not None and self._ready
+            self._registration += 1
+            here = self._ready or self._greeting
             self._ready, self._problem = False, None
         os.eventfd_write(self._wakeup, 1)
         if here:
@@ -278,6 +304,7 @@ class ServerConnection:
             self._closing = True
             self._changed.notify_all()
         os.eventfd_write(self._wakeup, 1)
+        self._channel.fail_all("the connection is being closed")  # also what the keeper asks
         self._keeper.join()
         if self._ready and self._kv_caches is not None:
             with contextlib.suppress(CacheServerError):
@@ -287,7 +314,11 @@ class ServerConnection:
         if self._lifeline is not None:
             self._lifeline.close()
         os.close(self._wakeup)
-        self.fence.close()
+        left = self.fence.close(_GREETING_S)
+        if left:
+            log.error(
+                "cache server %s: it stands still in the middle of %d copies, and may end them later", self.url, left
+            )
 
     def wait_ready(self, timeout: float) -> None:
         """Waits for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
@@ -335,6 +366,8 @@ class ServerConnection:
 
     def _greet(self) -> None:
         """Says hello and registers. If that fails, logs it; the keeper tries again."""
+        with self._changed:
+            self._greeting, registration = True, self._registration
         try:
             self._introduce()
         except (CacheServerError, SharingError, OSError) as error:
@@ -343,6 +376,7 @@ class ServerConnection:
                 isinstance(problem, RefusedError) and problem.reason not in ("busy", "unknown_client", "closing")
             )
             with self._changed:
+                self._greeting = False
                 if lasting:
                     self._problem = problem
                     self._changed.notify_all()
@@ -351,6 +385,10 @@ class ServerConnection:
                 log.error("cache server %s does not take this engine: %s", self.url, problem)
             return
         with self._changed:
+            self._greeting = False
+            if registration != self._registration:  # the server has tensors that are not in use any more: again
+                os.eventfd_write(self._wakeup, 1)
+                return
             self._ready, self._problem = True, None
             self._changed.notify_all()
         log.info("cache server %s: connected", self.url)
@@ -363,6 +401,13 @@ class ServerConnection:
         if welcome.chunk_size != known:
             raise RefusedError(
                 "mismatch", f"the server's chunks have {welcome.chunk_size} tokens, this engine was made for {known}"
+            )
+        before = self._welcome
+        if before is not None and (before.hash_mode, before.hash_seed) != (welcome.hash_mode, welcome.hash_seed):
+            raise RefusedError(
+                "mismatch",
+                f"the server names chunks by {welcome.hash_mode} {welcome.hash_seed}, and named them by {before.hash_mode} "
+                f"{before.hash_seed} when this engine started",
             )
         self._welcome = welcome
         if self._lifeline is None or self._lifeline.lost:
@@ -396,7 +441,7 @@ def failure_of(future: Future) -> str:
     try:
         future.result()
     except RefusedError as error:
-        return error.reason
+        return error.reason if error.reason in REFUSALS else "refused"  # it names a counter
     except NoAnswerError:
         return "timeout"
     except CacheServerError:

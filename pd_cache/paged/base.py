@@ -77,7 +77,7 @@ def plan(places: Places, layout: KVLayout, chunk_size: int, *, may_leave_out: bo
     """
     if isinstance(places, Slots):
         return plan_slots(places.mapping, layout, chunk_size, may_leave_out=may_leave_out)
-    blocks = torch.as_tensor(places, dtype=torch.int64)
+    blocks = _block_ids(places)
     per_chunk = chunk_size // layout.block_size
     if blocks.numel() % per_chunk:
         raise ValueError(f"{blocks.numel()} blocks are no whole number of chunks of {per_chunk} blocks")
@@ -139,6 +139,17 @@ def plan_slots(
         ChunkSlots(mapping.view(-1, size)[:, 0] // size, None) if is_whole else ChunkSlots(None, mapping)
         for is_whole, mapping in zip(per_chunk, slots.view(chunks, -1).unbind(), strict=True)
     ]
+
+
+def _block_ids(places: Sequence[int]) -> torch.Tensor:
+    """Returns a copy on the CPU, which the caller cannot change after it was checked."""
+    try:
+        blocks = torch.as_tensor(places if len(places) else torch.empty(0, dtype=torch.int64))
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"blocks must be integers: {error}") from None
+    if blocks.dim() != 1 or blocks.is_floating_point() or blocks.is_complex() or blocks.dtype == torch.bool:
+        raise ValueError(f"blocks must be 1-D of integers, got {tuple(blocks.shape)} {blocks.dtype}")
+    return blocks.detach().to(device="cpu", dtype=torch.int64, copy=True)
 
 
 def chunk_blocks(chunk: ChunkSlots, payload: torch.Tensor, layout: KVLayout) -> int:

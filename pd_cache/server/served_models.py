@@ -172,7 +172,7 @@ class ServedModels:
         with self._opening:
             idle = self._without_workers()
             self._idle_since = {size: self._idle_since.get(size, now) for size in idle}
-            last = idle[-1] if len(idle) == len(self._backends) else None
+            last = idle[-1] if idle and len(idle) == len(self._backends) else None
             for size in idle:
                 if now - self._idle_since[size] >= idle_s and size not in (self._segment_of, last):
                     released.append(self._take_out(size, f"their last engine went {idle_s:g} s ago"))

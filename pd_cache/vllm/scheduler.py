@@ -65,6 +65,7 @@ class _Tracked:
         self.names: list[bytes] = []
         """Names of the whole chunks so far; grows with the request."""
         self.found: _Found | None = None
+        self.looked_up = False
         self.next_poll = 0.0
         self.poll_s = _FIRST_POLL_S
         self.load: _Proposal | None = None
@@ -224,7 +225,7 @@ class SchedulerSide:
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         if self._options.load == "sync":  # otherwise all is planned, and what still loads is not computed
             self._late += self._plan_stores(tracked, computed)
-        if self._lookup is not None and tracked.found is not None:
+        if self._lookup is not None and tracked.looked_up:
             self._lookup.end(request.request_id)
         if not tracked.handoff.announce:
             return None
@@ -294,6 +295,7 @@ class SchedulerSide:
             return known if known.end >= awaited else None
         request = tracked.request
         names = self._names(tracked, request.num_tokens // self._chunk)
+        tracked.looked_up = True
         end = lookup.find(names, request.request_id, at_hand=at_hand)
         tracked.found = _Found(at_hand, end)
         if end < awaited:

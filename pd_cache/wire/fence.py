@@ -9,12 +9,15 @@ so only if it was stopped in the middle of a chunk.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fcntl
 import mmap
 import os
 import struct
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 
 from pd_cache.wire.sealed import SealError, check_sealed, sealed_memory
@@ -73,28 +76,47 @@ class Fence:
         self._page.clear()  # so that the page's memory is allocated, and charged to this process
         self.descriptor = descriptor
         self._free = list(range(SLOTS))
+        self._holders: dict[int, weakref.ref[object]] = {}
+        """Of the slots that are taken."""
+        self._forgotten: collections.deque[int] = collections.deque()
+        """Slots whose holder is gone and never revoked them: an interrupt came in between."""
         self._next = 1
+        self._closed = False
         self._lock = threading.Lock()
 
-    def admit(self) -> tuple[int, int] | None:
-        """Returns a slot with a new ticket in it, as (slot, ticket); None if all are taken."""
+    def admit(self, holder: object) -> tuple[int, int] | None:
+        """Returns a slot with a new ticket in it, as (slot, ticket); None if all are taken.
+
+        If nothing refers to `holder` any more, the ticket is taken away by and by.
+        """
+        for slot in [self._forgotten.popleft() for _ in range(len(self._forgotten))]:
+            if not self.revoke(slot):
+                self._forgotten.append(slot)
         with self._lock:
-            if not self._free:
+            if not self._free or self._closed:
                 return None
             slot, ticket = self._free.pop(), self._next
             self._next += 1
+            # a callback may run inside of any statement: it only appends, and takes no lock
+            self._holders[slot] = weakref.ref(holder, lambda _, slot=slot: self._forgotten.append(slot))  # type: ignore[misc]
             self._page.write(slot, ticket)
             return slot, ticket
 
     def revoke(self, slot: int) -> bool:
-        """Removes the ticket and frees the slot. Returns False while the server copies under it: try again then."""
-        if not self._page.lock(slot):
-            return False
-        self._page.write(slot, 0)
-        self._page.unlock(slot)
+        """Removes the ticket and frees the slot. Returns False while the server copies under it: try again then.
+
+        After `close` there is nothing left to remove.
+        """
         with self._lock:
+            if self._closed or slot not in self._holders:
+                return True
+            if not self._page.lock(slot):
+                return False
+            self._page.write(slot, 0)
+            self._page.unlock(slot)
+            del self._holders[slot]
             self._free.append(slot)
-        return True
+            return True
 
     @property
     def taken(self) -> int:
@@ -102,8 +124,19 @@ class Fence:
         with self._lock:
             return SLOTS - len(self._free)
 
-    def close(self) -> None:
-        self._page.close()
+    def close(self, timeout: float = 0.0) -> int:
+        """Removes all tickets, so that the server touches no block any more, and unmaps the page. Idempotent.
+
+        Returns how many tickets could not be removed within `timeout` seconds, because the server stands still in the middle of a copy.
+        """
+        end = time.monotonic() + timeout
+        while (left := [slot for slot in list(self._holders) if not self.revoke(slot)]) and time.monotonic() < end:
+            time.sleep(0.001)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._page.close()
+        return len(left)
 
 
 class FenceView:

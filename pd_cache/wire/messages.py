@@ -210,11 +210,18 @@ class Found(Message, frozen=True, tag="found"):
     chunks: Count
 
 
+_OUTCOMES = bytes(range(3))
+
+
 class Stored(Message, frozen=True, tag="stored"):
     """The outcome of each chunk."""
 
     outcomes: Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNKS)]
     """One byte per chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.blocks.StoreOutcome`."""
+
+    def __post_init__(self) -> None:
+        if self.outcomes.translate(None, _OUTCOMES):
+            raise ValueError("an outcome is 0, 1 or 2")
 
     @property
     def stored(self) -> int:
@@ -257,6 +264,23 @@ class Refused(Message, frozen=True, tag="refused"):
     """`busy`, `unknown_client` and `closing` may go away by themselves; `version`, `malformed`, `mismatch`, `invalid`, `late`,
     `abandoned`, `failed` and others will not."""
     message: str
+
+
+REFUSALS = frozenset(
+    (
+        "abandoned",
+        "busy",
+        "closing",
+        "failed",
+        "invalid",
+        "late",
+        "malformed",
+        "mismatch",
+        "unknown_client",
+        "version",
+    )
+)
+"""The reasons that this version gives."""
 
 
 class RefusalError(Exception):

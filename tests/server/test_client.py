@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cache.blocks import StoreOutcome
+from pd_cache.blocks import Slots, StoreOutcome
+from pd_cache.client.cache import ServerCache
 from pd_cache.client.connection import ServerConnection
 from pd_cache.client.identity import EngineIdentity
 from pd_cache.client.lookup import ServerLookupClient
@@ -174,3 +176,95 @@ def test_a_lookup_of_a_scheduler_pins_what_it_found_until_its_request_ends(
         assert metrics.totals()["troubles", "lookup", "server_lost"] >= 1
     finally:
         client.close()
+
+
+# --- ServerCache -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(server: CacheServer) -> Iterator[ServerCache]:
+    """A cache over the server, with tensors of its own."""
+    one = ServerCache(server.url, EngineIdentity(model=uuid.uuid4().hex, block_size=BLOCK), move_timeout_s=LATE_S)
+    try:
+        one.register_kv_caches(make_cache(blocks=BLOCKS, block_size=BLOCK))
+        one.connection.wait_ready(60)
+        yield one
+    finally:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("operation", "blocks", "message"),
+    [
+        ("store", [0, 1], "no whole number of chunks|3 chunks were named"),
+        ("store", [-1, *WHOLE[1:]], "blocks must lie in"),
+        ("store", [*WHOLE[1:], WHOLE[1]], "named twice"),
+        ("retrieve", [*WHOLE[:-1], BLOCKS], "blocks must lie in"),
+        ("retrieve", [0.5, *WHOLE[1:]], "of integers"),
+        ("retrieve", [2**70, *WHOLE[1:]], "must be integers"),
+        ("store", Slots(torch.arange(1, 3 * CHUNK + 1)), "whole blocks"),
+    ],
+)
+def test_mistakes_are_value_errors_as_with_an_engine(
+    cache: ServerCache, operation: str, blocks: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        getattr(cache, operation)(cache.name_chunks(TOKENS), blocks)
+    assert not cache.connection.fence.taken
+    assert ("tokens", "store", "requested") not in {key for key, value in cache.metrics.totals().items() if value}
+
+
+def test_an_interrupted_call_leaves_no_ticket_and_no_place(cache: ServerCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(future: Any) -> None:
+        raise KeyboardInterrupt
+
+    names = cache.name_chunks(TOKENS)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.connection._channel, "wait", interrupted)
+        for operation in (cache.store, cache.retrieve):
+            with pytest.raises(KeyboardInterrupt):
+                operation(names, WHOLE)  # type: ignore[operator]
+            assert cache.connection.fence.taken == 0, "the server may touch the blocks no more"
+    wait_for(lambda: all(cache.store(names, WHOLE)), 30, "the cache working as before")
+
+
+def test_tensors_that_replace_others_while_those_are_being_registered_are_the_ones_that_are_used(
+    server: CacheServer, cache: ServerCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    serve = server.models.serve
+
+    def slow(*arguments: Any) -> Any:
+        inside.set()
+        assert go_on.wait(60)
+        return serve(*arguments)
+
+    monkeypatch.setattr(server.models, "serve", slow)
+    old, new = (make_cache(blocks=BLOCKS, block_size=BLOCK) for _ in range(2))
+    first = threading.Thread(target=cache.register_kv_caches, args=(old,))
+    first.start()
+    assert inside.wait(60)
+    second = threading.Thread(target=cache.register_kv_caches, args=(new,))
+    second.start()
+    wait_for(lambda: cache.connection._registration == 3)
+    go_on.set()
+    first.join(60)
+    second.join(60)
+    write_prompt(new, KVLayout.from_tensors(new), TOKENS, range(len(TOKENS)))
+    names = cache.name_chunks(TOKENS)
+    wait_for(lambda: cache.available and all(cache.store(names, WHOLE)), 30, "the prompt being stored")
+    elsewhere = [block + 20 for block in WHOLE]
+    assert cache.retrieve(names, elsewhere) == 3
+    layout = KVLayout.from_tensors(new)
+    assert all(holds_token(new, layout, TOKENS[: index + 1], 20 * BLOCK + index) for index in range(len(TOKENS))), (
+        "and not what lies in the old ones"
+    )
+
+
+def test_after_close_nothing_is_under_way_and_nothing_raises(cache: ServerCache) -> None:
+    pending = cache.begin_retrieve(cache.name_chunks(TOKENS), WHOLE)
+    cache.close()
+    assert pending.query()
+    assert pending.wait() in (0, 3)
+    assert cache.lookup(cache.name_chunks(TOKENS)) == 0
+    assert not any(cache.store(cache.name_chunks(TOKENS), WHOLE))

@@ -16,6 +16,13 @@ from tests.support.pool import ROOT
 from tests.support.waiting import wait_for
 
 
+class Holder:
+    """What a ticket is for."""
+
+
+HOLDER = Holder()
+
+
 @pytest.fixture
 def fence() -> Iterator[Fence]:
     one = Fence()
@@ -35,7 +42,7 @@ def view(fence: Fence) -> Iterator[FenceView]:
 
 
 def test_who_has_a_ticket_passes_until_it_is_revoked(fence: Fence, view: FenceView) -> None:
-    place = fence.admit()
+    place = fence.admit(HOLDER)
     assert place is not None
     for _ in range(2):
         with view.passing(*place):
@@ -46,14 +53,53 @@ def test_who_has_a_ticket_passes_until_it_is_revoked(fence: Fence, view: FenceVi
 
 
 def test_a_ticket_cannot_be_revoked_while_somebody_passes(fence: Fence, view: FenceView) -> None:
-    slot, ticket = fence.admit() or (0, 0)
+    slot, ticket = fence.admit(HOLDER) or (0, 0)
     with view.passing(slot, ticket):
         assert not fence.revoke(slot)
     assert fence.revoke(slot)
 
 
+def test_a_ticket_whose_holder_was_lost_is_taken_away(fence: Fence, view: FenceView) -> None:
+    """As when a user interrupts a call after it has begun."""
+    holder = Holder()
+    place = fence.admit(holder)
+    assert place is not None
+    del holder
+    assert fence.admit(HOLDER) is not None
+    with pytest.raises(AbandonedError), view.passing(*place):
+        raise AssertionError("passed although nobody waits for it")
+    assert fence.taken == 1
+
+
+def test_close_takes_all_tickets_away(view: FenceView) -> None:
+    fence = Fence()
+    other = FenceView(fence.descriptor)
+    try:
+        places = [fence.admit(HOLDER) for _ in range(3)]
+        assert all(places)
+        assert fence.close() == 0
+        for place in places:
+            assert place is not None
+            with pytest.raises(AbandonedError), other.passing(*place):
+                raise AssertionError("passed after close()")
+            assert fence.revoke(place[0]), "there is nothing left to wait for"
+    finally:
+        other.close()
+
+
+def test_close_says_how_many_copies_it_could_not_end() -> None:
+    fence = Fence()
+    other = FenceView(fence.descriptor)
+    try:
+        slot, ticket = fence.admit(HOLDER) or (0, 0)
+        with other.passing(slot, ticket):
+            assert fence.close() == 1
+    finally:
+        other.close()
+
+
 def test_slots_are_fenced_one_by_one(fence: Fence, view: FenceView) -> None:
-    one, other = fence.admit(), fence.admit()
+    one, other = fence.admit(HOLDER), fence.admit(HOLDER)
     assert one is not None
     assert other is not None
     with view.passing(*one):
@@ -63,10 +109,10 @@ def test_slots_are_fenced_one_by_one(fence: Fence, view: FenceView) -> None:
 
 
 def test_a_slot_that_is_used_again_has_another_ticket(fence: Fence, view: FenceView) -> None:
-    old = fence.admit()
+    old = fence.admit(HOLDER)
     assert old is not None
     fence.revoke(old[0])
-    new = fence.admit()
+    new = fence.admit(HOLDER)
     assert new is not None
     assert new[0] == old[0]
     with pytest.raises(AbandonedError), view.passing(*old):
@@ -76,8 +122,8 @@ def test_a_slot_that_is_used_again_has_another_ticket(fence: Fence, view: FenceV
 
 
 def test_slots_are_bounded_and_come_back(fence: Fence) -> None:
-    places = [fence.admit() for _ in range(SLOTS)]
-    assert fence.admit() is None
+    places = [fence.admit(HOLDER) for _ in range(SLOTS)]
+    assert fence.admit(HOLDER) is None
     assert fence.taken == SLOTS
     for place in places:
         assert place is not None
@@ -86,7 +132,7 @@ def test_slots_are_bounded_and_come_back(fence: Fence) -> None:
 
 
 def test_the_lock_of_a_process_that_was_killed_in_the_middle_is_gone(fence: Fence) -> None:
-    slot, ticket = fence.admit() or (0, 0)
+    slot, ticket = fence.admit(HOLDER) or (0, 0)
     program = (
         "import sys, time; from pd_cache.wire.fence import FenceView; view = FenceView(int(sys.argv[1]))\n"
         "with view.passing(int(sys.argv[2]), int(sys.argv[3])): print('inside', flush=True); time.sleep(600)"
@@ -111,7 +157,7 @@ def test_the_lock_of_a_process_that_was_killed_in_the_middle_is_gone(fence: Fenc
 def test_nothing_is_written_after_a_revocation_however_the_two_race(fence: Fence, view: FenceView) -> None:
     blocks = [0]
     for _ in range(200):
-        slot, ticket = fence.admit() or (0, 0)
+        slot, ticket = fence.admit(HOLDER) or (0, 0)
         started = threading.Event()
 
         def copy(slot: int = slot, ticket: int = ticket, started: threading.Event = started) -> None:

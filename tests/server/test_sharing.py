@@ -24,6 +24,13 @@ from tests.support.kv import make_cache
 MapThem = Callable[..., MappedTensors]
 
 
+class Holder:
+    """What a ticket is for."""
+
+
+HOLDER = Holder()
+
+
 @pytest.fixture
 def map_them() -> Iterator[MapThem]:
     """Map what was shared, as a server does; unmapped afterwards."""
@@ -186,7 +193,7 @@ def test_what_is_said_about_a_gpu_s_memory_is_checked_before_torch_believes_it(m
 
 def test_nothing_is_copied_for_an_engine_that_has_given_up_or_would_have() -> None:
     fence = Fence()
-    slot, ticket = fence.admit() or (0, 0)
+    slot, ticket = fence.admit(HOLDER) or (0, 0)
     shared = share_tensors(make_cache())
     request = Register(uuid.uuid4().hex, shared.storages, shared.tensors)
     mapped = MappedTensors(request, shared.descriptors, FenceView(fence.descriptor))

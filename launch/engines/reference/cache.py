@@ -93,7 +93,12 @@ class PrefixCache:
         If a prefill node has announced `announced` tokens, waits for those, up to `wait_s` or until `cancelled`.
         """
         try:
-            return self._load(prefix, announced, wait_s, cancelled)
+            result = self._load(prefix, announced, wait_s, cancelled)
+            if result.outcome is not LoadOutcome.HIT:
+                self._cache.end(
+                    prefix.session
+                )  # what a lookup found, perhaps too late for us, is not retrieved any more
+            return result
         except Exception as error:  # noqa: BLE001 - whatever the cache raises, the prompt is computed instead
             self._warn("loading from the cache failed, the prompt is computed", error)
             return LoadResult(LoadOutcome.FAILED, 0)
@@ -123,7 +128,6 @@ class PrefixCache:
                 break
             pause = min(2 * pause, _LONGEST_POLL_S)
         if cancelled.is_set():
-            cache.end(prefix.session)
             return LoadResult(LoadOutcome.CANCELLED, 0)
         wanted = min(int(found), len(prefix.names))
         loaded = 0

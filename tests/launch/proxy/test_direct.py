@@ -176,27 +176,6 @@ async def test_the_tokens_of_a_text_are_asked_of_a_node() -> None:
         assert [len(node.bodies) for node in c.decode] == [1, 1], "asking for tokens takes nobody's turn"
 
 
-@scenario
-async def test_both_hops_get_the_tokens_that_the_proxy_was_told() -> None:
-    """No node turns the text into tokens a second time."""
-    async with cluster(direct=rule(Lookups(0))) as c:
-        c.decode[0].tokenize = answers(200, {"tokens": [7] * 1000})
-        async with c.post({"prompt": "x" * 5000, "seed": 3}) as response:
-            assert response.status == 200
-        assert c.prefill[0].bodies[0]["prompt"] == c.decode[0].bodies[0]["prompt"] == [7] * 1000
-        assert c.decode[0].bodies[0]["seed"] == 3
-
-
-@pytest.mark.parametrize("field", [{"echo": True}, {"suffix": "end"}], ids=["echo", "suffix"])
-@scenario
-async def test_a_text_that_the_answer_depends_on_goes_as_it_is(field: dict[str, Any]) -> None:
-    async with cluster(direct=rule(Lookups(0))) as c:
-        c.decode[0].tokenize = answers(200, {"tokens": [7] * 1000})
-        async with c.post({"prompt": "x" * 5000, **field}) as response:
-            assert response.status == 200
-        assert c.prefill[0].bodies[0]["prompt"] == c.decode[0].bodies[0]["prompt"] == "x" * 5000
-
-
 @pytest.mark.parametrize(
     ("failure", "times"),
     [(answers(404), 1), (says(b"{}"), 1), (hangs, 3)],
