@@ -67,6 +67,10 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+IMPORTED_LATE = ("launch/engines/reference/huggingface.py",)
+"""Files that are imported only when what they import is wanted."""
+
+
 def requirements(metadata: email.message.Message) -> dict[str, set[str]]:
     """Distribution names by extra; those of the empty extra are always installed."""
     found: dict[str, set[str]] = {extra: set() for extra in ("", *metadata.get_all("Provides-Extra", []))}
@@ -127,7 +131,9 @@ def test_what_is_imported_is_declared_and_what_is_required_is_imported(metadata:
                 extras = ("", "bench", "reference")
             elif module in EXTRAS:
                 extras = EXTRAS[module]
-                assert not at_once, f"{file} always imports {module}, which only {extras} bring"
+                assert not at_once or str(file) in IMPORTED_LATE, (
+                    f"{file} always imports {module}, which only {extras} bring"
+                )
             assert names & set.union(*(declared[extra] for extra in extras)), f"{file} imports {module}, undeclared"
             used |= names
     assert declared[""] <= used

@@ -17,6 +17,7 @@ import collections
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -34,6 +35,7 @@ class Call(Generic[T]):
     """One call under way. The lock is held until the outcome is there: the cheapest way for one thread to wait."""
 
     __slots__ = (
+        "__weakref__",
         "_done",
         "_error",
         "_function",
@@ -113,8 +115,8 @@ class CallThreads:
 
     def __init__(self, name: str, count: int, *, limit: int = 256, spare: int = 0) -> None:
         self._queue: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
-        self._waiting: collections.deque[Call[object]] = collections.deque()
-        """The calls of the queue, and some that have left it."""
+        self._waiting: collections.deque[weakref.ref[Call[object]]] = collections.deque()
+        """The calls of the queue, and some that have left it: these are not kept, nor what they were given."""
         self._name = name
         self._count = count
         self._spare = spare
@@ -140,10 +142,11 @@ class CallThreads:
             ahead = self._queue.qsize() + len(self._running)
             accepted = not self._closed and self._late() < len(self._threads) and ahead < self._limit
             if accepted:
-                while self._waiting and self._waiting[0]._taken.locked():
+                while self._waiting and ((first := self._waiting[0]()) is None or first._taken.locked()):
                     self._waiting.popleft()
-                self._waiting.append(call)  # type: ignore[arg-type]  # neither queue cares what the call returns
-                self._queue.put(call)  # type: ignore[arg-type]
+                queued: Call[object] = call  # type: ignore[assignment]  # neither queue cares what the call returns
+                self._waiting.append(weakref.ref(queued))
+                self._queue.put(queued)
         if not accepted:
             call._drop()
             return None
@@ -164,7 +167,7 @@ class CallThreads:
         """Have queued calls whose deadline has passed let go of what they were given, though nobody looks at them now."""
         now = time.monotonic()
         with self._lock:
-            overdue = [call for call in self._waiting if call.deadline <= now]
+            overdue = [call for one in self._waiting if (call := one()) is not None and call.deadline <= now]
         for call in overdue:
             call.abandon()
 
@@ -209,6 +212,7 @@ class CallThreads:
         me = threading.get_ident()
         while (call := self._queue.get()) is not None:
             if not call._taken.acquire(blocking=False):
+                del call  # and with it what it was given
                 continue
             with self._lock:
                 self._running[me] = call.deadline

@@ -30,7 +30,7 @@ from launch.doctor.network import advertised_findings, peer_findings
 from launch.engines.reference.protocol import BadRequest, parse_completion
 from launch.masters import read_master_health, read_places, read_segments
 from launch.proxy.answers import ApiError
-from launch.proxy.completion import Completion, Handoff, read_handoff, read_models, read_tokens
+from launch.proxy.completion import Completion, HandedOver, read_handoff, read_models, read_tokens
 from launch.reachability import read_peers, targets_of
 from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, status_table
 from pd_cache.backends import objects
@@ -422,7 +422,7 @@ def _completion(field: str) -> Parse:
         assert prefill["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
         assert "kv_transfer_params" not in _read_json(body.for_decode(None))
         _read_json(body.for_tokenize())
-        assert _read_json(body.for_decode(Handoff(msgspec.Raw(b'{"a": "b"}'))))["kv_transfer_params"] == {"a": "b"}
+        assert _read_json(body.for_decode(HandedOver(msgspec.Raw(b'{"a": "b"}'))))["kv_transfer_params"] == {"a": "b"}
 
     return parse
 

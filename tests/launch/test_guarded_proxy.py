@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from bench.lib.arrivals import Arrival, Part
-from bench.lib.load import PeerAddress, generate
+from bench.lib.load import Target, generate
 from bench.lib.targets import clusters_proxy, past_prefill
 from launch.access import NOBODY, client_key, proxy_access, proxy_certificate, trusting
 from launch.asking import fetch
@@ -127,7 +127,7 @@ def test_the_bench_asks_as_a_client_of_the_file(guarded: Guarded) -> None:
     assert client_key(guarded.config) == KEY
     assert past_prefill(server.url, server.watching) == 0.0
     assert fetch(f"{server.url}/metrics", access=server.watching)
-    target = PeerAddress(server.url, "tiny", 100, 10.0, 1, key=server.key, certificate=server.certificate)
+    target = Target(server.url, "tiny", 100, 10.0, 1, key=server.key, certificate=server.certificate)
     arrival = Arrival(due=0.0, prompt=(Part(1, 4),), output=1)
     load = asyncio.run(generate(target, [arrival], time.monotonic()))
     assert [outcome.error for outcome in load.outcomes] == ["http 503"], (

@@ -112,4 +112,4 @@ def test_an_engine_that_misbehaves_hurts_itself_only(server: ServerProcess, neig
         wait_for(lambda: serves(newcomer), 10, "a newcomer being served afterwards")
     with Engine(server.address, cache=make_cache(heads=5, blocks=BLOCKS, block_size=BLOCK)) as of_another_size:
         store_surely(of_another_size, TOKENS)
-    assert neighbour.worker._client.lost == 0, "the neighbour never lost its server"
+    assert neighbour.worker._cache.connection.lost == 0, "the neighbour never lost its server"

@@ -67,6 +67,6 @@ def test_twenty_thousand_requests_leave_memory_files_and_threads_as_they_were(se
         assert own_memory(os.getpid()) - mine < 2 << 20, "the adapters grow"
         assert after[2:] == before[2:]
         assert after[1] < before[1] + 20, "but for Mooncake's connections, the server opens no files"
-        assert engine.worker._client.fence.taken == 0
+        assert engine.worker._cache.connection.fence.taken == 0
         report = status_of(server.address)
         assert (report.sessions, report.pinned, report.in_flight) == (0, 0, 0)
