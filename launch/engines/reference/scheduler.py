@@ -63,6 +63,7 @@ class _Active:
         self.phase = _Phase.WAITING
         self.lease: BlockLease | None = None
         self.load: _Load | None = None
+        self.prefix: Prefix | None = None
         self.skip_cache = False
         self.cache_answered = False
         """Whether the load ended as it should: only then are chunks that are yet to be stored worth announcing."""
@@ -191,10 +192,11 @@ class Scheduler:
     # --- loading -------------------------------------------------------------------------------------------------
 
     def _prefix(self, active: _Active) -> Prefix | None:
-        """Returns the part of the prompt that the cache can hold."""
-        if self._cache is None:
-            return None
-        return self._cache.prefix(active.prompt, active.blocks, active.generation.request.cache_salt)
+        """Returns the part of the prompt that the cache can hold. It is the same for the load and the store, so it is named once."""
+        if active.prefix is None and self._cache is not None:
+            salt = active.generation.request.cache_salt
+            active.prefix = self._cache.prefix(active.prompt, active.blocks, salt)
+        return active.prefix
 
     def _start_load(self, active: _Active) -> None:
         prefix = None if active.skip_cache else self._prefix(active)
@@ -250,6 +252,7 @@ class Scheduler:
         active.lease.release()
         active.lease = None
         active.skip_cache = True
+        active.prefix = None  # it will have other blocks
         active.phase = _Phase.WAITING
         self._waiting.appendleft(active)
 

@@ -82,6 +82,7 @@ def test_only_the_computed_chunks_are_stored(make_engine):
     cache.wait_for_stores(2)
     assert (stats.cached_tokens, stats.prefix_tokens) == (32, 80)
     assert cache.store_sizes[1] == 3, "what was loaded is not stored again"
+    assert cache.named == 2, "each prompt is named once, for its load and its store"
     answered(engine, request_of(40))
     assert len(cache.store_sizes) == 2
 
