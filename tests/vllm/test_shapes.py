@@ -32,10 +32,9 @@ WHOLE = LENGTH // CHUNK * CHUNK
 def test_tensor_parallel_nodes_share_with_each_other_and_with_nodes_of_another_size(
     model: Path, vllm_pool: Pool, plain: Reference, pair: Pair, mode: str, new_prompt: NewPrompt, tmp_path: Path
 ) -> None:
-    """One after the other: ranks wait for each other with `sched_yield` in a loop, and more of them than cores take turns."""
+    """One server of two ranks is enough: ranks wait for each other with `sched_yield` in a loop, and its start takes minutes."""
     two = {"args": {"tensor-parallel-size": 2}, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
-    nodes = ("prefill-0", "decode-0")
-    file = cluster_file(tmp_path, vllm_pool, model, dict.fromkeys(nodes, two), mode=mode)
+    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": two}, mode=mode)
     of_one, of_two = new_prompt(LENGTH), new_prompt(LENGTH)
 
     def stores(server: Server, prompt: list[int]) -> None:
@@ -47,12 +46,12 @@ def test_tensor_parallel_nodes_share_with_each_other_and_with_nodes_of_another_s
         assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
 
     stores(pair.a, of_one)
-    with running(file, nodes[0]) as (parallel,):
+    with running(file, "prefill-0") as (parallel,):
         loads_whole(parallel, of_one)
         stores(parallel, of_two)
+        parallel.forget_prefixes()
+        loads_whole(parallel, of_two)  # now from the pool
     loads_whole(pair.b, of_two)
-    with running(file, nodes[1]) as (parallel,):
-        loads_whole(parallel, of_two)
 
 
 class Others(NamedTuple):
