@@ -201,6 +201,14 @@ def test_up_serves_restarts_a_dead_node_and_stops_all_on_sigterm(up: Up) -> None
     assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
+def lives(process: psutil.Process) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_nothing_outlives_an_up_that_was_killed_and_its_note_is_not_believed(up: Up) -> None:
     family = up.family()
     assert len(family) >= 4
@@ -212,7 +220,7 @@ def test_nothing_outlives_an_up_that_was_killed_and_its_note_is_not_believed(up:
     shown = json.loads(CliRunner().invoke(main, ["status", "--json", "-c", str(up.file)]).stdout)
     assert {"no answer: its port is 0 in this file, chosen by `up`"} == {node["state"] for node in shown["nodes"]}
     wait_for(
-        lambda: not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE],
+        lambda: not any(lives(one) for one in family),
         15,
         "every process being gone",
     )

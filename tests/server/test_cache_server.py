@@ -24,6 +24,7 @@ from pd_cache.prompts import PromptCache
 from pd_cache.server.cache_server import CacheServer
 from pd_cache.tokens import CacheMetadata
 from pd_cache.wire.channel import CacheServerError, RefusedError
+from pd_cache.wire.messages import Retrieve
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.engines import host as in_process
 from tests.support.kv import make_cache
@@ -250,10 +251,14 @@ def test_an_op_that_does_not_fit_is_a_value_error_before_anything_moves(
 def test_block_ids_are_checked_by_the_server_too(engine: Engine, block: int, tokens: Any, name: str) -> None:
     engine.store(name, tokens)
     before = [tensor.clone() for tensor in engine.cache]
-    engine.worker.submit_retrieve_request(name, LoadStoreOp([0, block], token_ids=tokens, start=0, end=CHUNK))
-    engine.finish_retrieve(name)
-    assert engine.worker.get_block_ids_with_load_errors() == {0, block}
-    assert "invalid" in troubles(engine.worker.metrics, "retrieve")
+    op = LoadStoreOp([0, block], token_ids=tokens, start=0, end=CHUNK)
+    with pytest.raises(ValueError, match="blocks must lie in|named twice"):
+        engine.worker.submit_retrieve_request(name, op)
+    cache = engine.worker._cache
+    names = cache.name_chunks(tokens[:CHUNK])
+    move = cache.connection.move(Retrieve, "", names, op.block_ids, None, LATE_S)  # as an engine that does not check
+    move.wait()
+    assert move.failure == "invalid"
     assert same_tensors(engine.cache, before)
 
 
