@@ -252,7 +252,7 @@ def test_block_ids_are_checked_by_the_server_too(engine: Engine, block: int, tok
     engine.store(name, tokens)
     before = [tensor.clone() for tensor in engine.cache]
     op = LoadStoreOp([0, block], token_ids=tokens, start=0, end=CHUNK)
-    with pytest.raises(ValueError, match="blocks must lie in|named twice"):
+    with pytest.raises(ValueError, match=r"blocks must lie in|named twice"):
         engine.worker.submit_retrieve_request(name, op)
     cache = engine.worker._cache
     names = cache.name_chunks(tokens[:CHUNK])
