@@ -32,7 +32,11 @@ WHOLE = LENGTH // CHUNK * CHUNK
 def test_tensor_parallel_nodes_share_with_each_other_and_with_nodes_of_another_size(
     model: Path, vllm_pool: Pool, plain: Reference, pair: Pair, mode: str, new_prompt: NewPrompt, tmp_path: Path
 ) -> None:
-    """One server of two ranks is enough: ranks wait for each other with `sched_yield` in a loop, and its start takes minutes."""
+    """One server of two ranks is enough, and it may try again.
+
+    Its ranks wait for each other in a loop of `sched_yield`. Where they have all cores, Linux 6.18 was seen to run nothing else for
+    five to eight seconds, kernel threads included: the cache server counts as lost then, and the prompt is computed.
+    """
     two = {"args": {"tensor-parallel-size": 2}, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
     file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": two}, mode=mode)
     of_one, of_two = new_prompt(LENGTH), new_prompt(LENGTH)
@@ -42,15 +46,19 @@ def test_tensor_parallel_nodes_share_with_each_other_and_with_nodes_of_another_s
         wait_for(lambda: not server.blocks_in_use)
 
     def loads_whole(server: Server, prompt: list[int]) -> None:
-        answer = server.complete(prompt)
-        assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
+        def loaded() -> bool:
+            server.forget_prefixes()
+            answer = server.complete(prompt)
+            assert answer.tokens == plain.tokens(prompt), "whether it was loaded or not"
+            return answer.cached == WHOLE
+
+        wait_for(loaded)
 
     stores(pair.a, of_one)
     with running(file, "prefill-0") as (parallel,):
         loads_whole(parallel, of_one)
         stores(parallel, of_two)
-        parallel.forget_prefixes()
-        loads_whole(parallel, of_two)  # now from the pool
+        loads_whole(parallel, of_two)
     loads_whole(pair.b, of_two)
 
 
