@@ -87,15 +87,24 @@ class BodyBudget:
             other.give_up()
         return True
 
+    def extend(self, body: Body, count: int) -> bool:
+        """Notes `count` more bytes of something that a request could do without. Returns False, and notes nothing, unless its client still
+        leaves twice as much as it takes: bodies that come later shall not lack the room."""
+        self._resize(body, body.size + count)
+        fits = self._fits(body, spare=2)
+        if not fits:
+            self._resize(body, body.size - count)
+        return fits
+
     def release(self, body: Body) -> None:
         """Gives back a body's memory, because the body is not needed any more."""
         self._resize(body, 0)
 
-    def _fits(self, body: Body) -> bool:
+    def _fits(self, body: Body, spare: int = 1) -> bool:
         room = self._limit - self.used
         if body.large:
             room = min(room, self._limit * 3 // 4 - self._large)
-        return self._held[body.client, body.large] <= room
+        return self._held[body.client, body.large] * spare <= room
 
     def _resize(self, body: Body, size: int) -> None:
         self._add(body, -body.size)

@@ -6,12 +6,13 @@ Python numbers and back, and no number changes its spelling.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
 from launch.proxy.answers import ApiError
 from launch.proxy.prefixes import RoutedPrompt, is_token_ids, read_prompt
+from launch.proxy.tokens import BESIDE_TOKENS, PromptTokens
 from pd_cache.decoding import UndecodableError, decode_json
 
 _TRANSFER = "kv_transfer_params"
@@ -77,6 +78,8 @@ class Completion:
             what = "must be a JSON object" if body.lstrip()[:1] != b"{" else "is not valid JSON"
             raise ApiError(400, f"The body {what}: {error}", code="invalid_json") from None
         self._fields.pop(_TRANSFER, None)  # it says which memory to read, and is for nodes only
+        self.tokens: PromptTokens | None = None
+        """The prompt's, if nodes may get them in place of its text."""
         self._chat = prompt == "messages"
         self._prompt = bytes(self._fields.get(prompt, b"null"))
         if self._prompt == b"null":
@@ -109,6 +112,14 @@ class Completion:
         except UndecodableError:
             return False
 
+    def takes_tokens(self) -> bool:
+        """Returns whether nodes give the same answer to the prompt's tokens as to the prompt: it is one text, and no field of the request
+        needs the text. The routing always sees the text."""
+        if self._chat or self._prompt[:1] != b'"':
+            return False
+        others = {name: bytes(raw) for name, raw in self._fields.items() if name not in BESIDE_TOKENS}
+        return all(raw == b"null" or (name, raw) == ("echo", b"false") for name, raw in others.items())
+
     def token_ids(self) -> list[int] | None:
         """Returns the prompt's token ids, if it is given as token ids."""
         if not is_token_ids(self._prompt):
@@ -133,26 +144,39 @@ class Completion:
         """Returns the body for a node's `/tokenize`."""
         return msgspec.json.encode({name: raw for name, raw in self._fields.items() if name in _TOKENIZED})
 
-    def for_prefill(self) -> bytes:
-        """Returns the body for the prefill node: one token, not streamed, and marked for decoding on another node."""
+    def for_prefill(self, tokens: bytes | None = None) -> bytes:
+        """Returns the body for the prefill node: one token, not streamed, and marked for decoding on another node. `tokens`: the JSON of
+        the token ids that it gets as the prompt."""
         fields = {name: raw for name, raw in self._fields.items() if name not in _NOT_FOR_PREFILL}
         if "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = _ONE
         fields |= {"max_tokens": _ONE, "stream": msgspec.Raw(b"false"), _TRANSFER: _REMOTE_DECODE}
-        return msgspec.json.encode(fields)
+        return _encode(fields, tokens)
 
-    def for_decode(self, handoff: HandedOver | None) -> bytes:
-        """Returns the client's body, with what the prefill node handed over."""
-        return msgspec.json.encode({**self._fields, **({_TRANSFER: handoff.kv_transfer_params} if handoff else {})})
+    def for_decode(self, handoff: HandedOver | None, tokens: bytes | None = None) -> bytes:
+        """Returns the client's body, with what the prefill node handed over, and with `tokens` as in `for_prefill`."""
+        return _encode({**self._fields, **({_TRANSFER: handoff.kv_transfer_params} if handoff else {})}, tokens)
+
+
+def _encode(fields: dict[str, msgspec.Raw], tokens: bytes | None) -> bytes:
+    return msgspec.json.encode(fields if tokens is None else {**fields, "prompt": msgspec.Raw(tokens)})
 
 
 class _Tokenized(msgspec.Struct, frozen=True):
-    tokens: list[_Token]
+    tokens: msgspec.Raw
 
 
-def read_tokens(answer: bytes) -> list[int]:
+class Tokenized(NamedTuple):
+    """A prompt's token ids."""
+
+    ids: list[int]
+    json: bytes
+
+
+def read_tokens(answer: bytes) -> Tokenized:
     """Reads the answer of a node's `/tokenize`. Raises ValueError for anything else."""
-    return decode_json(answer, _Tokenized).tokens
+    raw = bytes(decode_json(answer, _Tokenized).tokens)  # a copy, so that the answer is not kept
+    return Tokenized(decode_json(raw, list[_Token]), raw)
 
 
 class _Models(msgspec.Struct, frozen=True):

@@ -21,6 +21,8 @@ from launch.proxy.hops import HopError, Refusal, check_status, client_headers, r
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.nodes import Nodes
 from launch.proxy.prefixes import RoutedPrompt
+from launch.proxy.routing import Hop
+from launch.proxy.tokens import HopBody, PromptTokens
 from pd_cache.cluster import LARGEST_BODY
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ _MAX_ANSWER = 4 << 20
 """The most bytes of a prefill node's answer."""
 _LARGE = 1 << 18
 """Size in bytes from which reading a body takes too long for the event loop."""
+_REFUSED = (400, 413, 422)
+"""Statuses of a refusal that may have to do with the form of the prompt."""
 _NO_TOKENIZE_S = 30.0
 _MOST_SLOW = 3
 
@@ -62,7 +66,7 @@ class Completions:
         del body, prepared  # they take memory until a decode node has them, and no longer
         return await decoding
 
-    async def _prepare(self, exchange: Exchange, body: bytes) -> bytes | Refusal:
+    async def _prepare(self, exchange: Exchange, body: bytes) -> HopBody | Refusal:
         """Returns the body for the decode node, after the prefill node did its part; or a prefill node's refusal."""
         field: Literal["messages", "prompt"] = "messages" if exchange.path == CHAT else "prompt"
         nbytes = len(body)
@@ -77,7 +81,7 @@ class Completions:
         if why is not None:
             result: str = why
         elif self._pools["prefill"].count(exchange.model):
-            answer = await self._prefill(exchange, await self._computed(nbytes, completion.for_prefill), prompt)
+            answer = await self._prefill(exchange, await self._body(completion, nbytes, completion.for_prefill), prompt)
             self._metrics.prefill_seconds.observe(time.monotonic() - exchange.started)
             if isinstance(answer, Refusal):
                 return answer
@@ -86,7 +90,14 @@ class Completions:
         else:
             result = "no_prefill_nodes"
         self._metrics.handoffs.labels(result).inc()
-        return await self._computed(nbytes, lambda: completion.for_decode(handoff))
+        return await self._body(completion, nbytes, lambda tokens: completion.for_decode(handoff, tokens))
+
+    async def _body(self, completion: Completion, nbytes: int, encode: Callable[[bytes | None], bytes]) -> HopBody:
+        text = await self._computed(nbytes, lambda: encode(None))
+        if (tokens := completion.tokens) is None:
+            return HopBody(text)
+        with_tokens = await self._computed(len(tokens.json), lambda: encode(tokens.json))
+        return HopBody(text, with_tokens, tokens.node, tokens.fingerprint)
 
     async def _computed(self, nbytes: int, function: Callable[[], T]) -> T:
         """Returns what the function returns. For a large body it runs on another thread, one at a time: other requests go on meanwhile."""
@@ -95,9 +106,19 @@ class Completions:
         async with self._large:
             return await asyncio.to_thread(function)
 
+    async def _ask(self, exchange: Exchange, hop: Hop, node: str, body: HopBody) -> aiohttp.ClientResponse:
+        """Returns the answer of a node that gets the prompt's tokens if it may, otherwise the text. Raises HopError if none came."""
+        tokens = body.tokens_for(hop, node, self._fleet.fingerprint(node))
+        if tokens is not None:
+            answer = await self._nodes.send(exchange, hop, node, "POST", tokens)
+            if answer.status not in _REFUSED:
+                return answer
+            answer.close()  # a refusal must be one of what the client wrote
+        return await self._nodes.send(exchange, hop, node, "POST", body.text)
+
     # --- the prefill hop -----------------------------------------------------------------------------------------
 
-    async def _prefill(self, exchange: Exchange, body: bytes, prompt: RoutedPrompt) -> Refusal | HandedOver | None:
+    async def _prefill(self, exchange: Exchange, body: HopBody, prompt: RoutedPrompt) -> Refusal | HandedOver | None:
         """Returns what a prefill node handed over, or its refusal of the request; None if all of them failed."""
         until = time.monotonic() + self._prefill_timeout_s
         pool = self._pools["prefill"]
@@ -118,8 +139,8 @@ class Completions:
                 return answer
         return None
 
-    async def _prefill_at(self, exchange: Exchange, node: str, body: bytes) -> Refusal | HandedOver:
-        answer = await self._nodes.send(exchange, "prefill", node, "POST", body)
+    async def _prefill_at(self, exchange: Exchange, node: str, body: HopBody) -> Refusal | HandedOver:
+        answer = await self._ask(exchange, "prefill", node, body)
         try:
             await check_status(answer)
             if answer.status >= 400:
@@ -133,7 +154,7 @@ class Completions:
 
     # --- the decode hop ------------------------------------------------------------------------------------------
 
-    async def _decode(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
+    async def _decode(self, exchange: Exchange, body: HopBody) -> web.StreamResponse:
         pool = self._pools["decode"]
         attempts = Attempts(pool, exchange.trial, model=exchange.model)
         failures: list[HopError] = []
@@ -142,7 +163,7 @@ class Completions:
             try:
                 with pool.working(node):
                     try:
-                        answer = await self._nodes.send(exchange, "decode", node, "POST", body)
+                        answer = await self._ask(exchange, "decode", node, body)
                         await check_status(answer)
                         first = await read_some(answer)  # a node that dies before this can still be replaced
                     except HopError as error:
@@ -151,7 +172,7 @@ class Completions:
                         continue
                     attempts.answered(node, time.monotonic(), well=answer.status < 300)
                     self._metrics.first_byte_seconds.observe(time.monotonic() - exchange.started)
-                    body = b""
+                    body = HopBody(b"")
                     exchange.forget_body()
                     return await self._relay(exchange, node, answer, first)
             finally:
@@ -201,18 +222,22 @@ class Completions:
     # --- a text's tokens -----------------------------------------------------------------------------------------
 
     async def _tokenize(self, exchange: Exchange, completion: Completion) -> list[int] | None:
-        """Returns a prompt's token ids, from a decode node; None if it does not return them."""
+        """Returns a prompt's token ids, from a decode node; None if it does not return them. Nodes may get them, too, if the client's
+        share of the memory has room for them."""
         now = time.monotonic()
         node = self._pools["decode"].out_of_turn(now, exchange.model)
         if node is None or now < self._tokenize_after:
             return None
+        fingerprint = self._fleet.fingerprint(node)
         try:
             answer = await self._nodes.post(exchange, f"{node}/tokenize", completion.for_tokenize())
             try:
                 if answer.status == 200:
                     tokens = read_tokens(await read_all(answer, LARGEST_BODY))
                     self._slow_to_tokenize = 0
-                    return tokens
+                    if fingerprint and completion.takes_tokens() and exchange.take_memory(len(tokens.json)):
+                        completion.tokens = PromptTokens(node, fingerprint, tokens.json)
+                    return tokens.ids
                 if answer.status in (400, 422) or answer.status >= 500:
                     return None  # this prompt's own fault, or possibly so
                 raise HopError("error", f"status {answer.status}")

@@ -36,6 +36,8 @@ class Exchange:
         """The model that the nodes must serve; None for any."""
         self.forget_body: Callable[[], None] = lambda: None
         """Called when the body is not needed any more."""
+        self.take_memory: Callable[[int], bool] = lambda count: False
+        """Charges the client for `count` more bytes, until the body is not needed any more. Returns False if it has no room for them."""
         self.response: web.StreamResponse | None = None
         """Set when the first byte is about to be sent."""
         self.event_ended = True

@@ -40,6 +40,7 @@ class Fleet:
         self._master = master or (lambda view: None)
         self._view = View(())
         self._told: dict[str, Namespaced] = {}
+        self._fingerprints: dict[str, str | None] = {}
         self._differences: dict[str, str] = {}
         self._seen: dict[str, float] = {}
         """Models, and when a node was last known to serve them."""
@@ -63,6 +64,10 @@ class Fleet:
         if self._told.get(url, Namespaced()) != told:
             self._told[url] = told
             self._compare()
+
+    def fingerprint(self, url: str) -> str | None:
+        """Returns the fingerprint of a node's namespace; None if the node does not say it."""
+        return self._fingerprints.get(url)
 
     def served(self, model: str | None, now: float) -> str | None:
         """Returns `model` if nodes say that they serve it, or did so lately: only those are asked. Returns None if every node may be
@@ -91,6 +96,7 @@ class Fleet:
 
     def _compare(self) -> None:
         records = [self._completed(record) for record in self._view.by_role(*_HOPS)]
+        self._fingerprints = {record.address.rstrip("/"): record.fingerprint for record in records}
         found = differences([*records, *self._view.by_role("master")])
         for name, difference in found.items():
             if self._differences.get(name) != difference:

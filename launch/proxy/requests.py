@@ -92,6 +92,7 @@ class Requests:
             body = await read_body(exchange.request, memory, self._bodies, MAX_BODY, limit_s)
             self._connections.arrived(exchange.request.transport)
             exchange.forget_body = lambda: self._bodies.release(memory)
+            exchange.take_memory = lambda count: self._bodies.extend(memory, count)
             with self._admission.admitted(exchange.client):
                 left = config.request_timeout_s - (time.monotonic() - exchange.started)
                 serving = self._completions.serve(exchange, body)

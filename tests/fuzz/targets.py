@@ -405,6 +405,8 @@ def _completion(field: str) -> Parse:
         assert prompt.tokens >= 1
         assert len(prompt.blocks) <= len(data) // 2048
         body.plain()
+        if body.takes_tokens():
+            assert _read_json(body.for_decode(None, b"[7]")) == _read_json(body.for_decode(None)) | {"prompt": ["7"]}
         tokens = body.token_ids()
         if tokens is not None:
             token_bytes(tokens)
@@ -428,7 +430,8 @@ def _completion(field: str) -> Parse:
 
 
 def _tokens(data: bytes) -> None:
-    tokens = read_tokens(data)
+    tokens, text = read_tokens(data)
+    assert json.loads(text) == tokens
     token_bytes(tokens)
     BlockHasher(16, describe_hashes("sha256", "0", ""), ["0"]).hashes(tokens)
 

@@ -7,7 +7,7 @@ import functools
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -212,11 +212,13 @@ class Cluster:
         return self.proxy.metrics.registry.get_sample_value(f"pd_cache_proxy_{name}", labels) or 0.0
 
 
-def view(prefill: Iterable[str] = (), decode: Iterable[str] = ()) -> View:
-    """What discovery says of nodes at these URLs."""
+def view(
+    prefill: Iterable[str] = (), decode: Iterable[str] = (), more: Mapping[str, Mapping[str, Any]] | None = None
+) -> View:
+    """What discovery says of nodes at these URLs; `more`: further fields of records, by URL."""
     return View(
         tuple(
-            NodeRecord(name=f"{role}-{index}", role=role, address=url)
+            NodeRecord(name=f"{role}-{index}", role=role, address=url, **(more or {}).get(url, {}))
             for role, urls in (("prefill", prefill), ("decode", decode))
             for index, url in enumerate(urls)
         )

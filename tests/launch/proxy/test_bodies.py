@@ -54,6 +54,22 @@ class Held:
         return bodies * size
 
 
+def test_what_a_request_could_do_without_leaves_twice_as_much_and_takes_nothing_from_bodies() -> None:
+    with Held(300) as held:
+        arriving, first = held.body("a", 50), held.body("a", 20, complete=True)
+        assert held.budget.extend(first, 30)
+        assert not held.budget.extend(first, 1), "a client that is alone keeps to a third"
+        assert (held.budget.used, first.size, held.given_up) == (100, 50, [])
+        assert held.body("a", 50, complete=True).size, "bodies may take half"
+        held.budget.release(arriving)
+        other = held.body("b", 10, complete=True)
+        assert held.budget.extend(other, 50)
+        assert not held.budget.extend(other, 20)
+        held.budget.release(first)
+        assert not held.budget.extend(other, 300 << 10), "not even if that makes it a large one"
+        assert (held.budget.used, held.budget._large) == (110, 0)
+
+
 def test_of_one_clients_bodies_the_largest_that_still_arrives_gives_way() -> None:
     with Held(100) as held:
         held.body("a", 20, complete=True)
@@ -109,7 +125,9 @@ def test_bodies_that_grow_large_no_longer_take_the_room_of_small_ones() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.integers(0, 5), st.integers(0, 600 << 10), st.sampled_from(["grow", "complete", "release", "end"])
+            st.integers(0, 5),
+            st.integers(0, 600 << 10),
+            st.sampled_from(["grow", "complete", "extend", "release", "end"]),
         ),
         max_size=60,
     )
@@ -125,6 +143,10 @@ def test_bodies_never_take_more_than_the_budget_and_give_all_of_it_back(events: 
         stack, body = open_bodies[who]
         if what == "grow" and not body.complete:
             budget.grow(body, count)
+        elif what == "extend":
+            size, used = body.size, budget.used
+            fits = budget.extend(body, count)
+            assert (body.size, budget.used) == ((size + count, used + count) if fits else (size, used))
         elif what == "end":
             stack.close()
             del open_bodies[who]
