@@ -88,8 +88,8 @@ class BodyBudget:
         return True
 
     def extend(self, body: Body, count: int) -> bool:
-        """Notes `count` more bytes of something that a request could do without. Returns False, and notes nothing, unless its client still
-        leaves twice as much as it takes: bodies that come later shall not lack the room."""
+        """Notes `count` more bytes of something that a request could do without. Returns False, and notes nothing, unless its client then
+        leaves at least twice as much room as it takes: that room is for bodies."""
         self._resize(body, body.size + count)
         fits = self._fits(body, spare=2)
         if not fits:
