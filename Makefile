@@ -1,9 +1,9 @@
-# make demo | test | test-vllm | test-wheel | wheel | fuzz | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3 JOBS=3
+# make demo | test | test-vllm | test-wheel | wheel | fuzz | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3 JOBS=4
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 PYTHON ?= python3
-# of `make test`: most tests wait for something, so more than cores; a job takes 2 GiB
-JOBS ?= 3
+# of `make test`: more than cores, because tests wait for something most of the time; a job takes 2 GiB
+JOBS ?= 4
 INPUTS ?= 1000000
 SEED ?= $(shell date +%s)
 BIN := $(VENV)/bin
