@@ -13,8 +13,8 @@ from pd_cache.client.connection import PendingMove, ServerConnection, failure_of
 from pd_cache.client.identity import EngineIdentity
 from pd_cache.layout import KVLayout, PageKind, layer_tensors
 from pd_cache.metrics import CacheMetrics
-from pd_cache.paged import plan
-from pd_cache.tokens import ExtraKey, Tokens
+from pd_cache.paged import plan_named
+from pd_cache.tokens import ExtraKey, Tokens, check_names
 from pd_cache.wire.channel import Context, Future
 from pd_cache.wire.messages import Found, Loaded, Retrieve, Store, Stored
 from pd_cache.wire.sharing import record_event
@@ -137,6 +137,7 @@ class ServerCache:
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> PendingLookup:
         """Begins a lookup; arguments as for `lookup`."""
+        check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
         if at_hand == len(names):
             return PendingLookup(self, None, at_hand, len(names))
@@ -210,9 +211,7 @@ class ServerCache:
         """Returns the ids of the blocks, -1 for one that is left out. Raises ValueError for places that do not fit."""
         if self._layout is None:
             raise ValueError("no KV tensors: call register_kv_caches first")
-        chunks = plan(places, self._layout, self.chunk_size, may_leave_out=may_leave_out)
-        if len(chunks) != len(names):
-            raise ValueError(f"{len(names)} chunks were named, and the places are of {len(chunks)}")
+        chunks = plan_named(names, places, self._layout, self.chunk_size, may_leave_out=may_leave_out)
         found: list[int] = []
         for chunk in chunks:
             if chunk.blocks is None:

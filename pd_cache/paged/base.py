@@ -14,6 +14,7 @@ import torch
 
 from pd_cache.blocks import Places, Slots
 from pd_cache.layout import KVLayout, layer_tensors
+from pd_cache.tokens import check_names
 
 
 class ChunkSlots(NamedTuple):
@@ -94,6 +95,18 @@ def plan(places: Places, layout: KVLayout, chunk_size: int, *, may_leave_out: bo
         if torch.unique(taken).numel() != taken.numel():
             raise ValueError("a block is named twice: two places of a prompt cannot share one")
     return [ChunkSlots(row, None) for row in blocks.view(-1, per_chunk).unbind()]
+
+
+def plan_named(
+    names: Sequence[bytes], places: Places, layout: KVLayout, chunk_size: int, *, may_leave_out: bool
+) -> list[ChunkSlots]:
+    """Returns `plan` of the places of these chunks. Raises ValueError as it does, for other names, or for places of another number of
+    chunks."""
+    check_names(names)
+    chunks = plan(places, layout, chunk_size, may_leave_out=may_leave_out)
+    if len(chunks) != len(names):
+        raise ValueError(f"{len(names)} chunks were named, and the places are of {len(chunks)}")
+    return chunks
 
 
 def plan_slots(
