@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from pd_cache.backends import StorageBackend, open_backend
-from pd_cache.blocks import Places, StoreOutcome
+from pd_cache.blocks import BlocksOrSlots, StoreOutcome
 from pd_cache.config import NodeSettings
 from pd_cache.layout import KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup.prefix import PrefixLookup
@@ -104,7 +104,7 @@ class CacheEngine:
     def store(
         self,
         names: Sequence[bytes],
-        blocks: Places,
+        blocks: BlocksOrSlots,
         *,
         kv_caches: KVCaches | None = None,
         after: DeviceMark | None = None,
@@ -120,7 +120,7 @@ class CacheEngine:
     def retrieve(
         self,
         names: Sequence[bytes],
-        blocks: Places,
+        blocks: BlocksOrSlots,
         *,
         kv_caches: KVCaches | None = None,
         session: str = "",
@@ -151,7 +151,7 @@ class CacheEngine:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _run(
-        self, names: Sequence[bytes], blocks: Places, kv_caches: KVCaches | None, *, may_leave_out: bool
+        self, names: Sequence[bytes], blocks: BlocksOrSlots, kv_caches: KVCaches | None, *, may_leave_out: bool
     ) -> ChunkRun:
         """Checks the arguments and returns the chunks in their places."""
         pages = self._pages(kv_caches)

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from pd_cache.blocks import Slots, StoreOutcome
-from pd_cache.client.cache import ServerCache
 from pd_cache.client.connection import ServerConnection
 from pd_cache.client.identity import EngineIdentity
 from pd_cache.client.lookup import ServerLookupClient
+from pd_cache.client.server_cache import ServerCache
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics

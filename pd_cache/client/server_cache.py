@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from pd_cache.blocks import Places, StoreOutcome
+from pd_cache.blocks import BlocksOrSlots, StoreOutcome
 from pd_cache.client.connection import PendingMove, ServerConnection, failure_of
 from pd_cache.client.identity import EngineIdentity
 from pd_cache.layout import KVLayout, PageKind, layer_tensors
@@ -100,7 +100,7 @@ class ServerCache:
     def store(
         self,
         names: Sequence[bytes],
-        blocks: Places,
+        blocks: BlocksOrSlots,
         *,
         kv_caches: Any = None,
         after: Any = None,
@@ -117,7 +117,7 @@ class ServerCache:
     def retrieve(
         self,
         names: Sequence[bytes],
-        blocks: Places,
+        blocks: BlocksOrSlots,
         *,
         kv_caches: Any = None,
         session: str = "",
@@ -147,7 +147,7 @@ class ServerCache:
     def begin_store(
         self,
         names: Sequence[bytes],
-        blocks: Places,
+        blocks: BlocksOrSlots,
         *,
         session: str = "",
         after: Any = None,
@@ -161,7 +161,7 @@ class ServerCache:
     def begin_retrieve(
         self,
         names: Sequence[bytes],
-        blocks: Places,
+        blocks: BlocksOrSlots,
         *,
         session: str = "",
         after: Any = None,
@@ -199,7 +199,7 @@ class ServerCache:
         kind: type[Store] | type[Retrieve],
         session: str,
         names: Sequence[bytes],
-        blocks: Places,
+        blocks: BlocksOrSlots,
         after: Any,
         timeout: float | None,
     ) -> PendingMove:
@@ -207,7 +207,7 @@ class ServerCache:
         ids = self._block_ids(names, blocks, may_leave_out=kind is Retrieve)
         return self.connection.move(kind, session, names, ids, after, seconds)
 
-    def _block_ids(self, names: Sequence[bytes], places: Places, *, may_leave_out: bool) -> list[int]:
+    def _block_ids(self, names: Sequence[bytes], places: BlocksOrSlots, *, may_leave_out: bool) -> list[int]:
         """Returns the ids of the blocks, -1 for one that is left out. Raises ValueError for places that do not fit."""
         if self._layout is None:
             raise ValueError("no KV tensors: call register_kv_caches first")
