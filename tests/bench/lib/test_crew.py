@@ -78,7 +78,7 @@ def test_they_end_by_themselves_when_their_starter_is_killed() -> None:
     program = (
         "import time; from bench.lib.fleet import Crew, Location; from tests.support.echo_bench import Echo, Word;"
         "from pd_cache.cluster import ClusterConfig, MasterNode;"
-        "crew = Crew(Echo, Place('a', '127.0.0.1', ClusterConfig(nodes=(MasterNode(name='m'),)))); crew.grow(2);"
+        "crew = Crew(Echo, Location('a', '127.0.0.1', ClusterConfig(nodes=(MasterNode(name='m'),)))); crew.grow(2);"
         "crew.run(Echo.say, Word('hi'), timeout_s=120); print('ready', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as starter:

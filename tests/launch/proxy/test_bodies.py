@@ -121,7 +121,7 @@ def test_bodies_never_take_more_than_the_budget_and_give_all_of_it_back(events: 
     for who, count, what in events:
         if who not in open_bodies:
             stack = contextlib.ExitStack()
-            open_bodies[who] = (stack, stack.enter_context(budget.bodies("ab"[who % 2])))
+            open_bodies[who] = (stack, stack.enter_context(budget.opened("ab"[who % 2])))
         stack, body = open_bodies[who]
         if what == "grow" and not body.complete:
             budget.grow(body, count)
