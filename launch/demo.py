@@ -68,26 +68,26 @@ class Compared(msgspec.Struct):
     tokens_equal: bool
 
 
-class _Usage(msgspec.Struct):
+class _StreamedUsage(msgspec.Struct):
     """The extension of the last event of a node's stream."""
 
     self: NodeRun
     prefill: NodeTokens | None = None
 
 
-class _Choice(msgspec.Struct):
+class _StreamedChoice(msgspec.Struct):
     token_ids: list[int] = []
 
 
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
-    pd_cache: _Usage | None = None
+class _StreamedEvent(msgspec.Struct):
+    choices: list[_StreamedChoice] = []
+    pd_cache: _StreamedUsage | None = None
     error: dict[str, Any] | None = None
 
 
-class _Answer(msgspec.Struct):
+class _StreamedAnswer(msgspec.Struct):
     tokens: list[int]
-    usage: _Usage
+    usage: _StreamedUsage
 
 
 def prompts(vocabulary: int, chunk_size: int, longest: int) -> list[list[int]]:
@@ -146,7 +146,7 @@ def _vocabulary(engine: ReferenceEngineConfig) -> int:
     return int(settings["vocab_size"])
 
 
-def _ask(url: str, model: str, prompt: list[int]) -> _Answer:
+def _ask(url: str, model: str, prompt: list[int]) -> _StreamedAnswer:
     """Posts one completion to the proxy and reads its stream to the end."""
     body = {"model": model, "prompt": prompt, "max_tokens": _OUTPUT_TOKENS, "stream": True, "ignore_eos": True}
     request = urllib.request.Request(
@@ -167,13 +167,13 @@ def _ask(url: str, model: str, prompt: list[int]) -> _Answer:
         raise DemoError(f"no answer from {url}: {error}") from None
     if usage is None or len(tokens) != _OUTPUT_TOKENS:
         raise DemoError(f"{url} answered {len(tokens)} tokens instead of {_OUTPUT_TOKENS}")
-    return _Answer(tokens, usage)
+    return _StreamedAnswer(tokens, usage)
 
 
-def _events(stream: Any) -> Iterator[_Event]:
+def _events(stream: Any) -> Iterator[_StreamedEvent]:
     for line in stream:
         if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-            yield decode_json(line[6:], _Event)
+            yield decode_json(line[6:], _StreamedEvent)
 
 
 def _compute_alone(engine: ReferenceEngineConfig, todo: list[list[int]]) -> Iterator[tuple[list[int], float]]:

@@ -75,13 +75,13 @@ class _Replicas(msgspec.Struct, frozen=True):
     values: Annotated[list[_Replica], msgspec.Meta(min_length=1)]
 
 
-class _Places(msgspec.Struct, frozen=True):
+class _KeyReplicas(msgspec.Struct, frozen=True):
     data: dict[str, _Replicas]
 
 
 def read_places(body: bytes, keys: Iterable[str]) -> list[str]:
     """Returns where each key lies, from a master's `/batch_query_keys`. Raises ValueError for any other answer."""
-    told = decode_json(body, _Places).data
+    told = decode_json(body, _KeyReplicas).data
     missing = [key for key in keys if key not in told]
     if missing:
         raise ValueError(f"it says nothing of {missing[0]}")

@@ -245,7 +245,9 @@ class _Child:
         self._on_reaped = on_reaped
         assert self._popen.stdout is not None
         assert self._popen.stderr is not None
-        self._output = _Output(program.name, {"stdout": self._popen.stdout, "stderr": self._popen.stderr}, on_line)
+        self._output = _OutputReader(
+            program.name, {"stdout": self._popen.stdout, "stderr": self._popen.stderr}, on_line
+        )
         self._output.start()
 
     @property
@@ -282,7 +284,7 @@ class _Child:
             pass
 
 
-class _Output(threading.Thread):
+class _OutputReader(threading.Thread):
     """Reads a child's pipes as lines until they end, or until `finish`: a descendant may hold them open for ever."""
 
     def __init__(self, name: str, pipes: Mapping[Stream, IO[bytes]], on_line: OnLine) -> None:

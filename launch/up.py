@@ -25,7 +25,7 @@ assert tuple(role for group in _STARTED_TOGETHER for role in group) == ROLES
 
 
 @dataclass(frozen=True)
-class Cluster:
+class LocalCluster:
     """Nodes that run on this machine."""
 
     config: ClusterConfig
@@ -49,7 +49,7 @@ def running(
     *,
     stop: StopEvent | None = None,
     sink: Callable[[str], None] = to_stderr,
-) -> Iterator[Cluster]:
+) -> Iterator[LocalCluster]:
     """Starts this machine's nodes, each when those it needs are ready, and stops them in reverse order at the end.
 
     Every process runs `pd-cache launch ROLE` on a copy of the file in which each port is chosen. Raises ConfigError or SupervisorError if
@@ -72,7 +72,7 @@ def running(
             supervisor.start(
                 [[_program(node, file) for node in mine if node.role in roles] for roles in _STARTED_TOGETHER], stop
             )
-            yield Cluster(resolved, supervisor)
+            yield LocalCluster(resolved, supervisor)
 
 
 def running_config(file: Path) -> ClusterConfig | None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pd_cache.blocks import BlockCache, Slots, StoreOutcome
-    from pd_cache.client.cache import ServerCache
     from pd_cache.client.identity import EngineIdentity
     from pd_cache.client.lookup import RpcLookupClient, ServerLookupClient
     from pd_cache.client.scheduler_adapter import SchedulerAdapter
+    from pd_cache.client.server_cache import ServerCache
     from pd_cache.client.worker_adapter import LoadStoreOp, WorkerAdapter
     from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier, NodeSettings
     from pd_cache.engine import CacheEngine, CacheEngineBuilder
@@ -68,7 +68,7 @@ _MODULES = {
         "Slots",
         "StoreOutcome",
     ),
-    "pd_cache.client.cache": ("ServerCache",),
+    "pd_cache.client.server_cache": ("ServerCache",),
     "pd_cache.client.identity": ("EngineIdentity",),
     "pd_cache.client.lookup": (
         "RpcLookupClient",

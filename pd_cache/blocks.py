@@ -38,7 +38,7 @@ class Slots(NamedTuple):
     """int `[chunks * chunk_size]`: `block * block_size + offset` of each token."""
 
 
-Places = Sequence[int] | Slots
+BlocksOrSlots = Sequence[int] | Slots
 """Where chunks lie in a paged cache: the blocks, in order, or the slots of the tokens."""
 
 
@@ -83,7 +83,7 @@ class BlockCache(Protocol):
     def store(
         self,
         names: Sequence[bytes],
-        blocks: Places,
+        blocks: BlocksOrSlots,
         *,
         kv_caches: Any = None,
         after: Any = None,
@@ -97,7 +97,7 @@ class BlockCache(Protocol):
     def retrieve(
         self,
         names: Sequence[bytes],
-        blocks: Places,
+        blocks: BlocksOrSlots,
         *,
         kv_caches: Any = None,
         session: str = "",

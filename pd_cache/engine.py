@@ -13,14 +13,14 @@ from typing import ClassVar
 import torch
 
 from pd_cache.backends import StorageBackend, open_backend
-from pd_cache.blocks import Places, StoreOutcome
+from pd_cache.blocks import BlocksOrSlots, StoreOutcome
 from pd_cache.config import NodeSettings
 from pd_cache.layout import KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover, ChunkRun
-from pd_cache.paged import DeviceMark, PagedCopier, host_pin, open_copier, plan
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens
+from pd_cache.paged import DeviceMark, PagedCopier, host_pin, open_copier, plan_named
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens, check_names
 
 _REMEMBERED = 4
 """How many sets of KV tensors are remembered per engine. An engine has one; tests and re-registrations have a few."""
@@ -95,6 +95,7 @@ class CacheEngine:
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> int:
         """Looks up with a single request for the keys of all chunks and shards. Sessions protect nothing here."""
+        check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
         if self.mover.closed:
             return at_hand
@@ -103,7 +104,7 @@ class CacheEngine:
     def store(
         self,
         names: Sequence[bytes],
-        blocks: Places,
+        blocks: BlocksOrSlots,
         *,
         kv_caches: KVCaches | None = None,
         after: DeviceMark | None = None,
@@ -119,7 +120,7 @@ class CacheEngine:
     def retrieve(
         self,
         names: Sequence[bytes],
-        blocks: Places,
+        blocks: BlocksOrSlots,
         *,
         kv_caches: KVCaches | None = None,
         session: str = "",
@@ -150,13 +151,11 @@ class CacheEngine:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _run(
-        self, names: Sequence[bytes], blocks: Places, kv_caches: KVCaches | None, *, may_leave_out: bool
+        self, names: Sequence[bytes], blocks: BlocksOrSlots, kv_caches: KVCaches | None, *, may_leave_out: bool
     ) -> ChunkRun:
         """Checks the arguments and returns the chunks in their places."""
         pages = self._pages(kv_caches)
-        chunks = plan(blocks, self.layout, self.chunk_size, may_leave_out=may_leave_out)
-        if len(chunks) != len(names):
-            raise ValueError(f"{len(names)} chunks were named, and the places are of {len(chunks)}")
+        chunks = plan_named(names, blocks, self.layout, self.chunk_size, may_leave_out=may_leave_out)
         return ChunkRun(self.database.keys(names, self.metadata.shards), chunks, pages.copiers)
 
     def _pages(self, kv_caches: KVCaches | None) -> _Pages:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from pd_cache.backends import PutOutcome, Staged, StorageBackend
+from pd_cache.backends.places import Place, Taken, wait_for
 from pd_cache.blocks import StoreOutcome
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import ChunkSlots, PagedCopier, PendingCopy
@@ -80,7 +81,7 @@ class ChunkMover:
         self._database = database
         self._annotated = False
         self._closed = False
-        self._active = 0
+        self._under_way: Taken = set()
         self._idle = Condition()
         self._process = os.getpid()
 
@@ -119,8 +120,8 @@ class ChunkMover:
             if self._closed:
                 return False
             self._closed = True
-            if not self._idle.wait_for(lambda: not self._active, timeout):
-                log.warning("%d cache operations outlived close()", self._active)
+            if not wait_for(self._idle, lambda: not self._under_way, timeout):
+                log.warning("%d cache operations outlived close()", len(self._under_way))
             return True
 
     # --- inside --------------------------------------------------------------------------------------------------
@@ -131,19 +132,21 @@ class ChunkMover:
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[bool]:
-        """Keeps `close` waiting while bytes move. Yields False if the mover is closed already."""
-        moves = False
+        """Keeps `close` waiting while bytes move. Yields False if the mover is closed already.
+
+        What is under way is counted by the objects that stand for it: an interrupt at any point of this function loses none.
+        """
+        place = None
         try:
             if not self.closed:
                 with self._idle:
                     if not self._closed:
-                        self._active += 1
-                        moves = True
-            yield moves
+                        place = Place(self._under_way)
+            yield place is not None
         finally:
-            if moves:
+            if place is not None:
                 with self._idle:
-                    self._active -= 1
+                    place.release()
                     self._idle.notify_all()
 
     def _store(self, run: ChunkRun, timeout: float | None) -> list[StoreOutcome]:

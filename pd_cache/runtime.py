@@ -78,7 +78,7 @@ def temporary_folder() -> Iterator[Path]:
     with own_folder() as parent:
         base = runtime_folder()
         for name in os.listdir(parent):
-            if name.startswith(_TEMPORARY) and not _held(name, parent):
+            if name.startswith(_TEMPORARY) and not _is_in_use(name, parent):
                 shutil.rmtree(base / name, ignore_errors=True)
         new = Path(tempfile.mkdtemp(prefix="new-", dir=base))
         holder = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -212,7 +212,7 @@ def _locked(descriptor: int) -> bool:
     return False
 
 
-def _held(name: str, folder: int) -> bool:
+def _is_in_use(name: str, folder: int) -> bool:
     """Returns whether the process that made a temporary folder is still alive."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)

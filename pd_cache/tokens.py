@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 KEY_FORMAT = "pdc1"
 HASH_BYTES = 16
+NAME_WIDTHS = range(8, HASH_BYTES + 1)
+"""How many bytes a chunk's name may have; see `stride_hashes`."""
 Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
 """Checked when a namespace is read, not when it is made."""
 
@@ -143,6 +145,16 @@ def stride_hashes(block_hashes: Sequence[bytes], blocks_per_chunk: int) -> list[
     if any(not isinstance(value, bytes) or len(value) < 8 for value in hashes):
         raise ValueError("block hashes must be bytes, at least 8 of them each")
     return [value[:HASH_BYTES] for value in hashes]
+
+
+def check_names(names: Sequence[bytes]) -> None:
+    """Raises ValueError if these cannot be names of one prompt's chunks: they are bytes, all of one width in `NAME_WIDTHS`."""
+    widths = {len(name) if isinstance(name, bytes) else -1 for name in names}
+    if len(widths) > 1 or not widths <= set(NAME_WIDTHS):
+        raise ValueError(
+            f"chunk names must be bytes, all of one length from {NAME_WIDTHS[0]} to {NAME_WIDTHS[-1]}, as `name_chunks` "
+            f"returns them; got {', '.join('no bytes' if width < 0 else str(width) for width in sorted(widths))}"
+        )
 
 
 class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):

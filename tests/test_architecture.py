@@ -1,12 +1,15 @@
-"""Which way imports point, and where each foreign package is at home."""
+"""Which way imports point, where each foreign package is at home, and that a word has one meaning."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -91,6 +94,16 @@ HOMES = {
         "launch/doctor/clock.py",
     ),
 }
+
+NAMED_ALIKE = {
+    "__init__.py": "a package's own module",
+    "__main__.py": "what `python -m` runs",
+    "base.py": "the interface that its package's other modules implement",
+}
+"""Names of files that a package may have more than once, and why. `launch/roles/` may repeat any: a file there bears a role's name."""
+
+SAYS_TOO_LITTLE = frozenset(("held",))
+"""Words that name nothing by themselves: that something is held does not say what it is, nor by what it is held."""
 
 
 _BY_ATTRIBUTE = ("torch.cuda", *(name for name in HOMES if name.startswith(("json.", "msgspec."))))
@@ -202,3 +215,86 @@ def test_importing_is_light(module: str, unwanted: tuple[str, ...]) -> None:
     program = f"import {module}, sys; print([name for name in {unwanted!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+NAMED = sorted(file for package in (*PACKAGES, "bench") for file in (ROOT / package).rglob("*.py"))
+
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*")
+"""A word of a class's name: `PagedKV` has two."""
+
+
+@functools.cache
+def classes() -> tuple[tuple[str, Path], ...]:
+    """The name of each class of our code, and its file."""
+    return tuple(
+        (node.name, file)
+        for file in NAMED
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+
+
+def glossary() -> dict[str, tuple[str, ...]]:
+    """The words of docs/architecture.md, without hyphens, and the files and folders where each is at home."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(
+        r"^\| ([^|`]+) \| [^|]+ \| ([^|]+) \|$", text.split("\n## Words\n")[1].split("\n## ")[0], re.MULTILINE
+    )
+    return {
+        word.replace("-", ""): tuple(re.findall(r"`([^`]+)`", where))
+        for words, where in rows[1:]
+        for word in words.split(", ")
+    }
+
+
+def twice(names: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
+    """The names that several files have, with these files."""
+    where = defaultdict(set)
+    for name, file in names:
+        where[name].add(name_of(file))
+    return {name: sorted(files) for name, files in where.items() if len(files) > 1}
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    """No two modules of `transfer`, `pd_cache`, `launch` and `bench` define a class of the same name.
+
+    Private classes count, and neither an underscore in front nor upper and lower case makes it another name: who reads `_Watch` beside
+    `Watch` takes them for one. Type variables and aliases are no classes.
+    """
+    assert not twice((name.lstrip("_").lower(), file) for name, file in classes())
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "bench"])
+def test_a_file_name_has_one_meaning(package: str) -> None:
+    """No two files below a package have one name, so that the name alone says which is meant; `NAMED_ALIKE` has the exceptions."""
+    roles = ROOT / "launch" / "roles"
+    files = [file for file in (ROOT / package).rglob("*.py") if file.name not in NAMED_ALIKE and file.parent != roles]
+    assert not twice((file.name, file) for file in files)
+
+
+def test_words_of_the_glossary_name_classes_at_home_only() -> None:
+    """A class whose name ends in a word of the glossary is what the word means, and lies where the glossary says."""
+    words = glossary()
+    assert len(words) > 20, "docs/architecture.md has its table of words"
+    for homes in words.values():
+        assert homes
+        assert all((ROOT / home).exists() for home in homes), f"{homes}: no such files"
+    elsewhere = [
+        f"{name} in {name_of(file)}"
+        for name, file in classes()
+        if not name_of(file).startswith(words.get(_WORD.findall(name)[-1].lower(), ""))
+    ]
+    assert not elsewhere
+
+
+@pytest.mark.parametrize("file", NAMED, ids=name_of)
+def test_names_say_enough(file: Path) -> None:
+    with tokenize.open(file) as lines:
+        for token in tokenize.generate_tokens(lines.readline):
+            if token.type == tokenize.NAME:
+                assert token.string.strip("_").lower() not in SAYS_TOO_LITTLE, (
+                    f"line {token.start[0]}: {token.line.strip()}"
+                )

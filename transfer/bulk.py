@@ -121,7 +121,7 @@ class Bulk:
         """The address of this process's own segment, which it reads without a transfer; empty if it has none."""
         self._unrevoked: dict[str, None] = {}
         """Keys whose put sessions Mooncake's client still holds although they were given up."""
-        self._held: dict[int, frozenset[str]] = {}
+        self._stalled: dict[int, frozenset[str]] = {}
         """By thread: the peers that hold it for longer than a peer may stall."""
         self._reading: dict[int, tuple[float, list[str]]] = {}
         """When the read of each thread began, and of which keys."""
@@ -165,7 +165,7 @@ class Bulk:
             if now - began > self._stall_s:
                 peers = frozenset(self._where(keys).values())
                 if thread in self._reading:
-                    self._held[thread] = peers
+                    self._stalled[thread] = peers
                 for peer in peers:
                     self._blame(peer, now)
 
@@ -204,7 +204,7 @@ class Bulk:
                 outcomes = self._guarded(targets, lambda: self._client.batch_get_into(some, addresses, sizes))
             finally:
                 del self._reading[me]
-                self._held.pop(me, None)
+                self._stalled.pop(me, None)
             self._judge(some, outcomes)
             for index, outcome in zip(wanted, outcomes, strict=True):
                 codes[index] = outcome
@@ -263,9 +263,9 @@ class Bulk:
         if not self.peers.any_silent:
             return list(range(len(keys)))
         where, now = self._where(keys), time.monotonic()
-        held = frozenset[str]().union(*list(self._held.values()))
+        busy = frozenset[str]().union(*list(self._stalled.values()))
         # one trial of a silent peer, not one a key
-        asked = {peer: self.peers.may_ask(peer, now, held) for peer in frozenset(where.values())}
+        asked = {peer: self.peers.may_ask(peer, now, busy) for peer in frozenset(where.values())}
         return [index for index, key in enumerate(keys) if key not in where or asked[where[key]]]
 
     def _judge(self, keys: list[str], codes: list[int]) -> None:

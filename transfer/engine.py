@@ -18,7 +18,7 @@ from transfer.staging import Slot
 from transfer.store import load_mooncake
 
 
-class _Batch(Protocol):
+class _BatchTransfer(Protocol):
     def __call__(self, peer: str, local: list[int], remote: list[int], sizes: list[int]) -> int: ...
 
 
@@ -71,23 +71,23 @@ class DirectEngine:
         return ended
 
     def _batch(
-        self, function: _Batch, peer: str, slots: Sequence[Slot], remote: Sequence[int], timeout: float
+        self, function: _BatchTransfer, peer: str, slots: Sequence[Slot], remote: Sequence[int], timeout: float
     ) -> Status:
         if len(slots) != len(remote) or not 1 <= len(slots) <= MAX_TRANSFERS:
             raise ValueError(f"{len(slots)} slots and {len(remote)} addresses: one each, 1 to {MAX_TRANSFERS} of them")
-        held, addresses = list(slots), list(remote)
-        for slot in held:
+        taken, addresses = list(slots), list(remote)
+        for slot in taken:
             slot.retain()
 
         def transfer() -> list[int]:
-            code = function(peer, [slot.address for slot in held], addresses, [slot.size for slot in held])
+            code = function(peer, [slot.address for slot in taken], addresses, [slot.size for slot in taken])
             if code != 0:  # it returns when the first task has failed, while others of the batch go on
-                for slot in held:
+                for slot in taken:
                     slot.forfeit(self)
             return [code]
 
         def let_go() -> None:
-            for slot in held:
+            for slot in taken:
                 slot.release()
 
         call = self._threads.submit(transfer, time.monotonic() + timeout, let_go)

@@ -68,7 +68,7 @@ def runs(address: str) -> bool:
     return state not in b"Tt"
 
 
-class _Connection:
+class _DummyClient:
     """One dummy client, how many calls are inside of it, and the memory that was registered with it."""
 
     def __init__(self, client: Any) -> None:
@@ -90,8 +90,8 @@ class HostClient:
         self._local_buffer = local_buffer
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        self._now: _Connection | None = None
-        self._abandoned: list[_Connection] = []
+        self._now: _DummyClient | None = None
+        self._abandoned: list[_DummyClient] = []
 
     def setup(self, config: dict[str, str]) -> int:
         """Connect; 0 or a negative code. `config` is for full clients."""
@@ -104,7 +104,7 @@ class HostClient:
             with self._lock:
                 if self._now is not None:
                     self._abandoned.append(self._now)
-                self._now = _Connection(client)
+                self._now = _DummyClient(client)
         return code
 
     def close(self) -> int:
@@ -188,7 +188,7 @@ class HostClient:
     # --- inside --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _calling(self) -> Iterator[_Connection | None]:
+    def _calling(self) -> Iterator[_DummyClient | None]:
         """The present connection, which is not closed before the block ends; None if there is none."""
         with self._lock:
             connection = self._now
@@ -214,7 +214,7 @@ class HostClient:
                 return [_UNREACHABLE] * count
             return codes
 
-    def _forgotten(self, connection: _Connection) -> bool:
+    def _forgotten(self, connection: _DummyClient) -> bool:
         """Whether `mooncake_client` refuses the memory itself, and not only this call."""
         key = f"pdc1/probe/{uuid.uuid4().hex}"
         refused: bool = connection.client.put_from(key, connection.region, 64) == _REFUSED
@@ -222,7 +222,7 @@ class HostClient:
             connection.client.batch_remove([key], True)
         return refused
 
-    def _lose(self, connection: _Connection, why: str) -> None:
+    def _lose(self, connection: _DummyClient, why: str) -> None:
         with self._lock:
             if self._now is not connection:
                 return

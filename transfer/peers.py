@@ -56,16 +56,16 @@ class Peers:
             if self._trial in peers:
                 self._trial = ""
 
-    def may_ask(self, peer: str, now: float, held: Collection[str] = ()) -> bool:
+    def may_ask(self, peer: str, now: float, busy: Collection[str] = ()) -> bool:
         """Whether to read an object from `peer`: it is not silent, or it is time to try it again.
 
         Only one trial of any peer is under way at a time, because it may hold its thread for as long as `TRIAL_S`. There is none of a
-        peer that holds a thread already (`held`).
+        peer that holds a thread already (`busy`).
         """
         with self._lock:
             if peer not in self._silent:
                 return True
-            if (self._trial and now < self._trial_ends) or now < self._silent[peer][0] or peer in held:
+            if (self._trial and now < self._trial_ends) or now < self._silent[peer][0] or peer in busy:
                 return False
             self._trial, self._trial_ends = peer, now + TRIAL_S
             return True

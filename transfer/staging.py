@@ -72,7 +72,7 @@ def _nothing() -> None:
     return
 
 
-class _Place(NamedTuple):
+class _SlotMemory(NamedTuple):
     """Where a slot lies: `pages` is a view of whole pages that begin at `address`."""
 
     address: int
@@ -109,7 +109,7 @@ class Slot:
 
     __slots__ = ("__weakref__", "_pool", "_quota", "_references", "address", "pages", "size", "view")
 
-    def __init__(self, pool: StagingPool, place: _Place, quota: Quota | None = None) -> None:
+    def __init__(self, pool: StagingPool, place: _SlotMemory, quota: Quota | None = None) -> None:
         """A new slot has one reference, and counts in `quota`."""
         self._pool = pool
         self._quota = quota
@@ -170,9 +170,9 @@ class StagingPool:
         """Bytes of memory that were given up because a transfer may still write to it."""
         self._pin = pin
         self._unpins: list[Callable[[], None]] = []
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _SlotMemory] = {}
         """All slots, by address."""
-        self._free: dict[int, _Place] = {}
+        self._free: dict[int, _SlotMemory] = {}
         """Slots that are not leased; the one used most recently comes last."""
         self._leased: dict[int, weakref.ref[Slot]] = {}
         """For each other slot, the object that it was last leased as."""
@@ -201,12 +201,12 @@ class StagingPool:
             self._leased = {}
             self._changed.notify_all()
 
-    def _cut(self, address: int, memory: memoryview) -> dict[int, _Place]:
+    def _cut(self, address: int, memory: memoryview) -> dict[int, _SlotMemory]:
         if self._pin is not None:
             self._unpins.append(self._pin(address, len(memory)))
         stride = self.stride_of(self.slot_bytes)
         return {
-            address + start: _Place(address + start, memory[start : start + stride])
+            address + start: _SlotMemory(address + start, memory[start : start + stride])
             for start in range(0, len(memory) - stride + 1, stride)
         }
 
@@ -297,8 +297,8 @@ class StagingPool:
             assert self._free.keys() <= self._places.keys(), "something is free that is no slot"
             assert len(self._places) == (self.slots if self.address else 0), "a slot is lost"
             for address in self._places:
-                held = self._holder(address) is not None
-                assert held is not (address in self._free), "a slot is free and leased, or neither"
+                leased = self._holder(address) is not None
+                assert leased is not (address in self._free), "a slot is free and leased, or neither"
 
     def close(self) -> None:
         """Refuse further leases. The memory itself lives until nothing refers to it."""

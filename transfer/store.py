@@ -80,7 +80,7 @@ class GetResult(NamedTuple):
     size: int
 
 
-class _Client(BulkClient, Protocol):
+class _MooncakeClient(BulkClient, Protocol):
     """The methods we use of `mooncake.store.MooncakeDistributedStore`, or of `HostClient` in its place; negative ints
     are codes, nothing is raised."""
 
@@ -208,7 +208,7 @@ class MooncakeStore:
                 self._lost,
             )
         # a host client lacks some of these methods, and `Bulk` does not call them
-        self._client = cast("_Client", self._sharing or module.MooncakeDistributedStore())
+        self._client = cast("_MooncakeClient", self._sharing or module.MooncakeDistributedStore())
         self._placement = placement or Placement()
         self._put_config = _replicate_config(module, self._placement)
         self._pinned = module.ReplicateConfig()
@@ -362,7 +362,7 @@ class MooncakeStore:
         """
         self._check_batch(keys, slots)
         call = self._start(
-            self._gets, lambda held, deadline: self._bulk.get(keys, held, deadline), slots, timeout, Slot.release
+            self._gets, lambda taken, deadline: self._bulk.get(keys, taken, deadline), slots, timeout, Slot.release
         )
         return Pending(self, call, len(keys), lambda status, code: GetResult(status, max(code, 0)))
 
@@ -390,8 +390,8 @@ class MooncakeStore:
 
         config = self._put_config if placement is None else self._config_of(placement)
 
-        def put(held: Sequence[Slot], deadline: float) -> list[int]:
-            return self._bulk.put(keys, held, lengths, config, deadline)
+        def put(taken: Sequence[Slot], deadline: float) -> list[int]:
+            return self._bulk.put(keys, taken, lengths, config, deadline)
 
         def let_go(slot: Slot) -> None:
             slot.settle()  # other tiers may keep it
@@ -434,18 +434,18 @@ class MooncakeStore:
         timeout: float,
         let_go: Callable[[Slot], None],
     ) -> Call[list[int]] | None:
-        held, deadline = list(slots), time.monotonic() + timeout
-        for slot in held:
+        taken, deadline = list(slots), time.monotonic() + timeout
+        for slot in taken:
             slot.retain()
 
         def let_go_of_all() -> None:
-            while held:
-                let_go(held.pop())
+            while taken:
+                let_go(taken.pop())
 
         if not self.available:
             let_go_of_all()
             return None
-        return threads.submit(self._judged("a transfer", lambda: transfer(held, deadline)), deadline, let_go_of_all)
+        return threads.submit(self._judged("a transfer", lambda: transfer(taken, deadline)), deadline, let_go_of_all)
 
     def _drop_overdue(self) -> None:
         self._gets.drop_overdue()

@@ -114,7 +114,7 @@ class RawPool:
         assert not any(self._client.batch_remove(keys, True))
 
 
-class Prompt:
+class PagedPrompt:
     """One prompt's KV in random blocks of a paged cache, and other random blocks to load it into."""
 
     def __init__(self, shape: Shape) -> None:

@@ -25,7 +25,7 @@ _LARGEST_EVENT = 4 << 20
 _PARTS = (50, 90, 99)
 
 
-class Outcome(msgspec.Struct, kw_only=True):
+class RequestOutcome(msgspec.Struct, kw_only=True):
     """What became of a request. Times in seconds after it was due."""
 
     due: float
@@ -45,7 +45,7 @@ class Outcome(msgspec.Struct, kw_only=True):
 class Load(msgspec.Struct):
     """All that one generator saw; those of several are joined by `join`."""
 
-    outcomes: list[Outcome] = []
+    outcomes: list[RequestOutcome] = []
     gaps: Histogram = msgspec.field(default_factory=Histogram)
     """Pauses between tokens, in seconds."""
 
@@ -53,7 +53,7 @@ class Load(msgspec.Struct):
 # --- sending ---------------------------------------------------------------------------------------------------------
 
 
-class Target(NamedTuple):
+class Destination(NamedTuple):
     """Where the load goes."""
 
     url: str
@@ -75,7 +75,7 @@ class Target(NamedTuple):
 
 
 async def generate(
-    target: Target, arrivals: Sequence[Arrival], start: float, done: Callable[[], None] = lambda: None
+    target: Destination, arrivals: Sequence[Arrival], start: float, done: Callable[[], None] = lambda: None
 ) -> Load:
     """Sends every request when it is due, `start` being the `time.monotonic()` of due time 0. `done` is called after each.
 
@@ -87,7 +87,7 @@ async def generate(
     running: set[asyncio.Task[None]] = set()
     failed: list[BaseException] = []
 
-    async def one(outcome: Outcome, body: bytes) -> None:
+    async def one(outcome: RequestOutcome, body: bytes) -> None:
         try:
             await _ask(session, target, body, start, outcome, load.gaps)
         finally:
@@ -102,7 +102,7 @@ async def generate(
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
         try:
             for index, arrival in enumerate(arrivals):
-                outcome = Outcome(due=arrival.due, prompt_tokens=arrival.prompt_tokens)
+                outcome = RequestOutcome(due=arrival.due, prompt_tokens=arrival.prompt_tokens)
                 load.outcomes.append(outcome)
                 body = _body(target, arrival, index)  # before it is due
                 await asyncio.sleep(start + arrival.due - time.monotonic())
@@ -124,7 +124,7 @@ async def generate(
     return load
 
 
-def _body(target: Target, arrival: Arrival, index: int) -> bytes:
+def _body(target: Destination, arrival: Arrival, index: int) -> bytes:
     fields: dict[str, Any] = {
         "model": target.model,
         "prompt": prompt_ids(arrival.prompt, target.vocabulary),
@@ -148,13 +148,13 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
-class _Work(msgspec.Struct):
+class _NodeWork(msgspec.Struct):
     cached_tokens: int
 
 
-class _Nodes(msgspec.Struct):
-    self: _Work
-    prefill: _Work | None = None
+class _Extension(msgspec.Struct):
+    self: _NodeWork
+    prefill: _NodeWork | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -165,7 +165,7 @@ class _Choice(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    pd_cache: _Nodes | None = None
+    pd_cache: _Extension | None = None
     error: Any = None
 
     def cached(self, hands_over: bool) -> int | None:
@@ -182,7 +182,12 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 async def _ask(
-    session: aiohttp.ClientSession, target: Target, body: bytes, start: float, outcome: Outcome, gaps: Histogram
+    session: aiohttp.ClientSession,
+    target: Destination,
+    body: bytes,
+    start: float,
+    outcome: RequestOutcome,
+    gaps: Histogram,
 ) -> None:
     """One request; fills its outcome in, and never raises for what the server does."""
 
@@ -214,7 +219,7 @@ async def read_stream(
     answer: aiohttp.ClientResponse,
     since_due: Callable[[], float],
     hands_over: bool,
-    outcome: Outcome,
+    outcome: RequestOutcome,
     gaps: Histogram,
 ) -> str:
     """Reads server-sent events to the end into `outcome` and `gaps`; the kind of error, empty for none."""
@@ -240,7 +245,7 @@ async def read_stream(
     return "stream cut off"
 
 
-def _count(event: _Event, now: float, hands_over: bool, outcome: Outcome, gaps: Histogram) -> None:
+def _count(event: _Event, now: float, hands_over: bool, outcome: RequestOutcome, gaps: Histogram) -> None:
     new = sum(len(one.token_ids) if one.token_ids is not None else bool(one.text) for one in event.choices)
     if new:
         if outcome.first is None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from bench.lib.fleet import Nothing, Place, Site, step
+from bench.lib.fleet import Location, Nothing, Site, step
 from bench.lib.report import progress
 from bench.lib.shrunken import ShrunkenCache
 from bench.lib.trace import BLOCK_TOKENS, Request
@@ -178,8 +178,8 @@ def _names(blocks: Iterable[int]) -> list[bytes]:
 class ReplaySite(Site):
     """This machine's client."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
         self._replayer: Replayer | None = None
 
     @step
@@ -189,7 +189,7 @@ class ReplaySite(Site):
         settings = self._settings(job)
         self._replayer = Replayer(settings, job, self.stopping)
         self._replayer.engine.wait_available(_OPEN_S)
-        return Opened(job.lease_ms or find_master(self.place.config, _FIND_S).lease_ttl_ms)
+        return Opened(job.lease_ms or find_master(self.location.config, _FIND_S).lease_ttl_ms)
 
     @step
     def replay(self, job: Replay) -> Tally:
@@ -224,11 +224,11 @@ class ReplaySite(Site):
         if job.master:
             longest = min(10_000, job.lease_ms)
             transfer = TransferSettings(staging_size=_STAGING, timeouts=Timeouts(get_ms=longest, put_ms=longest))
-            settings = NodeSettings(master=job.master, host=self.place.host, transfer=transfer)
+            settings = NodeSettings(master=job.master, host=self.location.host, transfer=transfer)
             tier = msgspec.convert({"kind": "mooncake", "pin": job.pin}, MooncakeTier)
         else:
-            config = find_master(self.place.config, _FIND_S)
-            node = config.node(self.place.node)
+            config = find_master(self.location.config, _FIND_S)
+            node = config.node(self.location.node)
             assert node is not None, "a participant is a node of its file"
             settings = config.settings_of(node)
             tier = next((one for one in config.cache.tiers if isinstance(one, MooncakeTier)), tier)

@@ -28,43 +28,43 @@ class Infinite(Generic[B]):
     """Never forgets: the trace's ideal."""
 
     def __init__(self) -> None:
-        self._held: set[B] = set()
+        self._blocks: set[B] = set()
 
     def use(self, blocks: Sequence[B]) -> int:
-        found = _leading(blocks, self._held)
-        self._held.update(blocks[found:])
+        found = _leading(blocks, self._blocks)
+        self._blocks.update(blocks[found:])
         return found
 
 
-class Lru:
+class SimulatedLru:
     """Forgets the blocks used longest ago; of one prompt the last first, since they are of no use without those before."""
 
     def __init__(self, capacity: int) -> None:
         """`capacity` in blocks."""
         self._capacity = capacity
-        self._held: OrderedDict[int, None] = OrderedDict()
+        self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def use(self, blocks: Sequence[int]) -> int:
-        found = _leading(blocks, self._held)
+        found = _leading(blocks, self._blocks)
         for block in reversed(blocks):
-            self._held[block] = None
-            self._held.move_to_end(block)
-        while len(self._held) > self._capacity:
-            self._held.popitem(last=False)
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self._capacity:
+            self._blocks.popitem(last=False)
         return found
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._blocks)
 
     def __iter__(self) -> Iterator[int]:
         """Yields the blocks held, those that go next first."""
-        return iter(self._held)
+        return iter(self._blocks)
 
 
-def _leading(blocks: Sequence[B], held: Container[B]) -> int:
+def _leading(blocks: Sequence[B], known: Container[B]) -> int:
     found = 0
     for block in blocks:
-        if block not in held:
+        if block not in known:
             break
         found += 1
     return found

@@ -11,7 +11,7 @@ import msgspec
 import psutil
 import zmq
 
-from bench.lib.fleet import Crew, Nothing, Place, Site, step
+from bench.lib.fleet import Crew, Location, Nothing, Site, step
 from bench.lib.kv import timed
 from pd_cache.client.connection import ServerConnection
 from pd_cache.client.identity import EngineIdentity
@@ -61,7 +61,7 @@ class Echo(Site):
 
 def raw_round_trips(count: int) -> list[float]:
     """Returns what ZMQ itself takes for frames of that size between two Python processes: the floor of `round_trips`."""
-    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder, closing(Crew(Echo, Place.here())) as crew:
+    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder, closing(Crew(Echo, Location.here())) as crew:
         url = f"ipc://{folder}/echo.sock"
         crew.grow(1)
         crew.run(Echo.open, Url(url), timeout_s=_PATIENCE_S)
@@ -78,7 +78,7 @@ def raw_round_trips(count: int) -> list[float]:
             return [timed(trip) for _ in range(count)]
 
 
-class Asking(msgspec.Struct, frozen=True):
+class AskServer(msgspec.Struct, frozen=True):
     """Ask this server for a prompt of `model` that it holds, `RATE` times a second with the others."""
 
     url: str
@@ -92,24 +92,24 @@ class Latencies(msgspec.Struct, frozen=True):
     seconds: list[float]
 
 
-class Scheduler(Site):
+class AskingScheduler(Site):
     """One of the clients of `lookups_at_a_rate`: a scheduler that asks when its turn comes."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
         self._open = ExitStack()
 
     @step
-    def connect(self, job: Asking) -> Nothing:
+    def connect(self, job: AskServer) -> Nothing:
         """Be ready to ask."""
         self._adapter = SchedulerAdapter(job.url, None, EngineIdentity(model=job.model, block_size=16))
         self._open.callback(self._adapter.shutdown)
         return Nothing()
 
     @step
-    def ask(self, job: Asking) -> Latencies:
+    def ask(self, job: AskServer) -> Latencies:
         """Half a second from now, and then at the rate; each client at a time of its own."""
-        start = time.monotonic() + 0.5 + int(self.place.node.rpartition("-")[2]) / RATE
+        start = time.monotonic() + 0.5 + int(self.location.node.rpartition("-")[2]) / RATE
         latencies = []
         for index in range(int(RATE / CLIENTS * job.seconds)):
             due = start + index * CLIENTS / RATE
@@ -137,11 +137,11 @@ def _look_up(adapter: SchedulerAdapter, request: str, prompt: list[int], pause_s
 
 def lookups_at_a_rate(url: str, model: str, seconds: float) -> list[float]:
     """Latencies, from when each was due, of `RATE` lookups a second that find 4096 tokens, from four processes."""
-    job = Asking(url, model, seconds)
-    with closing(Crew(Scheduler, Place.here())) as crew:
+    job = AskServer(url, model, seconds)
+    with closing(Crew(AskingScheduler, Location.here())) as crew:
         crew.grow(CLIENTS)
-        crew.run(Scheduler.connect, job, timeout_s=_PATIENCE_S)
-        found = crew.run(Scheduler.ask, job, timeout_s=seconds + _PATIENCE_S)
+        crew.run(AskingScheduler.connect, job, timeout_s=_PATIENCE_S)
+        found = crew.run(AskingScheduler.ask, job, timeout_s=seconds + _PATIENCE_S)
         return [latency for one in found for latency in one.seconds]
 
 

@@ -39,7 +39,7 @@ _FIND_S = 10.0
 _ANY_LENGTH = 1 << 30
 
 
-class Server(NamedTuple):
+class ServerUnderLoad(NamedTuple):
     """What is under load."""
 
     url: str
@@ -59,7 +59,7 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def own_cluster(vocabulary: int | None) -> Iterator[Server]:
+def own_cluster(vocabulary: int | None) -> Iterator[ServerUnderLoad]:
     """Yields a small cluster of the reference engine on this machine; a block of a trace, sixteen times shorter, is one chunk there."""
     config = ClusterConfig(
         name="bench-serve",
@@ -84,10 +84,10 @@ def own_cluster(vocabulary: int | None) -> Iterator[Server]:
         file.write_text(dump_config(config))
         with running(*read_config(file), sink=quiet) as cluster:
             model, words, longest = _of_engine(config.engine, vocabulary)
-            yield Server(cluster.urls["proxy"], model, words, longest, (cluster.urls["prefill-0"],))
+            yield ServerUnderLoad(cluster.urls["proxy"], model, words, longest, (cluster.urls["prefill-0"],))
 
 
-def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> Server:
+def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> ServerUnderLoad:
     """Returns the first proxy that discovery finds. Raises ConfigError if it finds none."""
     with open_directory(config) as directory:
         directory.wait_synced(_FIND_S)
@@ -99,7 +99,7 @@ def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> Server:
         )
     model, words, longest = _of_engine(config.engine, vocabulary)
     prefill = tuple(record.address for record in view.by_role("prefill") if record.address.startswith("http"))
-    return Server(
+    return ServerUnderLoad(
         proxies[0],
         model,
         words,
@@ -125,7 +125,7 @@ def _of_engine(engine: EngineConfig | None, vocabulary: int | None) -> tuple[str
     return engine.name or engine.model, vocabulary, _ANY_LENGTH
 
 
-def any_server(url: str, model: str | None, vocabulary: int | None, key: str) -> Server:
+def any_server(url: str, model: str | None, vocabulary: int | None, key: str) -> ServerUnderLoad:
     """Returns the server at `url`. Raises ConfigError if it does not list its models."""
     if vocabulary is None:
         raise ConfigError("--url needs --vocabulary: prompts are made of token ids below it")
@@ -138,7 +138,7 @@ def any_server(url: str, model: str | None, vocabulary: int | None, key: str) ->
                 model = str(msgspec.json.decode(answer.read(1 << 20))["data"][0]["id"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{url} does not list its models: {error}; say --model") from None
-    return Server(url.rstrip("/"), model, vocabulary, _ANY_LENGTH)
+    return ServerUnderLoad(url.rstrip("/"), model, vocabulary, _ANY_LENGTH)
 
 
 def past_prefill(proxy: str, access: Access = NOBODY) -> float:

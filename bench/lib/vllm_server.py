@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from launch.asking import healthy
-from launch.engines.vllm import executable, flags
+from launch.engines.vllm_command import executable, flags
 from launch.foreign import ForeignProgram
 from launch.process import LocalProcesses, Program
 from launch.signals import StopFlag

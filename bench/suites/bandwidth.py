@@ -23,7 +23,7 @@ import click
 import msgspec
 
 from bench.lib.about import about, machine
-from bench.lib.fleet import Fleet, FleetOptions, Place, Site, conduct, fleet_options, step
+from bench.lib.fleet import Fleet, FleetOptions, Location, Site, conduct, fleet_options, step
 from bench.lib.kv import size
 from bench.lib.link import link_of
 from bench.lib.pool import bench_transfer, own_master
@@ -46,7 +46,7 @@ PARTS = ("put", "get", "raw_write", "raw_read")
 # --- at every node ---------------------------------------------------------------------------------------------------
 
 
-class Open(msgspec.Struct, frozen=True):
+class JoinPool(msgspec.Struct, frozen=True):
     """Join the pool of this master, with a segment of four batches."""
 
     master: str
@@ -54,7 +54,7 @@ class Open(msgspec.Struct, frozen=True):
     objects: int
 
 
-class Opened(msgspec.Struct, frozen=True):
+class NodeMemory(msgspec.Struct, frozen=True):
     """What the others need to reach this node's memory, and what it is."""
 
     node: str
@@ -73,7 +73,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
     part: str
     run: str
-    to: Opened
+    to: NodeMemory
 
 
 class Timed(msgspec.Struct, frozen=True):
@@ -86,15 +86,15 @@ class Timed(msgspec.Struct, frozen=True):
 class BandwidthSite(Site):
     """A store client, a segment and a raw engine, with the same batch of bytes for both."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
         self._store: MooncakeStore | None = None
         self._engine: DirectEngine | None = None
         self._source: list[Slot] = []
         self._target: list[Slot] = []
 
     @step
-    def open(self, job: Open) -> Opened:
+    def open(self, job: JoinPool) -> NodeMemory:
         """Mounts the segment, and registers memory for raw transfers."""
         batch = job.objects * job.object_bytes
         needed, memory = 7 * batch, machine_memory().total
@@ -104,11 +104,11 @@ class BandwidthSite(Site):
             )
         stride = StagingPool.stride_of(job.object_bytes)
         settings = msgspec.structs.replace(
-            bench_transfer(self.place.config), staging_size=ByteSize(2 * job.objects * stride)
+            bench_transfer(self.location.config), staging_size=ByteSize(2 * job.objects * stride)
         )
         self._timeouts = settings.timeouts
         self._store = store = MooncakeStore(
-            settings, master=job.master, host=self.place.host, segment_size=max(MIN_SEGMENT, 4 * batch)
+            settings, master=job.master, host=self.location.host, segment_size=max(MIN_SEGMENT, 4 * batch)
         )
         self._staging = staging = store.staging(job.object_bytes)
         store.wait_open(_OPEN_S)
@@ -118,15 +118,15 @@ class BandwidthSite(Site):
         self._source, self._target = slots[: job.objects], slots[job.objects :]
         for slot in self._source:
             slot.view[:] = os.urandom(slot.size)
-        self._engine = engine = DirectEngine(settings, self.place.host)
+        self._engine = engine = DirectEngine(settings, self.location.host)
         self._memory = StagingPool(job.objects * stride, job.object_bytes)
         for pool in (staging, self._memory):
             engine.register(pool.address, pool.nbytes)
         self._stride = stride
-        link = link_of(self.place.host, settings)
-        return Opened(
-            self.place.node,
-            self.place.host,
+        link = link_of(self.location.host, settings)
+        return NodeMemory(
+            self.location.node,
+            self.location.host,
             store.hostname,
             engine.address,
             self._memory.address,
@@ -139,7 +139,7 @@ class BandwidthSite(Site):
     @step
     def transfer(self, job: Transfer) -> Timed:
         """Moves one batch and returns its timing. Raises TransferError if part of it did not arrive."""
-        keys = [f"pdc1/bench/{job.run}/{self.place.node}/{index}" for index in range(len(self._source))]
+        keys = [f"pdc1/bench/{job.run}/{self.location.node}/{index}" for index in range(len(self._source))]
         what = f"{job.part} {'to' if job.part in ('put', 'raw_write') else 'from'} {job.to.node} ({job.to.host})"
         if job.part == "get":
             for slot in self._target:
@@ -200,7 +200,7 @@ class Pair:
 
 
 def measure(
-    fleet: Fleet, opened: dict[str, Opened], groups: Iterable[Sequence[tuple[str, str]]], batch: int, rounds: int
+    fleet: Fleet, opened: dict[str, NodeMemory], groups: Iterable[Sequence[tuple[str, str]]], batch: int, rounds: int
 ) -> Iterator[list[Pair]]:
     """Yields the pairs of each group, all of a group at the same time. The first round of each is not counted."""
     timeout = _MARGIN_S + max(max(one.timeouts.get_ms, one.timeouts.put_ms) for one in opened.values()) / 1000
@@ -233,7 +233,7 @@ def all_at_once(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def link_gbps(
-    begin: str, end: str, opened: dict[str, Opened], hosts: dict[str, str], given: float | None
+    begin: str, end: str, opened: dict[str, NodeMemory], hosts: dict[str, str], given: float | None
 ) -> float | None:
     """GB/s that the link between two nodes can carry; None within a machine, or where it is not known."""
     if given is not None and begin != end:
@@ -247,9 +247,9 @@ def lead(
     fleet: Fleet, object_bytes: int, objects: int, rounds: int, at_once: bool, link_gbit: float | None
 ) -> dict[str, Any]:
     """Opens everywhere, measure, close everywhere; the figures, and what there is to say about the run."""
-    batch, hosts, config = object_bytes * objects, fleet.hosts, fleet.place.config
+    batch, hosts, config = object_bytes * objects, fleet.hosts, fleet.location.config
     with own_master(config, hosts[fleet.own]) as master, fleet.closing_sites(), progress() as bar:
-        job = Open(master, object_bytes, objects)
+        job = JoinPool(master, object_bytes, objects)
         opened = fleet.everywhere(BandwidthSite.open, job, timeout_s=_OPEN_S + _MARGIN_S)
         groups = one_at_a_time(fleet.nodes)
         together = all_at_once(fleet.nodes) if at_once else []

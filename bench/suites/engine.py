@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 
-from bench.lib.kv import Prompt, RawPool, Shape, gbps, shape_options, size, timed
+from bench.lib.kv import PagedPrompt, RawPool, Shape, gbps, shape_options, size, timed
 from bench.lib.pool import local_pool, raw_client
 from bench.lib.report import Check, finish, option, output_options, progress
 from launch.process import end, spawn_child
@@ -73,7 +73,7 @@ def busy_programs(count: int) -> Iterator[None]:
         end(programs, 0, ask=False)
 
 
-def measure(engine: CacheEngine, prompt: Prompt, raw: RawPool, rounds: Iterable[int]) -> dict[str, Any]:
+def measure(engine: CacheEngine, prompt: PagedPrompt, raw: RawPool, rounds: Iterable[int]) -> dict[str, Any]:
     """Returns GB/s of each, medians over the rounds; the very first store, into memory not written to before, is listed apart.
 
     Also returns the longest standstill in any round of each.
@@ -124,7 +124,7 @@ def measure(engine: CacheEngine, prompt: Prompt, raw: RawPool, rounds: Iterable[
 @output_options
 def main(shape: Shape, rounds: int, staging: ByteSize, busy: int, **output: Any) -> None:
     """Store and retrieve against raw Mooncake."""
-    prompt = Prompt(shape)
+    prompt = PagedPrompt(shape)
     with local_pool(shape.pool_bytes) as master, raw_client(master) as client:
         settings = NodeSettings(
             master=master,

@@ -27,8 +27,8 @@ import msgspec
 import numpy as np
 import torch
 
-from bench.lib.fleet import Crew, Nothing, Place, Site, step
-from bench.lib.kv import Prompt, RawPool, Shape, gbps, shape_options, size, timed
+from bench.lib.fleet import Crew, Location, Nothing, Site, step
+from bench.lib.kv import PagedPrompt, RawPool, Shape, gbps, shape_options, size, timed
 from bench.lib.pool import host_pool, raw_host_client
 from bench.lib.report import Check, finish, option, output_options, progress
 from pd_cache.config import CacheConfig, NodeSettings
@@ -80,7 +80,7 @@ class CopiedPool:
         self._caller.shutdown()
 
 
-class Setting(msgspec.Struct, frozen=True):
+class HostModeSetting(msgspec.Struct, frozen=True):
     """The parameters of an engine's process."""
 
     master: str
@@ -107,16 +107,16 @@ class Took(msgspec.Struct, frozen=True):
 class EngineSite(Site):
     """One engine, in a process of its own, and a raw client beside it."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
         self._open = ExitStack()
 
     @step
-    def open(self, job: Setting) -> Nothing:
+    def open(self, job: HostModeSetting) -> Nothing:
         """Connects to the host's client."""
         torch.manual_seed(0)  # the same prompt in both processes, so that each can check what it got
         shape = job.shape
-        self._prompt = prompt = Prompt(shape)
+        self._prompt = prompt = PagedPrompt(shape)
         transfer = TransferSettings(
             client="host", client_address=job.client, staging_size=ByteSize(job.staging), threads=job.threads
         )
@@ -221,11 +221,11 @@ def main(shape: Shape, rounds: int, threads: int, staging: ByteSize, **output: A
     """Store and retrieve through a host's mooncake_client against raw dummy-client calls."""
     with (
         host_pool(shape.pool_bytes) as (master, client),
-        closing(Crew(EngineSite, Place.here())) as crew,
+        closing(Crew(EngineSite, Location.here())) as crew,
         progress() as bar,
     ):
         crew.grow(2)
-        setting = Setting(master, client, f"bench-{uuid.uuid4().hex}", shape, staging, threads)
+        setting = HostModeSetting(master, client, f"bench-{uuid.uuid4().hex}", shape, staging, threads)
         crew.run(EngineSite.open, setting, timeout_s=_PATIENCE_S)
         tracked = bar.track(range(rounds), description="rounds")
         results = rounds_of(crew, shape.chunks * shape.object_bytes, tracked)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from bench.lib.about import about
-from bench.lib.fleet import Crew, Fleet, FleetOptions, Nothing, Place, Site, conduct, fleet_options, step
+from bench.lib.fleet import Crew, Fleet, FleetOptions, Location, Nothing, Site, conduct, fleet_options, step
 from bench.lib.fleet.children import MOST
 from bench.lib.pool import bench_transfer, own_master, raw_client
 from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
@@ -93,16 +93,16 @@ def prompt(tokens: int, seed: int) -> list[int]:
 
 @contextmanager
 def looking_up(
-    place: Place, master: str, chunk: int, model: str
+    location: Location, master: str, chunk: int, model: str
 ) -> Iterator[tuple[MooncakeLookupClient, ChunkedTokenDatabase, Any]]:
     """Yields a lookup client, the names of its chunks, and a raw client of the same pool."""
-    transfer = bench_transfer(place.config)
-    settings = NodeSettings(master=master, host=place.host, cache=CacheConfig(chunk_size=chunk), transfer=transfer)
+    transfer = bench_transfer(location.config)
+    settings = NodeSettings(master=master, host=location.host, cache=CacheConfig(chunk_size=chunk), transfer=transfer)
     metadata = metadata_of(model)
     client = MooncakeLookupClient(settings, metadata, master)
     try:
         client.store.wait_open(_OPEN_S)
-        with raw_client(master, place.host, transfer) as raw:
+        with raw_client(master, location.host, transfer) as raw:
             yield client, ChunkedTokenDatabase(metadata.namespace(settings.cache)), raw
     finally:
         client.close()
@@ -146,8 +146,8 @@ class Asked(msgspec.Struct, frozen=True):
 class TimedLookups(Site):
     """One client, in a process of its own."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
         self._open = ExitStack()
         self._prompts: dict[int, tuple[list[int], list[str]]] = {}
 
@@ -155,10 +155,10 @@ class TimedLookups(Site):
     def open(self, job: Opening) -> Nothing:
         """Connects, and puts this client's prompts into the pool: no two clients have the same."""
         self._client, database, self._raw = self._open.enter_context(
-            looking_up(self.place, job.master, job.chunk, f"bench-{job.seed}")
+            looking_up(self.location, job.master, job.chunk, f"bench-{job.seed}")
         )
         for length in job.lengths:
-            tokens = prompt(length, zlib.crc32(f"{job.seed} {self.place.node} {length}".encode()))
+            tokens = prompt(length, zlib.crc32(f"{job.seed} {self.location.node} {length}".encode()))
             keys = database.all_shard_keys(database.hash_tokens(tokens))
             store(self._client, self._raw, keys, tokens)
             self._prompts[length] = tokens, keys
@@ -215,9 +215,9 @@ class Rate(msgspec.Struct, frozen=True):
 class LookupSite(Site):
     """A node's clients."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self._crew = Crew(TimedLookups, place)
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
+        self._crew = Crew(TimedLookups, location)
 
     @step
     def grow(self, job: Growing) -> Nothing:
@@ -246,7 +246,7 @@ class LookupSite(Site):
 def measure_parts(fleet: Fleet, master: str, chunk: int, rounds: int) -> list[dict[str, float]]:
     """Lookups of 4k, 32k and 128k tokens by one client against their parts."""
     with (
-        looking_up(fleet.place, master, chunk, f"bench-{uuid.uuid4().hex}") as (client, database, raw),
+        looking_up(fleet.location, master, chunk, f"bench-{uuid.uuid4().hex}") as (client, database, raw),
         progress() as bar,
     ):
         return [
@@ -291,7 +291,7 @@ def lead(
     fleet: Fleet, chunk: int, rounds: int, levels: Sequence[int], lengths: Sequence[int], seconds: float
 ) -> dict[str, Any]:
     """Both parts, on a pool of the bench's own at the coordinator."""
-    config, hosts = fleet.place.config, fleet.hosts
+    config, hosts = fleet.location.config, fleet.hosts
     with own_master(config, hosts[fleet.own], _SEGMENT) as master, fleet.closing_sites():
         parts = measure_parts(fleet, master, chunk, rounds)
         clients = measure_clients(fleet, master, chunk, levels, lengths, seconds) if levels else []

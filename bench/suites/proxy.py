@@ -210,11 +210,11 @@ def main(streams: int, tokens: int, pause: int, rounds: int, most: int, prompt: 
         with progress() as bar:
             results = overhead(ways, rounds, lambda steps: bar.track(steps, description="rounds"))
         slow = json.dumps({**json.loads(body), "max_tokens": 5, "pause_ms": 1000}).encode()
-        held = asyncio.run(_streams(one_hop, most, slow, 5))
+        timings = asyncio.run(_streams(one_hop, most, slow, 5))
     results |= {
-        "open_streams": len(held),
-        "open_streams_first_ms": statistics.median(timing.first for timing in held),
-        "open_streams_longest_ms": max(timing.total for timing in held),
+        "open_streams": len(timings),
+        "open_streams_first_ms": statistics.median(timing.first for timing in timings),
+        "open_streams_longest_ms": max(timing.total for timing in timings),
         **decision(prompt, nodes, 200),
     }
     checks = [

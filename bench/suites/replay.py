@@ -29,7 +29,7 @@ from bench.lib.fleet import Fleet, FleetOptions, Nothing, conduct, fleet_options
 from bench.lib.pool import local_pool
 from bench.lib.replaying import Open, Remove, Replay, ReplaySite, Tally
 from bench.lib.report import Check, Figure, Report, Table, finish, option, report_options
-from bench.lib.reuse import Infinite, Lru, hit_rate
+from bench.lib.reuse import Infinite, SimulatedLru, hit_rate
 from bench.lib.shrunken import STEP_BYTES, allotted_bytes, object_bytes
 from bench.lib.svg import SERIES, line_plot
 from bench.lib.trace import Request, deal, read_trace
@@ -77,7 +77,7 @@ _DEFAULT_EVICTION = Eviction(
 _DEFAULT_LEASE_MS = 200
 
 
-class Setting(NamedTuple):
+class ReplaySetting(NamedTuple):
     """A pool to replay on."""
 
     capacity: float
@@ -95,7 +95,7 @@ class Setting(NamedTuple):
 
 
 @contextmanager
-def shrunken_pool(setting: Setting, distinct: int) -> Iterator[str]:
+def shrunken_pool(setting: ReplaySetting, distinct: int) -> Iterator[str]:
     """Yields the master's `host:port` of a pool of this machine with room for as many chunks as `setting` says."""
     bounded = setting.capacity != _UNBOUNDED
     assert setting.eviction is not None
@@ -130,14 +130,14 @@ class Leader:
         self.prompt_tokens = sum(request.input_length for request in requests)
         self.distinct = sorted({block for request in requests for block in request.whole_blocks})
         self.lru = [
-            (float(capacity), hit_rate(requests, Lru(capacity)))
+            (float(capacity), hit_rate(requests, SimulatedLru(capacity)))
             for capacity in sorted({max(1, len(self.distinct) >> halvings) for halvings in range(_HALVINGS)})
         ]
         """Hit rates of LRU at some capacities, up to that where it forgets nothing."""
         paced = 0.0 if speed is None else requests[-1].timestamp / 1000 / speed
         self._longest_s = paced + 60 + _SLOWEST_S * len(requests)
 
-    def on_pool_of_its_own(self, setting: Setting, what: str) -> dict[str, Any]:
+    def on_pool_of_its_own(self, setting: ReplaySetting, what: str) -> dict[str, Any]:
         """Returns a row, from a pool that lasts as long as that takes."""
         with shrunken_pool(setting, len(self.distinct)) as master:
             tally, _ = self._replay(
@@ -153,7 +153,7 @@ class Leader:
         timeout_s = 2 * (_STEP_S + lease_ms / 1000 + _SLOWEST_S * len(self.distinct))
         self._fleet.run(ReplaySite.remove, {self._fleet.own: job}, timeout_s=timeout_s)
         slot = allotted_bytes(object_bytes(chunk_bytes))
-        return self._row(tally, Setting(capacity_bytes // slot, chunk_bytes, eviction, lease_ms, "as configured"))
+        return self._row(tally, ReplaySetting(capacity_bytes // slot, chunk_bytes, eviction, lease_ms, "as configured"))
 
     def _replay(self, what: str, chunk_bytes: int, **pool: Any) -> tuple[Tally, int]:
         """Returns what became of the requests, and the lease in force."""
@@ -164,7 +164,7 @@ class Leader:
         tallies = self._fleet.run(ReplaySite.replay, jobs, timeout_s=self._longest_s)
         return Tally.together(tallies.values()), min(one.lease_ms for one in opened.values())
 
-    def _row(self, tally: Tally, setting: Setting) -> dict[str, Any]:
+    def _row(self, tally: Tally, setting: ReplaySetting) -> dict[str, Any]:
         bounded = setting.capacity != _UNBOUNDED
         return {
             "capacity_chunks": int(setting.capacity) if bounded else "unbounded",
@@ -174,7 +174,7 @@ class Leader:
             "lease_ms": setting.lease_ms,
             "pin": setting.pin,
             "hit_rate": tally.hit_rate,
-            "lru": hit_rate(self._trace, Lru(int(setting.capacity))) if bounded else self.ideal,
+            "lru": hit_rate(self._trace, SimulatedLru(int(setting.capacity))) if bounded else self.ideal,
             "ideal": self.ideal,
             "refused": tally.refused_chunks,
             "lost": tally.found_chunks - tally.loaded_chunks - tally.damaged_chunks,
@@ -346,7 +346,7 @@ def settings_of(
     pin: str,
     chunk_bytes: int,
     distinct: int,
-) -> list[Setting]:
+) -> list[ReplaySetting]:
     """Returns all combinations; for an unbounded pool, which evicts nothing, only the first. Raises UsageError for a pool that would be too
     small."""
     evictions, leases = evictions or (_DEFAULT_EVICTION,), leases or (_DEFAULT_LEASE_MS,)
@@ -359,7 +359,7 @@ def settings_of(
             "choose larger --chunk-bytes"
         )
     return [
-        Setting(capacity, chunk_bytes, eviction, lease, pin)
+        ReplaySetting(capacity, chunk_bytes, eviction, lease, pin)
         for capacity, eviction, lease in itertools.product(dict.fromkeys(capacities), evictions, leases)
         if capacity != _UNBOUNDED or (eviction, lease) == (evictions[0], leases[0])
     ]

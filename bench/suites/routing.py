@@ -28,7 +28,7 @@ from launch.proxy.routing import NodePool, Policy, Target
 _POLICIES: tuple[Policy, ...] = ("round_robin", "least_loaded", "prefix_aware")
 
 
-class Outcome(NamedTuple):
+class PolicyOutcome(NamedTuple):
     """What a policy made of the trace."""
 
     hit_rate: float
@@ -43,18 +43,18 @@ class _Waiting(NamedTuple):
     """Closed to report to the router that the node has finished the request."""
 
 
-class _Node:
+class _SimulatedNode:
     def __init__(self, cache_tokens: int) -> None:
         self.cache = PrefixIndex(cache_tokens)
         self.queue: deque[_Waiting] = deque()
         self.busy: _Waiting | None = None
 
 
-def simulate(requests: Iterable[Request], policy: Policy, nodes: int, cache_tokens: int, rate: float) -> Outcome:
+def simulate(requests: Iterable[Request], policy: Policy, nodes: int, cache_tokens: int, rate: float) -> PolicyOutcome:
     """Lets `nodes` nodes of `rate` tokens/s each compute the trace."""
     pool = NodePool("prefill", policy)
     pool.update(Target(str(index), kv_tokens=cache_tokens) for index in range(nodes))
-    fleet = {url: _Node(cache_tokens) for url in pool.urls()}
+    fleet = {url: _SimulatedNode(cache_tokens) for url in pool.urls()}
     ends: list[tuple[float, int, str]] = []
     queueing: list[float] = []
     hit = total = 0
@@ -93,7 +93,7 @@ def simulate(requests: Iterable[Request], policy: Policy, nodes: int, cache_toke
             begin(url, now)
     finish_until(float("inf"))
     assert not any(pool.loads().values()), "work was not given back"
-    return Outcome(hit / total, queueing)
+    return PolicyOutcome(hit / total, queueing)
 
 
 def ideal_hit_rate(requests: Iterable[Request]) -> float:

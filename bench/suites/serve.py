@@ -27,12 +27,12 @@ import msgspec
 
 from bench.lib.about import about
 from bench.lib.arrivals import Arrival, from_trace, ideal_hit_rate, poisson, synthetic
-from bench.lib.fleet import Fleet, FleetOptions, Place, Site, conduct, fleet_options, step
-from bench.lib.load import Load, Outcome, Target, generate, join, summarize
+from bench.lib.fleet import Fleet, FleetOptions, Location, Site, conduct, fleet_options, step
+from bench.lib.load import Destination, Load, RequestOutcome, generate, join, summarize
 from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
 from bench.lib.stats import quantile
 from bench.lib.svg import line_plot
-from bench.lib.targets import Server, any_server, clusters_proxy, looked_up, own_cluster, past_prefill
+from bench.lib.targets import ServerUnderLoad, any_server, clusters_proxy, looked_up, own_cluster, past_prefill
 from bench.lib.trace import read_trace
 from pd_cache.cluster import read_config
 from pd_cache.errors import ConfigError
@@ -44,7 +44,7 @@ _REQUESTS = 100
 _PASSES = ("recompute", "reuse")
 
 
-class Plan(NamedTuple):
+class LoadPlan(NamedTuple):
     """A load, as given by the options."""
 
     rate: float | None
@@ -82,15 +82,15 @@ class Send(msgspec.Struct, frozen=True):
 
     what: str
     """For the progress bar."""
-    target: Target
+    target: Destination
     arrivals: list[Arrival]
 
 
 class ServeSite(Site):
     """This machine's generator."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
         self._lock = threading.Lock()
         self._cancel: Callable[[], object] | None = None
 
@@ -126,7 +126,12 @@ class ServeSite(Site):
 
 
 def run_pass(
-    fleet: Fleet, name: str, server: Server, target: Target, arrivals: Sequence[Arrival], ttft_limit_s: float | None
+    fleet: Fleet,
+    name: str,
+    server: ServerUnderLoad,
+    target: Destination,
+    arrivals: Sequence[Arrival],
+    ttft_limit_s: float | None,
 ) -> tuple[Load, dict[str, Any]]:
     """Has every generator send its share, all beginning together. Returns what they saw, and a row of the report."""
     parts = len(fleet.nodes)
@@ -256,8 +261,8 @@ def main(
                 server = clusters_proxy(read_config(fleet.file)[0], vocabulary)
             else:
                 server = stack.enter_context(own_cluster(vocabulary))
-            arrivals = Plan(**{**load, "longest": min(load["longest"] or 1 << 30, server.longest)}).arrivals()
-            target = Target(
+            arrivals = LoadPlan(**{**load, "longest": min(load["longest"] or 1 << 30, server.longest)}).arrivals()
+            target = Destination(
                 server.url,
                 server.model,
                 server.vocabulary,
@@ -320,7 +325,7 @@ def distribution(seconds: Sequence[float]) -> list[tuple[float, float]]:
     return [(max(quantile(seconds, part / 100) * 1e3, 0.01), part / 100) for part in range(1, 101)]
 
 
-def in_slices(outcomes: Sequence[Outcome], slices: int = 24) -> list[tuple[float, float]]:
+def in_slices(outcomes: Sequence[RequestOutcome], slices: int = 24) -> list[tuple[float, float]]:
     """Points (seconds, median milliseconds to the first token), one for each slice of time in which something was due."""
     length = (max(one.due for one in outcomes) or 1.0) / slices
     points = []

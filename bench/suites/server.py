@@ -22,7 +22,7 @@ import click
 import numpy as np
 import torch
 
-from bench.lib.kv import Prompt, Shape, gbps, shape_options, size, timed
+from bench.lib.kv import PagedPrompt, Shape, gbps, shape_options, size, timed
 from bench.lib.report import Check, finish, option, output_options, progress
 from bench.lib.server_lookups import (
     LOOKUP_TOKENS,
@@ -34,9 +34,9 @@ from bench.lib.server_lookups import (
 )
 from bench.lib.stats import quantile
 from launch.up import quiet, running
-from pd_cache.client.cache import ServerCache
 from pd_cache.client.identity import EngineIdentity
 from pd_cache.client.observer import server_status
+from pd_cache.client.server_cache import ServerCache
 from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, StoreNode, dump_config, read_config
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier, NodeSettings
 from pd_cache.engine import CacheEngineBuilder
@@ -81,7 +81,7 @@ def served_cache(url: str, metadata: CacheMetadata, caches: dict[str, torch.Tens
 class Transfers:
     """A prompt that moves through the server, through an engine in this process, and by `memcpy`."""
 
-    def __init__(self, prompt: Prompt, settings: NodeSettings, url: str, chunk: int) -> None:
+    def __init__(self, prompt: PagedPrompt, settings: NodeSettings, url: str, chunk: int) -> None:
         self.prompt = prompt
         self.metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
         # the engine's tensors lie in shared memory, too: both write to the same pages
@@ -215,7 +215,7 @@ def small_prompt(url: str, chunk: int, block: int) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def moving(prompt: Prompt, settings: NodeSettings, url: str, chunk: int) -> Iterator[Transfers]:
+def moving(prompt: PagedPrompt, settings: NodeSettings, url: str, chunk: int) -> Iterator[Transfers]:
     """`Transfers`, ready."""
     moves = Transfers(prompt, settings, url, chunk)
     try:
@@ -237,7 +237,7 @@ def main(
     shape: Shape, rounds: int, staging: ByteSize, questions: int, seconds: float, requests: int, **output: Any
 ) -> None:
     """The cache server's questions, transfers and memory."""
-    prompt, chunk, block = Prompt(shape), shape.chunk, shape.block
+    prompt, chunk, block = PagedPrompt(shape), shape.chunk, shape.block
     room = shape.pool_bytes
     plain = CacheConfig(chunk_size=chunk)
     # the whole prompt, as read from the pool or stored, fits into the server's own memory

@@ -25,7 +25,7 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.lib.kv import Prompt, Shape, gbps, size, timed
+from bench.lib.kv import PagedPrompt, Shape, gbps, size, timed
 from bench.lib.pool import local_pool
 from bench.lib.report import Check, finish, option, output_options, progress
 from bench.lib.svg import Bars, bar_plot, line_plot
@@ -322,7 +322,7 @@ def measure_pool(tokens: int, rounds: int) -> dict[str, Any]:
 
     Both through one client, in turns: clients differ from each other by more than that (docs/performance.md).
     """
-    prompt = Prompt(Shape(tokens))
+    prompt = PagedPrompt(Shape(tokens))
     nbytes = tokens // 256 * prompt.layout.chunk_bytes(256)
     metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
     seconds: Seconds = {}

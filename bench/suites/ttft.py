@@ -65,7 +65,7 @@ _READY_S = 600.0
 _SETTLE_S = 60.0
 
 
-class Server:
+class OpenAIServer:
     """An OpenAI-compatible server at `url`."""
 
     def __init__(self, url: str) -> None:
@@ -115,9 +115,9 @@ class Server:
 class Servers(NamedTuple):
     """All that are compared."""
 
-    plain: Server
-    ours: tuple[Server, Server]
-    theirs: tuple[Server, Server]
+    plain: OpenAIServer
+    ours: tuple[OpenAIServer, OpenAIServer]
+    theirs: tuple[OpenAIServer, OpenAIServer]
     master: str
 
 
@@ -169,13 +169,13 @@ def servers(model: Path, folder: Path, pool: ByteSize, positions: int) -> Iterat
         connector = json.dumps({"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"})
         configured = {"MOONCAKE_CONFIG_PATH": str(mooncake)}
         theirs = [
-            Server(stack.enter_context(vllm(model, positions, configured, f"--kv-transfer-config={connector}")))
+            OpenAIServer(stack.enter_context(vllm(model, positions, configured, f"--kv-transfer-config={connector}")))
             for _ in range(2)
         ]
-        plain = Server(stack.enter_context(vllm(model, positions, {})))
+        plain = OpenAIServer(stack.enter_context(vllm(model, positions, {})))
         yield Servers(
             plain,
-            (Server(cluster.urls["a"]), Server(cluster.urls["b"])),
+            (OpenAIServer(cluster.urls["a"]), OpenAIServer(cluster.urls["b"])),
             (theirs[0], theirs[1]),
             master,
         )

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from launch.discovery.etcd import _Connector, _Lost
+from launch.discovery.etcd import _EtcdOpener, _Lost
 from pd_cache.cluster import EtcdDiscovery
 
 DISAGREES_S = 30.0
@@ -34,7 +34,7 @@ class ElectionWatch:
     ) -> None:
         """`address`: `host:port` of our master. `leads`: returns whether it says that it leads, or prepares to; None if it does not
         answer. `clock`: seconds. Raises ConfigError as `EtcdRegistration` does."""
-        self._connector = _Connector(settings)
+        self._connector = _EtcdOpener(settings)
         self._key = f"mooncake-store/{cluster}/master_view"
         self._address = address
         self._leads = leads

@@ -39,7 +39,7 @@ class _Lost(Exception):
     """etcd does not answer as it should."""
 
 
-class _Connector:
+class _EtcdOpener:
     """Opens clients, at the next endpoint each time."""
 
     def __init__(self, settings: EtcdDiscovery) -> None:
@@ -120,7 +120,7 @@ class EtcdRegistration:
 
     def __init__(self, settings: EtcdDiscovery, cluster: str, *, folder: str = "nodes") -> None:
         """Nothing is sent yet. `folder`: see `prefix_of`. Raises ConfigError for files of the settings that cannot be read."""
-        self._connector = _Connector(settings)
+        self._connector = _EtcdOpener(settings)
         self._ttl_s = settings.ttl_s
         self._prefix = prefix_of(cluster, folder)
         self._closed = threading.Event()
@@ -233,7 +233,7 @@ class EtcdWatch:
 
         `on_change` is called with each new view, one after the other, on the watch's own threads: it must return quickly.
         """
-        self._connector = _Connector(settings)
+        self._connector = _EtcdOpener(settings)
         self._prefix = prefix_of(cluster, folder)
         self._tick_s = min(_LONGEST_TICK_S, settings.ttl_s / 4)
         self._on_change = on_change

@@ -24,9 +24,8 @@ from launch.doctor.cluster import (
     unknown_segments,
     version_findings,
 )
-from launch.doctor.descriptors import descriptor_finding
 from launch.doctor.files import file_findings
-from launch.doctor.finding import Finding, Report, Verdict, skipped
+from launch.doctor.finding import DoctorReport, Finding, Verdict, skipped
 from launch.doctor.libraries import library_findings
 from launch.doctor.listening import listening_findings
 from launch.doctor.memory import memory_findings
@@ -38,6 +37,7 @@ from launch.doctor.network import (
     reach_findings,
     reach_from_here,
 )
+from launch.doctor.open_files import descriptor_finding
 from launch.doctor.probe import probe_findings
 from launch.doctor.rdma import rdma_findings
 from launch.masters import Segment
@@ -51,7 +51,7 @@ _AT_A_TIME = 16
 _MASTER_S = 5.0
 
 
-def examine(config: ClusterConfig | None, file: Path | None, root: Path = Path("/")) -> Report:
+def examine(config: ClusterConfig | None, file: Path | None, root: Path = Path("/")) -> DoctorReport:
     """Checks everything that can be checked. Takes seconds; if segments hang, up to about a minute."""
     findings = list(_findings(config, root))
     if file is not None:
@@ -59,7 +59,7 @@ def examine(config: ClusterConfig | None, file: Path | None, root: Path = Path("
         findings = [
             msgspec.structs.replace(finding, repair=finding.repair.replace("-c FILE", given)) for finding in findings
         ]
-    return Report(
+    return DoctorReport(
         version=pd_cache.__version__,
         host=socket.gethostname(),
         file=None if file is None else str(file),
@@ -81,13 +81,13 @@ def _findings(config: ClusterConfig | None, root: Path) -> Iterator[Finding]:
     status = cluster_status(config)
     segments, leading = status.segments, next(iter(status.leading), None)
     mine = local_nodes(config)
-    held = _held(status, segments)
+    in_use = _addresses_in_use(status, segments)
     running = {row.name for row in status.nodes if row.up} | {
         node.name for node in mine if node.role == "store" and _mounted(config, node.host, segments)
     }
     yield from memory_findings(config, mine, running, root)
     yield from file_findings(config, mine)
-    yield from port_findings(mine, held)
+    yield from port_findings(mine, in_use)
     yield from listening_findings(mine, root)
     yield from _cluster(config, status, segments)
     yield from _network(config, status, segments, None if leading is None else leading.name)
@@ -148,13 +148,13 @@ def _mounted(config: ClusterConfig, host: str, segments: list[Segment] | None) -
     return sum(segment.size_bytes for segment in segments or () if segment.host == host) >= promised
 
 
-def _held(status: ClusterStatus, segments: list[Segment] | None) -> set[str]:
+def _addresses_in_use(status: ClusterStatus, segments: list[Segment] | None) -> set[str]:
     """Addresses at which the node answered that the file has there."""
-    held = {segment.segment_name for segment in segments or ()}
+    in_use = {segment.segment_name for segment in segments or ()}
     for row in status.nodes:
         if row.up:
-            held |= {url.rpartition("//")[2] for url in (row.record.address, row.record.metrics) if url}
-    return held
+            in_use |= {url.rpartition("//")[2] for url in (row.record.address, row.record.metrics) if url}
+    return in_use
 
 
 def _own_host(config: ClusterConfig) -> str:

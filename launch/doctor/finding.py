@@ -1,4 +1,4 @@
-"""What a check finds. The JSON of `pd-cache doctor --json` is `Report`, field by field."""
+"""What a check finds. The JSON of `pd-cache doctor --json` is `DoctorReport`, field by field."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """A command, or a key of the file, or where to go on; empty where there is nothing to do."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """All findings of one run."""
 
     schema: int = 1

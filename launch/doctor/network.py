@@ -24,13 +24,13 @@ _WHY_THERE = "a node that cannot reach another computes again what that one has,
 MOONCAKE_PORTS = "Mooncake's clients listen on ports of 15000 to 17000, or of MC_MIN_RPC_PORT to MC_MAX_RPC_PORT"
 
 
-def port_findings(nodes: Iterable[Node], held: Collection[str]) -> Iterator[Finding]:
-    """Returns whether the ports of `nodes`, those of this machine, are free or `held` (addresses, `host:port`) by our own."""
+def port_findings(nodes: Iterable[Node], in_use: Collection[str]) -> Iterator[Finding]:
+    """Returns whether the ports of `nodes`, those of this machine, are free or `in_use` (addresses, `host:port`) by our own."""
     check = "network.port"
     for node in nodes:
         for field, port in ports_of(node):
             address = f"{node.host}:{port}"
-            if address in held:
+            if address in in_use:
                 yield ok(check, f"{address} is held by the node itself", node.name)
             elif is_bindable(node.host, port):
                 yield ok(check, f"{address} is free", node.name)

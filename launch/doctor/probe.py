@@ -38,7 +38,7 @@ _CHECK = "transfer.segment"
 _WHY = "chunks that lie there cannot be used, and those that land there are lost"
 
 
-class _Outcome(NamedTuple):
+class _Probed(NamedTuple):
     finding: Finding
     hung: bool
 
@@ -119,7 +119,7 @@ class _Probe:
         run = f"{PREFIX}/{int(time.time()):x}-{uuid.uuid4().hex[:12]}"
         self._keys = [f"{run}/{index}" for index in range(objects)]
 
-    def run(self) -> _Outcome:
+    def run(self) -> _Probed:
         slots: list[Slot] = []
         try:
             for _ in self._keys:
@@ -132,7 +132,7 @@ class _Probe:
             for slot in slots:
                 slot.release()
 
-    def _transfer(self, slots: list[Slot]) -> _Outcome:
+    def _transfer(self, slots: list[Slot]) -> _Probed:
         name, total = self._segment.segment_name, len(slots) * _OBJECT
         contents = os.urandom(_OBJECT)
         for index, slot in enumerate(slots):
@@ -145,11 +145,11 @@ class _Probe:
         put_s = time.perf_counter() - started
         if failed := [status for status in put if status is not Status.OK]:
             if all(status is Status.NO_SPACE for status in failed):
-                return _Outcome(_full(self._segment, f"{len(failed)} of {len(put)} objects found no room"), False)
+                return _Probed(_full(self._segment, f"{len(failed)} of {len(put)} objects found no room"), False)
             return self._failed("put", failed)
         elsewhere = self._elsewhere()
         if elsewhere:
-            return _Outcome(_full(self._segment, f"{elsewhere} of {len(put)} objects were put elsewhere"), False)
+            return _Probed(_full(self._segment, f"{elsewhere} of {len(put)} objects were put elsewhere"), False)
         for slot in slots:
             slot.view[:] = bytes(_OBJECT)
         started = time.perf_counter()
@@ -157,15 +157,13 @@ class _Probe:
         get_s = time.perf_counter() - started
         if missed := [result.status for result in got if result.status is not Status.OK]:
             if all(status is Status.MISSING for status in missed):
-                return _Outcome(
-                    _full(self._segment, f"{len(missed)} of {len(got)} objects were evicted at once"), False
-                )
+                return _Probed(_full(self._segment, f"{len(missed)} of {len(got)} objects were evicted at once"), False)
             return self._failed("get", missed)
         if any(
             result.size != _OBJECT or slot.view[:8] != index.to_bytes(8, "little") or slot.view[8:] != contents[8:]
             for index, (result, slot) in enumerate(zip(got, slots, strict=True))
         ):
-            return _Outcome(
+            return _Probed(
                 broken(
                     _CHECK, "gives back other bytes than were put there", name,
                     why="every chunk from there fails its checksum, and is computed again",
@@ -173,7 +171,7 @@ class _Probe:
                 ),
                 False,
             )  # fmt: skip
-        return _Outcome(_judged(self._segment, total, total / put_s, total / get_s), False)
+        return _Probed(_judged(self._segment, total, total / put_s, total / get_s), False)
 
     def _elsewhere(self) -> int:
         """Returns how many objects landed in another segment; 0 if the master does not say."""
@@ -183,13 +181,13 @@ class _Probe:
             return 0
         return sum(endpoint != self._segment.te_endpoint for endpoint in found)
 
-    def _failed(self, what: str, statuses: Sequence[Status]) -> _Outcome:
+    def _failed(self, what: str, statuses: Sequence[Status]) -> _Probed:
         hung = any(status in (Status.TIMEOUT, Status.OVERLOADED) for status in statuses)
         reasons = ", ".join(sorted({status.value for status in statuses}))
         name, host = self._segment.segment_name, self._segment.host
         found = f"a {what} did not end within {_DEADLINE_S:g} s" if hung else f"a {what} failed: {reasons}"
         repair = f"on {host}: is its process running, not stopped (ps -o stat)? Else open its ports: {MOONCAKE_PORTS}"
-        return _Outcome(broken(_CHECK, found, name, why=_WHY, repair=repair), hung)
+        return _Probed(broken(_CHECK, found, name, why=_WHY, repair=repair), hung)
 
 
 def _judged(segment: Segment, total: int, put: float, get: float) -> Finding:

@@ -8,17 +8,17 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from launch.doctor.finding import Finding, Report, Verdict
+from launch.doctor.finding import DoctorReport, Finding, Verdict
 
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.BROKEN: "bold red", Verdict.SKIPPED: "dim"}
 
 
-def as_json(report: Report) -> str:
-    """Returns one JSON object: `Report`, field by field."""
+def as_json(report: DoctorReport) -> str:
+    """Returns one JSON object: `DoctorReport`, field by field."""
     return msgspec.json.encode(report).decode()
 
 
-def report_table(report: Report) -> Group:
+def report_table(report: DoctorReport) -> Group:
     """Returns the findings in the order of the checks; each problem says why it matters and what to do."""
     table = Table()
     table.add_column("check", no_wrap=True)
@@ -30,7 +30,7 @@ def report_table(report: Report) -> Group:
     return Group(table, Text(summary(report), "red" if report.broken else "green"))
 
 
-def summary(report: Report) -> str:
+def summary(report: DoctorReport) -> str:
     """Returns one line."""
     counts = {verdict: sum(one.verdict is verdict for one in report.findings) for verdict in Verdict}
     shown = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)

@@ -50,7 +50,7 @@ class BodyBudget:
         """`limit`: bytes for all bodies."""
         self._limit = limit
         self._bodies: set[Body] = set()
-        self._held: Counter[tuple[str, bool]] = Counter()
+        self._by_client: Counter[tuple[str, bool]] = Counter()
         """Bytes of each client, in small (False) and in large bodies (True)."""
         self._large = 0
         """Bytes in large bodies."""
@@ -58,7 +58,7 @@ class BodyBudget:
         """Bytes in use."""
 
     @contextmanager
-    def held(self, client: str) -> Iterator[Body]:
+    def opened(self, client: str) -> Iterator[Body]:
         """Accounts for a client's body, whose memory is given back when the block ends."""
         body = Body(client)
         self._bodies.add(body)
@@ -79,7 +79,7 @@ class BodyBudget:
                 for other in self._bodies
                 if not other.complete and not other.given_up and other.large == body.large
             )
-            other = max(arriving, key=lambda other: (self._held[other.client, other.large], other.size))
+            other = max(arriving, key=lambda other: (self._by_client[other.client, other.large], other.size))
             other.given_up = True
             self.release(other)
             if other is body:
@@ -104,7 +104,7 @@ class BodyBudget:
         room = self._limit - self.used
         if body.large:
             room = min(room, self._limit * 3 // 4 - self._large)
-        return self._held[body.client, body.large] * spare <= room
+        return self._by_client[body.client, body.large] * spare <= room
 
     def _resize(self, body: Body, size: int) -> None:
         self._add(body, -body.size)
@@ -113,9 +113,9 @@ class BodyBudget:
 
     def _add(self, body: Body, count: int) -> None:
         kind = (body.client, body.large)
-        self._held[kind] += count
-        if not self._held[kind]:
-            del self._held[kind]
+        self._by_client[kind] += count
+        if not self._by_client[kind]:
+            del self._by_client[kind]
         self._large += count if body.large else 0
         self.used += count
 

@@ -54,12 +54,12 @@ class HandedOver(msgspec.Struct, frozen=True):
         return bytes(self.kv_transfer_params) != b"null"
 
 
-class _Part(msgspec.Struct, frozen=True):
+class _ContentPart(msgspec.Struct, frozen=True):
     type: str = ""
 
 
-class _Message(msgspec.Struct, frozen=True):
-    content: str | list[str | _Part] | None = None
+class _ChatMessage(msgspec.Struct, frozen=True):
+    content: str | list[str | _ContentPart] | None = None
 
     def is_text(self) -> bool:
         parts = self.content if isinstance(self.content, list) else []
@@ -108,7 +108,7 @@ class Completion:
         if any(bytes(self._fields.get(name, b"null")) != b"null" for name in _UNTOLD):
             return False
         try:
-            return not self._chat or all(message.is_text() for message in decode_json(self._prompt, list[_Message]))
+            return not self._chat or all(message.is_text() for message in decode_json(self._prompt, list[_ChatMessage]))
         except UndecodableError:
             return False
 

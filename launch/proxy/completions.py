@@ -16,9 +16,9 @@ from launch.proxy.attempts import Attempts
 from launch.proxy.completion import Completion, HandedOver, read_handoff, read_tokens
 from launch.proxy.direct import DirectRule
 from launch.proxy.exchange import ID_HEADER, ClientGone, Exchange
-from launch.proxy.fleet import Fleet
 from launch.proxy.hops import HopError, Refusal, check_status, client_headers, read_all, read_some, refusal_of
 from launch.proxy.metrics import ProxyMetrics
+from launch.proxy.node_pools import NodePools
 from launch.proxy.nodes import Nodes
 from launch.proxy.prefixes import RoutedPrompt
 from launch.proxy.routing import Hop
@@ -43,11 +43,11 @@ class Completions:
     """Serves completions and chats."""
 
     def __init__(
-        self, nodes: Nodes, fleet: Fleet, direct: DirectRule, metrics: ProxyMetrics, prefill_timeout_s: float
+        self, nodes: Nodes, pools: NodePools, direct: DirectRule, metrics: ProxyMetrics, prefill_timeout_s: float
     ) -> None:
         self._nodes = nodes
-        self._pools = fleet.pools
-        self._fleet = fleet
+        self._pools = pools.pools
+        self._node_pools = pools
         self._direct = direct
         self._metrics = metrics
         self._prefill_timeout_s = prefill_timeout_s
@@ -72,7 +72,7 @@ class Completions:
         nbytes = len(body)
         completion = await self._computed(nbytes, lambda: Completion(body, prompt=field))
         prompt = await self._computed(nbytes, completion.prompt)
-        exchange.model = self._fleet.served(completion.model(), exchange.started)
+        exchange.model = self._node_pools.served(completion.model(), exchange.started)
         if not self._pools["decode"].count(exchange.model):
             raise overloaded("No decode node could answer")
         exchange.trial.budget.asked(time.monotonic())

@@ -22,7 +22,7 @@ class Why(Enum):
     UNREAD = "unread"
 
 
-class _Stage(Enum):
+class _ConnectionStage(Enum):
     HEAD = "head"
     """It is waiting for the rest of a request's head."""
     BODY = "body"
@@ -37,7 +37,7 @@ class Connection:
 
     def __init__(self, close: Callable[[], None], now: float) -> None:
         self.close = close
-        self.stage = _Stage.HEAD
+        self.stage = _ConnectionStage.HEAD
         self.since = now
         """When its stage began."""
         self.waiting_since = now
@@ -99,27 +99,27 @@ class Connections:
 
     def received(self, connection: Connection, now: float) -> None:
         """Notes that bytes arrived."""
-        if connection.stage is _Stage.IDLE:
-            connection.stage, connection.since = _Stage.HEAD, now
+        if connection.stage is _ConnectionStage.IDLE:
+            connection.stage, connection.since = _ConnectionStage.HEAD, now
 
     def began(self, transport: Hashable, now: float) -> None:
         """Notes that a request's head is complete. Unknown transports are ignored, here and below."""
         connection = self._by_transport.get(transport)
         if connection is not None:
-            connection.stage, connection.since = _Stage.BODY, now
+            connection.stage, connection.since = _ConnectionStage.BODY, now
 
     def arrived(self, transport: Hashable) -> None:
         """Notes that a request is complete: from now on the client waits for us."""
         connection = self._by_transport.get(transport)
         if connection is not None:
-            connection.stage = _Stage.BUSY
+            connection.stage = _ConnectionStage.BUSY
             self._waiting.pop(connection, None)
 
     def ended(self, transport: Hashable, now: float) -> None:
         """Notes that a request was answered; its last bytes may still be on their way."""
         connection = self._by_transport.get(transport)
         if connection is not None:
-            connection.stage, connection.since, connection.waiting_since = _Stage.IDLE, now, now
+            connection.stage, connection.since, connection.waiting_since = _ConnectionStage.IDLE, now, now
             self._waiting.pop(connection, None)
             self._waiting[connection] = None
 
@@ -156,9 +156,9 @@ class Connections:
 
     def _overdue(self, connection: Connection, now: float) -> Why | None:
         waited = now - connection.since
-        if connection.stage is _Stage.HEAD and waited > self._header_s:
+        if connection.stage is _ConnectionStage.HEAD and waited > self._header_s:
             return Why.NO_HEAD
-        if connection.stage is _Stage.IDLE and waited > self._idle_s:
+        if connection.stage is _ConnectionStage.IDLE and waited > self._idle_s:
             return Why.IDLE
         if connection.writing_since is not None and now - connection.writing_since > self._write_s:
             return Why.UNREAD

@@ -63,7 +63,7 @@ class HopError(PdCacheError):
 def new_session(connections: int, connect_timeout_s: float) -> aiohttp.ClientSession:
     """Returns the session for all nodes: at most `connections` in all, no limit per node, answers' bytes left as they are."""
     return aiohttp.ClientSession(
-        connector=_Connector(
+        connector=_PatientConnector(
             connect_timeout_s, limit=connections, keepalive_timeout=_KEEPALIVE_S, socket_factory=_socket
         ),
         timeout=aiohttp.ClientTimeout(total=None),  # the caller has a deadline, and so has the connector
@@ -72,7 +72,7 @@ def new_session(connections: int, connect_timeout_s: float) -> aiohttp.ClientSes
     )
 
 
-class _Connector(aiohttp.TCPConnector):
+class _PatientConnector(aiohttp.TCPConnector):
     """Makes connections within a deadline that allows for a busy machine. aiohttp's own would blame the node for the proxy's delays."""
 
     def __init__(self, connect_timeout_s: float, **options: Any) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launch.proxy.answers import ApiError
-from launch.proxy.files import WatchedFiles
 from launch.proxy.nodes import Credentials
+from launch.proxy.watched_files import WatchedFiles
 from pd_cache.cluster import ProxyConfig
 from pd_cache.errors import ConfigError
 

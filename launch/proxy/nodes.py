@@ -1,4 +1,4 @@
-"""Requests to the nodes of a fleet, and what they show about the nodes."""
+"""Requests to nodes, and what they show about the nodes."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import pd_cache
 from launch.proxy.admission import Admission
-from launch.proxy.fleet import Fleet
 from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics
+from launch.proxy.node_pools import NodePools
 
 Peers = Callable[[], Awaitable[Mapping[str, Any]]]
 """Reports which of the cluster's other nodes this proxy reaches."""
@@ -26,10 +26,10 @@ class Overview:
     """Serves these pages."""
 
     def __init__(
-        self, fleet: Fleet, keys: Keys, admission: Admission, metrics: ProxyMetrics, peers: Peers | None
+        self, pools: NodePools, keys: Keys, admission: Admission, metrics: ProxyMetrics, peers: Peers | None
     ) -> None:
         """Without `peers` there is no `/peers`."""
-        self._fleet = fleet
+        self._node_pools = pools
         self._keys = keys
         self._admission = admission
         self._metrics = metrics
@@ -43,11 +43,11 @@ class Overview:
 
     async def _health(self, request: web.Request) -> web.Response:
         now = time.monotonic()
-        nodes: dict[str, dict[str, bool]] = {hop: pool.health(now) for hop, pool in self._fleet.pools.items()}
+        nodes: dict[str, dict[str, bool]] = {hop: pool.health(now) for hop, pool in self._node_pools.pools.items()}
         healthy = any(nodes["decode"].values()) and not self._admission.closing
         body: dict[str, Any] = {"status": "ok" if healthy else "unavailable"}
         if self._keys.may_watch(request.headers.get("Authorization")):
-            body |= {"version": pd_cache.__version__, **nodes, **self._fleet.describe(now)}
+            body |= {"version": pd_cache.__version__, **nodes, **self._node_pools.describe(now)}
         return web.json_response(body, status=200 if healthy else 503)
 
     async def _samples(self, request: web.Request) -> web.Response:
@@ -56,12 +56,12 @@ class Overview:
         metrics = self._metrics
         metrics.node_up.clear()  # also for nodes that have left
         metrics.node_load.clear()
-        for hop, pool in self._fleet.pools.items():
+        for hop, pool in self._node_pools.pools.items():
             for node, up in pool.health(now).items():
                 metrics.node_up.labels(hop, node).set(up)
             for node, load in pool.loads().items():
                 metrics.node_load.labels(hop, node).set(load)
-        metrics.view_stale.set(self._fleet.stale_s(now))
+        metrics.view_stale.set(self._node_pools.stale_s(now))
         return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _reached(self, request: web.Request) -> web.Response:

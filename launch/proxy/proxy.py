@@ -16,16 +16,16 @@ from launch.proxy.connections import Connections
 from launch.proxy.delivery import Deliveries
 from launch.proxy.direct import DirectRule
 from launch.proxy.edge import Edge
-from launch.proxy.files import WatchedFiles
-from launch.proxy.fleet import Fleet
 from launch.proxy.health import HealthChecks
 from launch.proxy.hops import new_session
 from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.models import ModelList
+from launch.proxy.node_pools import NodePools
 from launch.proxy.nodes import Nodes
 from launch.proxy.overview import Overview, Peers
 from launch.proxy.requests import Requests
+from launch.proxy.watched_files import WatchedFiles
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 
 _FEW_RETRIES = 100
@@ -61,11 +61,11 @@ class Proxy:
         self._bodies = BodyBudget(config.body_memory)
         self._retries = RetryBudget(max(_FEW_RETRIES, config.max_requests))
         self._direct = direct or DirectRule(0)
-        self._fleet = Fleet(config, self._direct, master)
-        self._nodes = Nodes(self._fleet.pools, self.metrics, lambda: self._keys.credentials)
+        self._node_pools = NodePools(config, self._direct, master)
+        self._nodes = Nodes(self._node_pools.pools, self.metrics, lambda: self._keys.credentials)
         self._requests = Requests(
             config,
-            Completions(self._nodes, self._fleet, self._direct, self.metrics, config.prefill_timeout_s),
+            Completions(self._nodes, self._node_pools, self._direct, self.metrics, config.prefill_timeout_s),
             ModelList(self._nodes),
             keys=self._keys,
             admission=self._admission,
@@ -75,11 +75,11 @@ class Proxy:
             deliveries=self.deliveries,
             metrics=self.metrics,
         )
-        self._overview = Overview(self._fleet, self._keys, self._admission, self.metrics, peers)
+        self._overview = Overview(self._node_pools, self._keys, self._admission, self.metrics, peers)
 
     def update(self, view: View) -> None:
         """Uses the view's nodes from now on. Call it on the event loop's thread, once the loop runs."""
-        self._fleet.update(view)
+        self._node_pools.update(view)
 
     def app(self) -> web.Application:
         """Returns a new application. Run it with `handler_cancellation=True`; otherwise it notices late that clients went away."""
@@ -97,7 +97,10 @@ class Proxy:
         # a request holds one connection at a time; the rest is for health checks and connections that are being closed
         session = self._nodes.session = new_session(config.max_requests + 128, config.connect_timeout_s)
         checks = HealthChecks(
-            self._fleet.pools.values(), config.health_interval_s, config.health_timeout_s, self._fleet.told_namespace
+            self._node_pools.pools.values(),
+            config.health_interval_s,
+            config.health_timeout_s,
+            self._node_pools.told_namespace,
         )
         beside = {asyncio.create_task(checks.run(session)), asyncio.create_task(self._files.follow())}
         try:

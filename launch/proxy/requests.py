@@ -87,7 +87,7 @@ class Requests:
     async def _read_and_complete(self, exchange: Exchange) -> web.StreamResponse:
         config = self._config
         self._admission.check(exchange.client)  # so that no body is read only to be refused
-        with self._bodies.held(exchange.client or exchange.request.remote or "") as memory:
+        with self._bodies.opened(exchange.client or exchange.request.remote or "") as memory:
             limit_s = min(config.body_timeout_s, config.request_timeout_s)
             body = await read_body(exchange.request, memory, self._bodies, MAX_BODY, limit_s)
             self._connections.arrived(exchange.request.transport)

@@ -44,7 +44,7 @@ class Target(NamedTuple):
     """The only model that requests for it may name; None if it does not say."""
 
 
-class _Node:
+class _RoutedNode:
     def __init__(self, target: Target, failures: int, cache_tokens: int) -> None:
         self.target = target
         self.breaker = NodeBreaker(failures)
@@ -69,7 +69,7 @@ class NodePool:
     ) -> None:
         """`cache_tokens`: the size assumed for a node's own cache if the node does not report it."""
         self._hop = hop
-        costs: dict[Policy, Callable[[_Node, RoutedPrompt], float]] = {
+        costs: dict[Policy, Callable[[_RoutedNode, RoutedPrompt], float]] = {
             "round_robin": lambda node, prompt: 0.0,
             "least_loaded": lambda node, prompt: node.load,
             "prefix_aware": self._prefix_cost if hop == "prefill" else self._room_cost,
@@ -80,7 +80,7 @@ class NodePool:
         self._learns = hop == "prefill" and policy == "prefix_aware"
         self._failures = breaker_failures
         self._cache_tokens = cache_tokens
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, _RoutedNode] = {}
         self._turns = 0
 
     def update(self, targets: Iterable[Target]) -> None:
@@ -89,7 +89,7 @@ class NodePool:
         self._nodes = {
             url: known
             if (known := self._nodes.get(url)) is not None and known.target == target
-            else _Node(target, self._failures, self._cache_tokens)
+            else _RoutedNode(target, self._failures, self._cache_tokens)
             for url, target in wanted.items()
         }
 
@@ -215,8 +215,8 @@ class NodePool:
         wait = min((node.breaker.wait(now) for node in self._nodes.values() if node.takes(model)), default=0.0)
         return max(1, -int(-wait // 1))
 
-    def _room_cost(self, node: _Node, prompt: RoutedPrompt) -> float:
+    def _room_cost(self, node: _RoutedNode, prompt: RoutedPrompt) -> float:
         return node.load / max(1, node.target.max_running)
 
-    def _prefix_cost(self, node: _Node, prompt: RoutedPrompt) -> float:
+    def _prefix_cost(self, node: _RoutedNode, prompt: RoutedPrompt) -> float:
         return node.load + prompt.tokens - node.prefixes.match(prompt)

@@ -6,7 +6,7 @@ import ssl
 from pathlib import Path
 from typing import NoReturn
 
-from launch.proxy.files import WatchedFiles
+from launch.proxy.watched_files import WatchedFiles
 from pd_cache.cluster import ServerTlsConfig
 from pd_cache.errors import ConfigError
 

@@ -11,10 +11,10 @@ from launch.discovery import View, known_master, open_directory
 from launch.proxy.capacity import fitted
 from launch.proxy.connections import Connections
 from launch.proxy.direct import DirectRule, Pool
-from launch.proxy.files import WatchedFiles
 from launch.proxy.listener import Listener
 from launch.proxy.proxy import Proxy
 from launch.proxy.tls import ServerTls
+from launch.proxy.watched_files import WatchedFiles
 from launch.reachability import PeerChecks
 from launch.signals import stop_signals
 from pd_cache.block_hashes import SEED_VARIABLE

@@ -12,8 +12,8 @@ from launch.engines.reference import serve
 from launch.reachability import PeerChecks
 from launch.signals import stop_on_signals
 from pd_cache.blocks import BlockCache
-from pd_cache.client.cache import ServerCache
 from pd_cache.client.identity import EngineIdentity
+from pd_cache.client.server_cache import ServerCache
 from pd_cache.cluster import CacheServerNode, ClusterConfig, DecodeNode, PrefillNode, ReferenceEngineConfig
 from pd_cache.engine import CacheEngineBuilder
 from pd_cache.errors import ConfigError

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from launch.asking import healthy
 from launch.discovery import Member
-from launch.engines.vllm import command, environment
+from launch.engines.vllm_command import command, environment
 from launch.foreign import ForeignProgram
 from launch.process import LocalProcesses, Program
 from launch.signals import stop_on_signals
@@ -37,7 +37,7 @@ def run_vllm(
         guarded = LocalProcesses(settings.stop_grace_s)
         variables = environment(engine, node, namespace)
         program = Program(node.name, tuple(command(engine, node, file, namespace)), variables)
-        output = _Output()
+        output = _VllmOutput()
 
         def announce() -> None:
             member.namespace = read_namespace(namespace)
@@ -58,7 +58,7 @@ def run_vllm(
                 member.leave()  # first, so that no proxy sends new requests
 
 
-class _Output:
+class _VllmOutput:
     """Passes on what vLLM prints, and remembers what the connector refused: the reason comes many lines before the end."""
 
     def __init__(self) -> None:

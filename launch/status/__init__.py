@@ -6,7 +6,7 @@ a hit with the others.
 """
 
 from launch.status.look import cluster_status, read_metrics, watch
-from launch.status.nodes import ClusterStatus, NodeStatus
-from launch.status.report import as_json, status_table
+from launch.status.node_status import ClusterStatus, NodeStatus
+from launch.status.table import as_json, status_table
 
 __all__ = ["ClusterStatus", "NodeStatus", "as_json", "cluster_status", "read_metrics", "status_table", "watch"]

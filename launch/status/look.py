@@ -18,8 +18,8 @@ from launch.access import NOBODY, Access, proxy_access
 from launch.asking import fetch
 from launch.discovery import Directory, View, open_directory
 from launch.masters import LEADER, Segment, master_health, segments_at
-from launch.status.nodes import NO_ANSWER, NOT_ASKED, ClusterStatus, NodeStatus
-from launch.status.report import status_table
+from launch.status.node_status import NO_ANSWER, NOT_ASKED, ClusterStatus, NodeStatus
+from launch.status.table import status_table
 from pd_cache.cluster import ClusterConfig, NodeRecord, differences, read_about
 from pd_cache.cluster.addresses import is_local
 from pd_cache.errors import PdCacheError

@@ -350,16 +350,16 @@ class LocalDiskBackend(StorageBackend):
 
     def _tend(self) -> None:
         if not self.health.writable:
-            held = False
+            opened = False
             try:
                 if not self.folder.is_held:
                     self.index.clear()
                     self._take_in(self.folder.open())
                     self.sweeper.sweep()
-                held = True
+                opened = True
                 self.writer.with_room(self.folder.probe)
             except OSError as error:
-                state = state_of(error) if held else DiskState.OFF
+                state = state_of(error) if opened else DiskState.OFF
                 self.health.settle(state, f"opening the folder failed: {error}", name_of(error))
                 return
             self.health.settle(DiskState.ON)

@@ -131,7 +131,7 @@ class HybridBackend(StorageBackend):
                 return Settled([Status.CLOSED] * len(keys))
             for key, item in zip(keys, items, strict=True):
                 item.seal(key)  # once, and before anybody else looks at the bytes
-            begun: list[_Begun] = []
+            begun: list[_TierWrite] = []
             for tier in self.tiers:
                 if tier.blocking:
                     begun.append(_begin(tier, keys, items, timeout))
@@ -266,7 +266,7 @@ class _SecondHit:
             return False
 
 
-class _Begun(NamedTuple):
+class _TierWrite(NamedTuple):
     """A write to one tier."""
 
     tier: Tier
@@ -289,15 +289,15 @@ def _begin(
     items: Sequence[StagedObject],
     timeout: float | None,
     places: list[Place] | None = None,
-) -> _Begun:
+) -> _TierWrite:
     shares = [item.share() for item in items]
-    return _Begun(tier, tier.backend.batched_put(keys, shares, timeout=timeout), places or [])
+    return _TierWrite(tier, tier.backend.batched_put(keys, shares, timeout=timeout), places or [])
 
 
 class _Through:
     """A put to the blocking tiers, at least one."""
 
-    def __init__(self, begun: Sequence[_Begun]) -> None:
+    def __init__(self, begun: Sequence[_TierWrite]) -> None:
         self._begun = begun
 
     def results(self) -> list[Status]:
@@ -317,7 +317,7 @@ class _WriteBehind:
         """One place for each chunk."""
         self._changed = Condition()
         self._closed = False
-        self._jobs: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_TierWrite | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="write-behind", daemon=True)
         self._thread.start()
 

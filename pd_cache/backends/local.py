@@ -42,10 +42,10 @@ class Shelf(Protocol[H]):
     def keep(self, staged: StagedObject) -> H | None:
         """Keep a sealed object, and take over its reference. Returns None if there is no room after all."""
 
-    def show(self, held: H, key: str, deadline: float) -> StagedObject | None:
+    def show(self, resource: H, key: str, deadline: float) -> StagedObject | None:
         """Returns the object in memory that a reader may use until it releases it; None if no memory came free in time."""
 
-    def drop(self, held: H) -> None:
+    def drop(self, resource: H) -> None:
         """To be called when nobody needs the object any more. Idempotent."""
 
     def close(self) -> None:
@@ -58,11 +58,11 @@ class HostShelf:
     def keep(self, staged: StagedObject) -> StagedObject:
         return staged
 
-    def show(self, held: StagedObject, key: str, deadline: float) -> StagedObject | None:
-        return held.share()
+    def show(self, resource: StagedObject, key: str, deadline: float) -> StagedObject | None:
+        return resource.share()
 
-    def drop(self, held: StagedObject) -> None:
-        held.release()
+    def drop(self, resource: StagedObject) -> None:
+        resource.release()
 
     def close(self) -> None:
         return
@@ -107,24 +107,24 @@ class DeviceShelf:
         finally:
             staged.release()
 
-    def show(self, held: Row, key: str, deadline: float) -> StagedObject | None:
+    def show(self, resource: Row, key: str, deadline: float) -> StagedObject | None:
         slab = self._slab
         staged = None if slab is None else self._memory.stage(max(0.0, deadline - time.monotonic()))
         if slab is None or staged is None:
             return None
         try:
-            self._view(staged.slot.view[: self._memory.object_bytes]).copy_(slab[held.number])
+            self._view(staged.slot.view[: self._memory.object_bytes]).copy_(slab[resource.number])
         except BaseException:
             staged.release()
             raise
         staged.sealed_for = key
         return staged
 
-    def drop(self, held: Row) -> None:
+    def drop(self, resource: Row) -> None:
         with self._lock:
-            if self._holder(held.number) is held:
-                del self._taken[held.number]
-                self._free.append(held.number)
+            if self._holder(resource.number) is resource:
+                del self._taken[resource.number]
+                self._free.append(resource.number)
 
     def close(self) -> None:
         self._slab = None
@@ -171,7 +171,7 @@ class LocalBackend(StorageBackend, Generic[H]):
         self._shelf = shelf
         self._metrics = metrics
         self._closed = False
-        self._held: dict[str, list[Pin[H]]] = {}
+        self._kept_pins: dict[str, list[Pin[H]]] = {}
         """The pins that `pin` keeps."""
         self._holding = threading.Lock()
         if not capacity:
@@ -221,20 +221,20 @@ class LocalBackend(StorageBackend, Generic[H]):
         pinned = []
         with self._holding:
             for key in keys:
-                room = key in self._held or len(self._held) < self.index.capacity // 2
+                room = key in self._kept_pins or len(self._kept_pins) < self.index.capacity // 2
                 pin = self.index.pin(key) if room and not self._closed else None
                 if pin is not None:
-                    self._held.setdefault(key, []).append(pin)
+                    self._kept_pins.setdefault(key, []).append(pin)
                     pinned.append(key)
         return pinned
 
     def unpin(self, keys: Sequence[str]) -> None:
         with self._holding:
             for key in keys:
-                if pins := self._held.get(key):
+                if pins := self._kept_pins.get(key):
                     self._unpin(pins.pop())
                     if not pins:
-                        del self._held[key]
+                        del self._kept_pins[key]
 
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
         return Status.CLOSED if self._closed else Status.OK  # nobody looks for notes in memory
@@ -242,8 +242,8 @@ class LocalBackend(StorageBackend, Generic[H]):
     def close(self) -> None:
         self._closed = True
         with self._holding:
-            held, self._held = self._held, {}
-        for pins in held.values():
+            kept, self._kept_pins = self._kept_pins, {}
+        for pins in kept.values():
             for pin in pins:
                 self._unpin(pin)
         for resource in self.index.close():
@@ -277,8 +277,8 @@ class LocalBackend(StorageBackend, Generic[H]):
 
     def _put(self, key: str, item: StagedObject) -> Status:
         room, evicted, place = self.index.reserve(key)
-        for held in evicted:
-            self._shelf.drop(held)
+        for resource in evicted:
+            self._shelf.drop(resource)
         self._metrics.evicted(len(evicted))
         if place is None:
             item.release()

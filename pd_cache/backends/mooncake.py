@@ -36,7 +36,7 @@ _DAMAGED = frozenset({*(damage.value for damage in Damage), "other_size", Status
 """Reasons for which an object is removed. `checksum` is Mooncake's own, of an object that another client wrote."""
 
 
-class _Batch(NamedTuple):
+class _ReadBatch(NamedTuple):
     keys: list[str]
     slots: deque[Slot]
     call: Pending[GetResult]
@@ -104,7 +104,7 @@ class MooncakeBackend(StorageBackend):
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
         longest = self._timeouts.get_ms / 1000
         deadline = None if timeout is None else time.monotonic() + timeout
-        ahead: deque[_Batch] = deque()
+        ahead: deque[_ReadBatch] = deque()
         started = 0
         try:
             while started < len(keys) or ahead:
@@ -119,7 +119,9 @@ class MooncakeBackend(StorageBackend):
                     started += len(slots)
                     # what is left of one deadline for the memory and the transfer
                     seconds = max(0.0, end - time.monotonic())
-                    ahead.append(_Batch(batch, slots, self.store.start_get(batch, list(slots), timeout=seconds), end))
+                    ahead.append(
+                        _ReadBatch(batch, slots, self.store.start_get(batch, list(slots), timeout=seconds), end)
+                    )
                 if not ahead:
                     down = not self._closed and not self.store.available
                     reason = Status.POOL_DOWN.value if down else self.memory.refusal

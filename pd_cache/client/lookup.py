@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from pd_cache.client.cache import ServerCache
 from pd_cache.client.identity import EngineIdentity
+from pd_cache.client.server_cache import ServerCache
 from pd_cache.config import NodeSettings
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pd_cache.client.cache import PendingLookup, ServerCache
 from pd_cache.client.identity import EngineIdentity
+from pd_cache.client.server_cache import PendingLookup, ServerCache
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import ExtraKey
 from pd_cache.wire.channel import Context

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pd_cache.client.cache import PendingRetrieve, PendingStore, ServerCache
 from pd_cache.client.identity import EngineIdentity
+from pd_cache.client.server_cache import PendingRetrieve, PendingStore, ServerCache
 from pd_cache.layout import PageKind
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import ExtraKey

@@ -188,13 +188,13 @@ class _Role:
         return str(self.__struct_config__.tag)
 
 
-class _Node(Section, _Role, frozen=True, kw_only=True, tag_field="role"):
+class _AnyNode(Section, _Role, frozen=True, kw_only=True, tag_field="role"):
     name: Name
     host: Host = "127.0.0.1"
     """The address at which other nodes reach this one, and which it binds. So never 0.0.0.0."""
 
 
-class MasterNode(_Node, frozen=True, kw_only=True, tag="master"):
+class MasterNode(_AnyNode, frozen=True, kw_only=True, tag="master"):
     """Mooncake's master: which key lies where, leases and eviction. Its flags are set explicitly."""
 
     port: Port = 50051
@@ -209,7 +209,7 @@ class MasterNode(_Node, frozen=True, kw_only=True, tag="master"):
     eviction_ratio: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
 
 
-class StoreNode(_Node, frozen=True, kw_only=True, tag="store"):
+class StoreNode(_AnyNode, frozen=True, kw_only=True, tag="store"):
     """A node that only gives memory to the pool. With `transfer.client: host` it runs the `mooncake_client` that owns the memory, and
     with which the engines of its host share memory."""
 
@@ -220,7 +220,7 @@ class StoreNode(_Node, frozen=True, kw_only=True, tag="store"):
     """Calls that its `mooncake_client` works on at once; 0 is as many as the engines of its host can have under way."""
 
 
-class EngineNode(_Node, frozen=True, kw_only=True):
+class EngineNode(_AnyNode, frozen=True, kw_only=True):
     port: Port = 0
     cache_server: Name | None = None
     """The cache-server node, on the same host, that holds this engine's cache; without one the engine has its own."""
@@ -254,7 +254,7 @@ class CacheServerNode(ServerSettings, _Role, frozen=True, kw_only=True, tag_fiel
     """Memory that this node gives to the pool; `transfer.segment_size` where it is not set."""
 
 
-class ProxyNode(_Node, frozen=True, kw_only=True, tag="proxy"):
+class ProxyNode(_AnyNode, frozen=True, kw_only=True, tag="proxy"):
     """Where clients post their requests."""
 
     port: Port = 8000

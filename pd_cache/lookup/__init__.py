@@ -2,6 +2,6 @@
 
 from pd_cache.lookup.base import LookupClient
 from pd_cache.lookup.bypass import BypassLookupClient
-from pd_cache.lookup.mooncake import MooncakeLookupClient
+from pd_cache.lookup.pool import MooncakeLookupClient
 
 __all__ = ["BypassLookupClient", "LookupClient", "MooncakeLookupClient"]

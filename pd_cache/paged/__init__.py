@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pd_cache.layout import KVLayout, layer_tensors
-from pd_cache.paged.base import ChunkSlots, PagedCopier, PendingCopy, plan
+from pd_cache.paged.base import ChunkSlots, PagedCopier, PendingCopy, plan, plan_named
 from transfer.staging import Pin
 
-__all__ = ["ChunkSlots", "Completion", "DeviceMark", "PagedCopier", "PendingCopy", "host_pin", "open_copier", "plan"]
+__all__ = ["ChunkSlots", "DeviceMark", "PagedCopier", "PendingCopy", "host_pin", "open_copier", "plan", "plan_named"]
 
 
 class DeviceMark:

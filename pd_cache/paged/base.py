@@ -12,8 +12,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from pd_cache.blocks import Places, Slots
+from pd_cache.blocks import BlocksOrSlots, Slots
 from pd_cache.layout import KVLayout, layer_tensors
+from pd_cache.tokens import check_names
 
 
 class ChunkSlots(NamedTuple):
@@ -35,12 +36,12 @@ class PendingCopy(Protocol):
         """Waits for the end: then a gathered buffer can be read, and a scattered one reused."""
 
 
-class _Done:
+class _CopyDone:
     def wait(self) -> None:
         return
 
 
-DONE: PendingCopy = _Done()
+DONE: PendingCopy = _CopyDone()
 
 
 class PagedCopier(ABC):
@@ -69,7 +70,7 @@ LEFT_OUT = -1
 """The block, or the slot of a token, that a scatter leaves out."""
 
 
-def plan(places: Places, layout: KVLayout, chunk_size: int, *, may_leave_out: bool = False) -> list[ChunkSlots]:
+def plan(places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_out: bool = False) -> list[ChunkSlots]:
     """Cuts the blocks, or the slots, of whole chunks into `ChunkSlots`.
 
     With `may_leave_out` they may begin with blocks of `LEFT_OUT`. Raises ValueError for places outside the cache, for places that occur
@@ -94,6 +95,18 @@ def plan(places: Places, layout: KVLayout, chunk_size: int, *, may_leave_out: bo
         if torch.unique(taken).numel() != taken.numel():
             raise ValueError("a block is named twice: two places of a prompt cannot share one")
     return [ChunkSlots(row, None) for row in blocks.view(-1, per_chunk).unbind()]
+
+
+def plan_named(
+    names: Sequence[bytes], places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_out: bool
+) -> list[ChunkSlots]:
+    """Returns `plan` of the places of these chunks. Raises ValueError as it does, for other names, or for places of another number of
+    chunks."""
+    check_names(names)
+    chunks = plan(places, layout, chunk_size, may_leave_out=may_leave_out)
+    if len(chunks) != len(names):
+        raise ValueError(f"{len(names)} chunks were named, and the places are of {len(chunks)}")
+    return chunks
 
 
 def plan_slots(

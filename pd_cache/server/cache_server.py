@@ -72,7 +72,7 @@ _DESCRIPTORS_S = 5.0
 """How long the descriptors of a registration may come after its message."""
 
 
-class _Work(NamedTuple):
+class _QueuedWork(NamedTuple):
     incoming: Incoming
     client: Client
     job: Callable[[], Answer] | MoveJob | Question
@@ -107,7 +107,7 @@ class CacheServer:
         self._up_since = time.time()
         self._clients: dict[bytes, Client] = {}
         self._lock = threading.Lock()
-        self._queue: FairQueue[_Work] = FairQueue(node.max_in_flight)
+        self._queue: FairQueue[_QueuedWork] = FairQueue(node.max_in_flight)
         self._stop = threading.Event()
         self._closed = False
         with contextlib.ExitStack() as stack:
@@ -191,7 +191,9 @@ class CacheServer:
             return self._handle_lookup(incoming, client, request)
         if isinstance(request, Store | Retrieve):
             move = MoveJob(client, request, self._retrieved)
-            self._submit(Item(client.hello.client, Lane.BULK, move.cost, _Work(incoming, client, move), move.until))
+            self._submit(
+                Item(client.hello.client, Lane.BULK, move.cost, _QueuedWork(incoming, client, move), move.until)
+            )
             return None
         if isinstance(request, EndSession):
             self.sessions.end(client.hello.client, request.session)
@@ -201,10 +203,10 @@ class CacheServer:
         if isinstance(request, Register):
             self._expect(incoming, client, request)
         else:
-            self._submit(Item(client.hello.client, Lane.LEND, 0, _Work(incoming, client, client.unregister)))
+            self._submit(Item(client.hello.client, Lane.LEND, 0, _QueuedWork(incoming, client, client.unregister)))
         return None
 
-    def _submit(self, item: Item[_Work]) -> None:
+    def _submit(self, item: Item[_QueuedWork]) -> None:
         """Queue an item. Raises RefusalError if there is no place for it. It may take the place of another client's item."""
         turned_away = self._queue.put(item)
         if turned_away is None:
@@ -248,7 +250,7 @@ class CacheServer:
             client.pending = None
         job = functools.partial(client.register, pending.request, self.models, self._lifeline)
         try:
-            self._submit(Item(client.hello.client, Lane.LEND, 0, _Work(pending.incoming, client, job)))
+            self._submit(Item(client.hello.client, Lane.LEND, 0, _QueuedWork(pending.incoming, client, job)))
         except RefusalError as refusal:
             self._receiver.answer(pending.incoming, refusal.refused)
 
@@ -317,7 +319,7 @@ class CacheServer:
         if model is None or request.at_hand >= len(names):
             return Found(min(request.at_hand, len(names)))
         question = Question(model, client.hello.client, request.session, request.at_hand, names)
-        self._submit(Item(client.hello.client, Lane.QUICK, 1, _Work(incoming, client, question)))
+        self._submit(Item(client.hello.client, Lane.QUICK, 1, _QueuedWork(incoming, client, question)))
         return None
 
     # --- the threads that work -------------------------------------------------------------------------------------
@@ -327,7 +329,7 @@ class CacheServer:
         while (item := self._queue.take((Lane.QUICK,))) is not None:
             items = [item, *self._queue.take_more(Lane.QUICK, _MOST_QUESTIONS - 1)]
             wanted = [one for one in items if not one.work.client.gone]
-            unfinished: list[Item[_Work]] = []
+            unfinished: list[Item[_QueuedWork]] = []
             try:
                 unfinished = self._ask_questions(wanted)
             finally:
@@ -336,9 +338,9 @@ class CacheServer:
                     if id(one) not in going_on or not self._go_on(one):
                         self._queue.finished(one)
 
-    def _ask_questions(self, items: list[Item[_Work]]) -> list[Item[_Work]]:
+    def _ask_questions(self, items: list[Item[_QueuedWork]]) -> list[Item[_QueuedWork]]:
         """Answer those lookups whose answer is known after one more step. Returns the others."""
-        unfinished: list[Item[_Work]] = []
+        unfinished: list[Item[_QueuedWork]] = []
         questions = [item.work.job for item in items if isinstance(item.work.job, Question)]
         for index, answer in self._answerer.step(questions):
             if answer is None:
@@ -371,14 +373,14 @@ class CacheServer:
             finally:
                 self._queue.finished(item)
 
-    def _go_on(self, item: Item[_Work]) -> bool:
+    def _go_on(self, item: Item[_QueuedWork]) -> bool:
         """Queue the rest of an item, whose client may have gone meanwhile. Returns False if it was answered instead."""
         if not self._queue.put_back(item):
             self._receiver.answer(item.work.incoming, Refused("closing", "the cache server is closing"))
             return False
         return True
 
-    def _do(self, work: _Work) -> bool:
+    def _do(self, work: _QueuedWork) -> bool:
         """Do one turn of a store or retrieve, or one registration. Returns True, after answering, unless there are more turns."""
         assert not isinstance(work.job, Question)
         answer: Answer | None

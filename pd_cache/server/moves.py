@@ -14,7 +14,7 @@ TURN_BYTES = 1 << 30
 """Bytes that one store or retrieve moves before others have their turn: about a second's work."""
 
 
-class _Begun(NamedTuple):
+class _BegunJob(NamedTuple):
     worker: Worker
     run: ChunkRun
 
@@ -27,7 +27,7 @@ class MoveJob:
         self._client = client
         self._request = request
         self._loaded = loaded
-        self._begun: _Begun | None = None
+        self._begun: _BegunJob | None = None
         self._done = 0
         """Chunks."""
         self._outcomes = bytearray()
@@ -50,7 +50,7 @@ class MoveJob:
             raise RefusalError("late", "its turn came after its deadline")
         if self._begun is None:
             worker = self._client.registered
-            self._begun = _Begun(worker, worker.run(self._request, self.until))
+            self._begun = _BegunJob(worker, worker.run(self._request, self.until))
         worker, run = self._begun
         first, self._done = self._done, self._done + self.cost
         part = run.part(first, self._done)

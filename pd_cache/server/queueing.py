@@ -32,7 +32,7 @@ class Item(NamedTuple, Generic[T]):
     """When it need not be taken any more; compared with the time given to `expire`."""
 
 
-class _Client(Generic[T]):
+class _ClientQueue(Generic[T]):
     def __init__(self) -> None:
         self.waiting: dict[Lane, deque[Item[T]]] = {lane: deque() for lane in Lane}
         self.served = dict.fromkeys(Lane, 0)
@@ -75,7 +75,7 @@ class FairQueue(Generic[T]):
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._clients: dict[str, _Client[T]] = {}
+        self._clients: dict[str, _ClientQueue[T]] = {}
         self._lock = threading.Lock()
         self._takers: dict[tuple[Lane, ...], _Takers] = {}
         self._closed = False
@@ -91,7 +91,7 @@ class FairQueue(Generic[T]):
         with self._lock:
             client = self._clients.get(item.client)
             if client is None:
-                client = self._clients[item.client] = _Client()
+                client = self._clients[item.client] = _ClientQueue()
             displaced: Item[T] | None = None
             if self._closed or client.places >= self._limit - self._total:
                 displaced = None if self._closed else self._displace(client)
@@ -180,7 +180,7 @@ class FairQueue(Generic[T]):
                     pass
             return [item for client in self._clients.values() for lane in client.waiting.values() for item in lane]
 
-    def _enter(self, client: _Client[T], item: Item[T], *, first: bool = False) -> None:
+    def _enter(self, client: _ClientQueue[T], item: Item[T], *, first: bool = False) -> None:
         lane = item.lane
         if not client.waiting[lane]:
             others = [c.served[lane] for c in self._clients.values() if c is not client and c.waiting[lane]]
@@ -190,7 +190,7 @@ class FairQueue(Generic[T]):
         else:
             client.waiting[lane].append(item)
 
-    def _displace(self, client: _Client[T]) -> Item[T] | None:
+    def _displace(self, client: _ClientQueue[T]) -> Item[T] | None:
         """Make room for a client if another client holds more."""
         rich = [one for one in self._clients.values() if one.places > client.places + 1 and any(one.waiting.values())]
         if not rich or self._total < self._limit:

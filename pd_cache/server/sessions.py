@@ -73,7 +73,7 @@ class Session:
         return not self._shards
 
 
-class _Share:
+class _ClientShare:
     """What one client holds."""
 
     __slots__ = ("keys", "names")
@@ -94,7 +94,7 @@ class Sessions:
         self._most = most
         self._most_keys = most_keys
         self._lock = threading.Lock()
-        self._clients: dict[str, _Share] = {}
+        self._clients: dict[str, _ClientShare] = {}
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._by_request: dict[tuple[object, str], list[Session]] = {}
         self._keys = 0
@@ -125,7 +125,7 @@ class Sessions:
             self._end(client, name)  # only now: the new one holds the same keys already
             self._sessions[client, name] = session
             self._by_request.setdefault((model, name), []).append(session)
-            share = self._clients.setdefault(client, _Share())
+            share = self._clients.setdefault(client, _ClientShare())
             share.names[name] = None
             share.keys += session.size
             self._keys += session.size

@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from pd_cache.blocks import BlockCache
-from pd_cache.client.cache import ServerCache
 from pd_cache.client.identity import EngineIdentity
+from pd_cache.client.server_cache import ServerCache
 from pd_cache.config import MooncakeTier, NodeSettings
 from pd_cache.engine import CacheEngineBuilder
 from pd_cache.errors import ConfigError

@@ -48,8 +48,8 @@ from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClie
 from pd_cache.metrics import CacheMetrics
 from pd_cache.vllm.cache import WorkerCache, open_cache
 from pd_cache.vllm.compat import check_version
+from pd_cache.vllm.connector_messages import Handshake, StepMetadata, WorkerReport
 from pd_cache.vllm.events import describe_chunks
-from pd_cache.vllm.messages import Handshake, StepMetadata, WorkerReport
 from pd_cache.vllm.model import check_supported, model_identity, place_of
 from pd_cache.vllm.namespace_file import write_namespace
 from pd_cache.vllm.scheduler import SchedulerSide

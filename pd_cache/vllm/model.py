@@ -99,7 +99,7 @@ def _weights(vllm_config: VllmConfig) -> str:
         ) from error
 
 
-class RankPlace(NamedTuple):
+class RankPart(NamedTuple):
     """Which part of each chunk a rank holds."""
 
     metadata: CacheMetadata
@@ -107,9 +107,7 @@ class RankPlace(NamedTuple):
     """False for a rank that holds the same as a rank before it."""
 
 
-def place_of(
-    model: str, layout: KVLayout, name: str, *, rank: int, ranks: int, replicas: int, shards: int
-) -> RankPlace:
+def place_of(model: str, layout: KVLayout, name: str, *, rank: int, ranks: int, replicas: int, shards: int) -> RankPart:
     """Returns the place of tensor-parallel rank `rank` of `ranks`, of which `replicas` in a row hold the same KV.
 
     Raises UnsupportedModelError if chunks cannot be cut into `shards` parts (0: one for each rank).
@@ -133,4 +131,4 @@ def place_of(
             f"{name}: nodes of different tensor-parallel size are to share chunks of {shards} parts, but {error}. Give all "
             "nodes the same tensor-parallel size, or choose an attention backend with the KV cache layout LBHNC (HND)"
         ) from error
-    return RankPlace(metadata, stores=rank % replicas == 0)
+    return RankPart(metadata, stores=rank % replicas == 0)

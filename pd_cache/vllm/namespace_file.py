@@ -58,14 +58,14 @@ class TellNamespace:
     def _telling(self, send: _Send) -> _Send:
         """Returns `send`, with another body for a 200 that has none."""
         body = self._told()
-        held: list[_Message] = []
+        delayed: list[_Message] = []
 
         async def tell(message: _Message) -> None:
             if message["type"] == "http.response.start" and message["status"] == 200 and body:
-                held.append(message)
+                delayed.append(message)
                 return
-            if held and message["type"] == "http.response.body":
-                start = held.pop()
+            if delayed and message["type"] == "http.response.body":
+                start = delayed.pop()
                 if not message.get("body") and not message.get("more_body"):
                     others = [
                         pair for pair in start["headers"] if pair[0].lower() not in (b"content-length", b"content-type")

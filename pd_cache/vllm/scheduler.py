@@ -36,7 +36,7 @@ Describe = Callable[["Request", int, int], "list[BlockStored]"]
 """Returns the KV events for a request's chunks from one number to before another."""
 
 
-class _Found(NamedTuple):
+class _FoundPrefix(NamedTuple):
     """The answer to a request's lookup."""
 
     start: int
@@ -64,7 +64,7 @@ class _Tracked:
         self.arrived = arrived
         self.names: list[bytes] = []
         """Names of the whole chunks so far; grows with the request."""
-        self.found: _Found | None = None
+        self.found: _FoundPrefix | None = None
         self.looked_up = False
         self.next_poll = 0.0
         self.poll_s = _FIRST_POLL_S
@@ -284,7 +284,7 @@ class SchedulerSide:
             return False
         return not self._token_mode or request.prompt_embeds is None
 
-    def _find(self, tracked: _Tracked, lookup: LookupClient, computed: int) -> _Found | None:
+    def _find(self, tracked: _Tracked, lookup: LookupClient, computed: int) -> _FoundPrefix | None:
         """Returns the answer to the request's one lookup; None while an announced prefix is still awaited."""
         at_hand = computed // self._chunk * self._chunk
         known = tracked.found
@@ -297,7 +297,7 @@ class SchedulerSide:
         names = self._names(tracked, request.num_tokens // self._chunk)
         tracked.looked_up = True
         end = lookup.find(names, request.request_id, at_hand=at_hand)
-        tracked.found = _Found(at_hand, end)
+        tracked.found = _FoundPrefix(at_hand, end)
         if end < awaited:
             tracked.next_poll = self._clock() + tracked.poll_s
             tracked.poll_s = min(2 * tracked.poll_s, _LONGEST_POLL_S)
@@ -394,7 +394,7 @@ class SchedulerSide:
         if tracked is not None and tracked.found is not None and StoreOutcome.NOT not in both:
             start, end = job.first * self._chunk, (job.first + job.chunks) * self._chunk
             if start <= tracked.found.end < end:
-                tracked.found = _Found(tracked.found.start, end)  # useful if the request is preempted
+                tracked.found = _FoundPrefix(tracked.found.start, end)  # useful if the request is preempted
 
 
 def _isolation(request: Request) -> tuple[ExtraKey, ...]:

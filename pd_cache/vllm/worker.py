@@ -22,12 +22,12 @@ _IDLE_WAIT_S = 0.002
 copying threads from running; a request that arrives meanwhile is scheduled that much later."""
 
 
-class _Load(NamedTuple):
+class _LoadUnderWay(NamedTuple):
     op: LoadOp
     deadline: float
 
 
-class _Store(NamedTuple):
+class _StoreUnderWay(NamedTuple):
     op: StoreOp
     after: Any
     """The mark at the end of the step that computes the chunks."""
@@ -58,8 +58,10 @@ class WorkerSide:
         self._stores = stores
         self._load_timeout_s = load_timeout_s
         self._asynchronous = asynchronous
-        self._load_queue: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
-        self._store_queue: queue.SimpleQueue[_Store | None] = queue.SimpleQueue()  # the scheduler bounds its length
+        self._load_queue: queue.SimpleQueue[_LoadUnderWay | None] = queue.SimpleQueue()
+        self._store_queue: queue.SimpleQueue[_StoreUnderWay | None] = (
+            queue.SimpleQueue()
+        )  # the scheduler bounds its length
         self._changed = Condition()
         self._under_way = 0
         self._wanted: set[str] = set()
@@ -86,7 +88,7 @@ class WorkerSide:
                 with self._changed:
                     self._under_way += 1
                     self._wanted.add(op.request_id)
-                self._load_queue.put(_Load(op, deadline))
+                self._load_queue.put(_LoadUnderWay(op, deadline))
                 continue
             bad = self._load(op, deadline)
             with self._changed:
@@ -106,7 +108,7 @@ class WorkerSide:
                 else:
                     self._report.jobs[op.job] = (1, [StoreOutcome.BEFORE] * len(op.names))
             if self._stores:
-                self._store_queue.put(_Store(op, after))
+                self._store_queue.put(_StoreUnderWay(op, after))
 
     def take_loads(self, step: Step, finished: set[str]) -> EndedLoads:
         """Returns the loads that ended. Gives up loads of `finished` requests that have not begun."""

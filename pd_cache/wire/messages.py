@@ -22,10 +22,9 @@ import msgspec
 
 from pd_cache.config import MAX_SHARDS
 from pd_cache.decoding import UndecodableError, msgpack_decoder
+from pd_cache.tokens import NAME_WIDTHS, check_names
 
 PROTOCOL = 1
-NAME_WIDTHS = range(8, 17)
-"""How many bytes a chunk's name may have; see `tokens.stride_hashes`."""
 
 _HEADER = struct.Struct("<4sHHQ")
 _MAGIC = b"PDCM"
@@ -141,7 +140,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
     """Chunks from the first that need not be looked up."""
 
     def __post_init__(self) -> None:
-        _check_names(self.names)
+        _check_joined(self.names)
 
 
 class Move(Message, frozen=True):
@@ -162,7 +161,7 @@ class Move(Message, frozen=True):
     """CUDA IPC handle of the event after which the blocks are valid; empty for none."""
 
     def __post_init__(self) -> None:
-        _check_names(self.names)
+        _check_joined(self.names)
 
 
 class Store(Move, frozen=True, tag="store"):
@@ -345,15 +344,11 @@ def decode_answer(frame: bytes) -> tuple[int, Answer]:
 
 
 def join_names(names: Sequence[bytes]) -> bytes:
-    """Joins chunk names, all of one width, into one string of bytes. Raises ValueError for names of several widths."""
+    """Joins chunk names, all of one width, into one string of bytes. Raises ValueError for other names."""
     if not names:
         return b""
-    width = len(names[0])
-    if any(len(name) != width for name in names):
-        raise ValueError(f"chunk names must all have the same length; the first has {width} bytes")
-    if width not in NAME_WIDTHS:
-        raise ValueError(f"chunk names have {NAME_WIDTHS[0]} to {NAME_WIDTHS[-1]} bytes, got {width}")
-    return bytes([width]) + b"".join(names)
+    check_names(names)
+    return bytes([len(names[0])]) + b"".join(names)
 
 
 def split_names(joined: bytes) -> list[bytes]:
@@ -378,6 +373,6 @@ def _header(frame: bytes) -> _Header:
     return _Header(version, number)
 
 
-def _check_names(names: bytes) -> None:
+def _check_joined(names: bytes) -> None:
     if names and (names[0] not in NAME_WIDTHS or (len(names) - 1) % names[0]):
         raise ValueError(f"{len(names)} bytes are no list of names of {names[0]} bytes each")

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from pd_cache.client.cache import ServerCache
 from pd_cache.client.identity import EngineIdentity
 from pd_cache.client.lookup import RpcLookupClient, ServerLookupClient
+from pd_cache.client.server_cache import ServerCache
 from pd_cache.config import CacheConfig
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
 from pd_cache.server.lookup_server import RpcLookupServer

@@ -471,9 +471,9 @@ def _params(data: bytes) -> None:
 # --- benches ---------------------------------------------------------------------------------------------------------
 
 _FRAMES = (
-    bench_messages.Hello(bench_messages.PROTOCOL, "echo", "a", "10.0.0.1", "0.1"),
+    bench_messages.ParticipantHello(bench_messages.PROTOCOL, "echo", "a", "10.0.0.1", "0.1"),
     bench_messages.Run(1, "step", msgspec.Raw(msgspec.msgpack.encode({"a": [1]}))),
-    bench_messages.Done(1, msgspec.Raw(b"\xc0")),
+    bench_messages.StepDone(1, msgspec.Raw(b"\xc0")),
     bench_messages.Failed(1, "why"),
     bench_messages.End("why"),
 )
@@ -481,7 +481,7 @@ _FRAMES = (
 
 def _bench_frame(data: bytes) -> None:
     message = bench_messages.decode_message(data)
-    if isinstance(message, bench_messages.Hello):
+    if isinstance(message, bench_messages.ParticipantHello):
         bench_messages.decode_message(msgspec.msgpack.encode(message))
 
 

@@ -18,10 +18,10 @@ import pytest
 from click.testing import CliRunner
 
 from launch.cli import main
-from launch.doctor import Report, Verdict
+from launch.doctor import DoctorReport, Verdict
 from launch.engines.reference import GenerationRequest, ReferenceEngine
 from launch.status import cluster_status
-from launch.up import Cluster
+from launch.up import LocalCluster
 from pd_cache.cluster import ReferenceEngineConfig, dump_config
 from tests.support.cluster import CHUNK, ENGINE, OUTAGES, Answer, complete, kill, nodes_with_server, started
 from tests.support.waiting import wait_for
@@ -32,7 +32,7 @@ Tokens = list[int]
 
 
 @pytest.fixture(scope="module", params=["in-process", "server"])
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """A healthy cluster that no test of this module breaks; in the second, the engines share a cache server."""
     folder = tmp_path_factory.mktemp("cluster")
     with started(folder) if request.param == "in-process" else started(folder, nodes=nodes_with_server()) as running:
@@ -63,7 +63,7 @@ def prompt() -> Callable[..., Tokens]:
     return make
 
 
-def url_of(cluster: Cluster) -> str:
+def url_of(cluster: LocalCluster) -> str:
     return cluster.urls["proxy"]
 
 
@@ -85,7 +85,7 @@ def test_a_cluster_of_engines_that_share_memory_with_their_hosts_mooncake_client
         assert {tuple(answer.tokens) for answer in answers} == {tuple(first.tokens)}
 
 
-def test_a_prompt_is_prefilled_once_and_decoded_from_the_pool(cluster: Cluster, alone: Any, prompt: Any) -> None:
+def test_a_prompt_is_prefilled_once_and_decoded_from_the_pool(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
     tokens = prompt(5 * CHUNK + 7)
     answer = complete(url_of(cluster), tokens)
     assert answer.status == 200
@@ -94,7 +94,7 @@ def test_a_prompt_is_prefilled_once_and_decoded_from_the_pool(cluster: Cluster, 
     assert answer.body["usage"]["prompt_tokens"] == len(tokens)
 
 
-def test_a_shared_prefix_is_reused_by_the_prefill_node_too(cluster: Cluster, alone: Any, prompt: Any) -> None:
+def test_a_shared_prefix_is_reused_by_the_prefill_node_too(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
     prefix = prompt(4 * CHUNK)
     first, second = prefix + prompt(90), prefix + prompt(90)
     complete(url_of(cluster), first)
@@ -103,7 +103,7 @@ def test_a_shared_prefix_is_reused_by_the_prefill_node_too(cluster: Cluster, alo
     assert answer.cached == (4 * CHUNK, 5 * CHUNK)
 
 
-def test_a_full_hit_leaves_one_token_to_compute(cluster: Cluster, alone: Any, prompt: Any) -> None:
+def test_a_full_hit_leaves_one_token_to_compute(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
     tokens = prompt(3 * CHUNK)
     complete(url_of(cluster), tokens)
     answer = complete(url_of(cluster), tokens)
@@ -111,13 +111,13 @@ def test_a_full_hit_leaves_one_token_to_compute(cluster: Cluster, alone: Any, pr
     assert answer.cached == (3 * CHUNK - 1, 3 * CHUNK - 1)
 
 
-def test_a_prompt_shorter_than_a_chunk_is_simply_computed(cluster: Cluster, alone: Any, prompt: Any) -> None:
+def test_a_prompt_shorter_than_a_chunk_is_simply_computed(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
     tokens = prompt(CHUNK - 1)
     answer = complete(url_of(cluster), tokens)
     assert (answer.tokens, answer.cached) == (alone(tokens), (0, 0))
 
 
-def test_cache_salts_keep_tenants_apart(cluster: Cluster, alone: Any, prompt: Any) -> None:
+def test_cache_salts_keep_tenants_apart(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
     tokens = prompt(3 * CHUNK + 5)
     complete(url_of(cluster), tokens, cache_salt="one")
     other = complete(url_of(cluster), tokens, cache_salt="two")
@@ -126,7 +126,7 @@ def test_cache_salts_keep_tenants_apart(cluster: Cluster, alone: Any, prompt: An
     assert (again.tokens, again.cached[0]) == (alone(tokens), 3 * CHUNK)
 
 
-def test_many_prompts_with_overlapping_prefixes_at_once(cluster: Cluster, alone: Any, prompt: Any) -> None:
+def test_many_prompts_with_overlapping_prefixes_at_once(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
     prefix = prompt(6 * CHUNK)
     prompts = [prefix[: CHUNK * (index % 7)] + prompt(20 + index) for index in range(16)]
     with ThreadPoolExecutor(16) as threads:
@@ -135,7 +135,7 @@ def test_many_prompts_with_overlapping_prefixes_at_once(cluster: Cluster, alone:
     assert [answer.tokens for answer in answers] == [alone(tokens) for tokens in prompts]
 
 
-def test_a_stream_carries_the_same_tokens(cluster: Cluster, alone: Any, prompt: Any) -> None:
+def test_a_stream_carries_the_same_tokens(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
     tokens = prompt(2 * CHUNK + 3)
     body = json.dumps({"model": "tiny", "prompt": tokens, "max_tokens": 8, "stream": True, "ignore_eos": True})
     request = urllib.request.Request(
@@ -150,7 +150,7 @@ def test_a_stream_carries_the_same_tokens(cluster: Cluster, alone: Any, prompt: 
 
 
 @pytest.mark.usefixtures("patient")
-def test_status_tells_of_every_node(cluster: Cluster, prompt: Any, tmp_path: Path) -> None:
+def test_status_tells_of_every_node(cluster: LocalCluster, prompt: Any, tmp_path: Path) -> None:
     complete(url_of(cluster), prompt(2 * CHUNK))
     file = tmp_path / "cluster.yaml"
     file.write_text(dump_config(cluster.config))
@@ -174,11 +174,11 @@ def test_status_tells_of_every_node(cluster: Cluster, prompt: Any, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("patient")
-def test_the_doctor_finds_nothing_broken(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_doctor_finds_nothing_broken(cluster: LocalCluster, tmp_path: Path) -> None:
     file = tmp_path / "running.yaml"
     file.write_text(dump_config(cluster.config))
     done = CliRunner().invoke(main, ["doctor", "-c", str(file), "--json"])
-    report = msgspec.json.decode(done.stdout, type=Report)
+    report = msgspec.json.decode(done.stdout, type=DoctorReport)
     assert [finding for finding in report.findings if finding.verdict is Verdict.BROKEN] == []
     assert done.exit_code == 0
     (transfer,) = (finding for finding in report.findings if finding.check == "transfer.segment")
@@ -202,7 +202,7 @@ def test_the_doctor_finds_nothing_broken(cluster: Cluster, tmp_path: Path) -> No
         ({"kv_transfer_params": "nonsense"}, 200),  # ours to set: the proxy drops what a client sends
     ],
 )
-def test_bad_requests_are_a_4xx_in_the_openai_shape(cluster: Cluster, fields: dict[str, Any], status: int) -> None:
+def test_bad_requests_are_a_4xx_in_the_openai_shape(cluster: LocalCluster, fields: dict[str, Any], status: int) -> None:
     answer = complete(url_of(cluster), **{"prompt": [1, 2, 3], **fields})
     assert answer.status == status
     if status != 200:
@@ -211,7 +211,7 @@ def test_bad_requests_are_a_4xx_in_the_openai_shape(cluster: Cluster, fields: di
         assert answer.body["error"]["message"]
 
 
-def test_nodes_and_proxy_publish_health_and_metrics(cluster: Cluster, prompt: Any) -> None:
+def test_nodes_and_proxy_publish_health_and_metrics(cluster: LocalCluster, prompt: Any) -> None:
     complete(url_of(cluster), prompt(2 * CHUNK))
     for name, metric in (("proxy", "pd_cache_proxy"), ("prefill-0", "pd_cache_tokens_total"), ("decode-0", "pd_cache_tokens_total")):  # fmt: skip
         with urllib.request.urlopen(f"{cluster.urls[name]}/metrics", timeout=60) as page:

@@ -22,8 +22,8 @@ from click.testing import CliRunner
 from launch.cli import main
 from launch.discovery import Member, find_master
 from launch.discovery.etcd import prefix_of
-from launch.doctor import Report, Verdict
-from launch.up import Cluster
+from launch.doctor import DoctorReport, Verdict
+from launch.up import LocalCluster
 from pd_cache.cluster import ClusterConfig, MasterNode, MastersConfig, StoreNode, TlsConfig
 from pd_cache.cluster.checks import consistency_problems
 from tests.support.cluster import CHUNK, Answer, cluster_file, complete, started
@@ -52,7 +52,7 @@ def discovery(etcd: Etcd) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def cluster(own_etcd: Etcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(own_etcd: Etcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """The proxy looks into the pool before it asks a prefill node."""
     folder = tmp_path_factory.mktemp("cluster")
     with started(folder, discovery=discovery(own_etcd), proxy={}) as running:
@@ -71,7 +71,7 @@ def joined(etcd: Etcd, folder: Path, name: str, **changes: Any) -> Iterator[Node
         node.stop()
 
 
-def health(cluster: Cluster) -> dict[str, Any]:
+def health(cluster: LocalCluster) -> dict[str, Any]:
     try:
         with urllib.request.urlopen(f"{cluster.urls['proxy']}/health", timeout=60) as answer:
             return dict(json.load(answer))
@@ -97,18 +97,20 @@ def doctor(etcd: Etcd, folder: Path) -> Any:
     return CliRunner().invoke(main, ["doctor", "-c", str(file), "--json"])
 
 
-def metric(cluster: Cluster, line: str) -> float:
+def metric(cluster: LocalCluster, line: str) -> float:
     with urllib.request.urlopen(f"{cluster.urls['proxy']}/metrics", timeout=60) as page:
         lines = page.read().decode().splitlines()
     return next((float(found.split()[-1]) for found in lines if found.startswith(line)), 0.0)
 
 
-def ask(cluster: Cluster, length: int = 3 * CHUNK + 5, seed: int | None = None) -> Answer:
+def ask(cluster: LocalCluster, length: int = 3 * CHUNK + 5, seed: int | None = None) -> Answer:
     rng = random.Random(seed)
     return complete(cluster.urls["proxy"], [rng.randrange(512) for _ in range(length)])
 
 
-def test_a_node_joins_at_once_and_leaves_when_it_is_told_to(cluster: Cluster, own_etcd: Etcd, tmp_path: Path) -> None:
+def test_a_node_joins_at_once_and_leaves_when_it_is_told_to(
+    cluster: LocalCluster, own_etcd: Etcd, tmp_path: Path
+) -> None:
     with joined(own_etcd, tmp_path, "prefill-1") as node:  # it found the master in etcd
         wait_for(lambda: health(cluster)["prefill"].get(node.address), 1, "the node is routed to")
         handed_over = metric(cluster, 'pd_cache_proxy_handoffs_total{result="handed_over"}')
@@ -123,7 +125,7 @@ def test_a_node_joins_at_once_and_leaves_when_it_is_told_to(cluster: Cluster, ow
 
 
 def test_unreadable_records_stop_neither_routing_nor_joining_and_status_and_doctor_name_them(
-    cluster: Cluster, own_etcd: Etcd, tmp_path: Path
+    cluster: LocalCluster, own_etcd: Etcd, tmp_path: Path
 ) -> None:
     prefix = prefix_of("test")
     planted = {
@@ -145,7 +147,7 @@ def test_unreadable_records_stop_neither_routing_nor_joining_and_status_and_doct
                 assert told["unreadable"].keys() == planted.keys()
                 assert "not valid UTF-8" in told["unreadable"]["text"]
                 assert {one["state"] for one in told["nodes"] if one["role"] in ("prefill", "decode")} == {"up"}
-                report = msgspec.json.decode(doctor(own_etcd, tmp_path).stdout, type=Report)
+                report = msgspec.json.decode(doctor(own_etcd, tmp_path).stdout, type=DoctorReport)
                 broken = [(one.check, one.about) for one in report.findings if one.verdict is Verdict.BROKEN]
                 assert broken == [("cluster.record", name) for name in sorted(planted)]
             with joined(own_etcd, tmp_path, "text") as node:  # the name of an unreadable one
@@ -159,7 +161,7 @@ def test_unreadable_records_stop_neither_routing_nor_joining_and_status_and_doct
 
 @pytest.mark.usefixtures("patient")
 def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dropped_once_its_ttl_is_over(
-    cluster: Cluster, own_etcd: Etcd, tmp_path: Path
+    cluster: LocalCluster, own_etcd: Etcd, tmp_path: Path
 ) -> None:
     with joined(own_etcd, tmp_path, "prefill-2", cache={"chunk_size": 2 * CHUNK}) as node:
         wait_for(lambda: node.address in health(cluster)["prefill"], 1, "the node is routed to")
@@ -173,7 +175,7 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
         }
         examined = doctor(own_etcd, tmp_path)
         assert examined.exit_code == 1
-        report = msgspec.json.decode(examined.stdout, type=Report)
+        report = msgspec.json.decode(examined.stdout, type=DoctorReport)
         assert [(one.check, one.about, one.found) for one in report.findings if one.verdict is Verdict.BROKEN] == [
             ("cluster.fingerprint", "prefill-2", expected)
         ]
@@ -215,7 +217,7 @@ http.server.HTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
 
 @pytest.mark.usefixtures("patient")
 def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_before_vllm_ends(
-    cluster: Cluster, own_etcd: Etcd, tmp_path: Path
+    cluster: LocalCluster, own_etcd: Etcd, tmp_path: Path
 ) -> None:
     executable = tmp_path / "vllm"
     executable.write_text(VLLM.format(python=sys.executable))
@@ -235,7 +237,7 @@ def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_be
 
 @pytest.mark.usefixtures("patient")
 def test_status_shows_who_is_there_from_a_file_that_names_nobody_of_them(
-    cluster: Cluster, own_etcd: Etcd, tmp_path: Path
+    cluster: LocalCluster, own_etcd: Etcd, tmp_path: Path
 ) -> None:
     told = status(own_etcd, tmp_path)
     assert told.exit_code == 0, told.output
@@ -257,7 +259,7 @@ def test_status_is_not_well_while_nobody_can_say_who_is_there(tmp_path: Path, mo
     assert (found["well"], found["nodes"]) == (False, []), "every port of the file is one that `up` chooses"
 
 
-def test_a_prompt_that_the_pool_holds_needs_no_prefill_node(cluster: Cluster) -> None:
+def test_a_prompt_that_the_pool_holds_needs_no_prefill_node(cluster: LocalCluster) -> None:
     def in_pool() -> float:
         return metric(cluster, 'pd_cache_proxy_handoffs_total{result="in_pool"}')
 
@@ -277,7 +279,9 @@ def test_a_prompt_that_the_pool_holds_needs_no_prefill_node(cluster: Cluster) ->
     assert answers[0].tokens == answers[1].tokens
 
 
-def test_etcd_hangs_for_longer_than_every_lease_and_serving_does_not_notice(cluster: Cluster, own_etcd: Etcd) -> None:
+def test_etcd_hangs_for_longer_than_every_lease_and_serving_does_not_notice(
+    cluster: LocalCluster, own_etcd: Etcd
+) -> None:
     before = health(cluster)
     own_etcd.send(signal.SIGSTOP)
     try:

@@ -22,12 +22,12 @@ from click.testing import CliRunner
 
 import pd_cache
 from launch.cli import main
-from launch.doctor import Finding, Report, Verdict
+from launch.doctor import DoctorReport, Finding, Verdict
 from launch.doctor.probe import PREFIX, probe_findings
 from launch.masters import Segment, segments_at
 from launch.reachability import PeerChecks, PeerReport
 from launch.signals import StoppedError
-from launch.up import Cluster
+from launch.up import LocalCluster
 from pd_cache.cluster import dump_config, load_config
 from tests.support.cluster import cluster_file, kill, started
 from tests.support.pool import Pool, free_port
@@ -37,19 +37,19 @@ from transfer.store import Pending, load_mooncake
 pytestmark = pytest.mark.slow
 
 
-def doctor(*arguments: str) -> tuple[int, Report]:
+def doctor(*arguments: str) -> tuple[int, DoctorReport]:
     """Exit code and report."""
     result = CliRunner().invoke(main, ["doctor", "--json", *arguments])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, msgspec.json.decode(result.stdout, type=Report)
+    return result.exit_code, msgspec.json.decode(result.stdout, type=DoctorReport)
 
 
-def of(report: Report, check: str) -> dict[str, Finding]:
+def of(report: DoctorReport, check: str) -> dict[str, Finding]:
     """The findings of one check, by what they are about."""
     return {finding.about: finding for finding in report.findings if finding.check == check}
 
 
-def broken(report: Report) -> set[tuple[str, str]]:
+def broken(report: DoctorReport) -> set[tuple[str, str]]:
     return {(finding.check, finding.about) for finding in report.findings if finding.verdict is Verdict.BROKEN}
 
 
@@ -58,14 +58,14 @@ def keys_of_doctors(pool: Pool) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """A healthy cluster that no test of this module breaks."""
     with started(tmp_path_factory.mktemp("cluster")) as running:
         yield running
 
 
 @pytest.fixture
-def file(cluster: Cluster, tmp_path: Path) -> str:
+def file(cluster: LocalCluster, tmp_path: Path) -> str:
     """Its file, with every port."""
     path = tmp_path / "running.yaml"
     path.write_text(dump_config(cluster.config))
@@ -159,7 +159,7 @@ def test_a_stopped_store_node_breaks_its_segment_within_the_deadline_and_the_pro
         check=False,
         timeout=180,
     )
-    report = msgspec.json.decode(done.stdout, type=Report)
+    report = msgspec.json.decode(done.stdout, type=DoctorReport)
     assert done.returncode == 1
     assert broken(report) == {("transfer.segment", pool.segment(0))}
     assert "every byte right" in of(report, "transfer.segment")[pool.segment(1)].found
@@ -303,7 +303,7 @@ def test_an_object_that_landed_elsewhere_does_not_count_for_the_segment(pool: Po
 # --- what nodes tell -------------------------------------------------------------------------------------------------
 
 
-def test_a_node_tells_whom_it_reaches_and_cannot_be_told_whom_to_try(cluster: Cluster) -> None:
+def test_a_node_tells_whom_it_reaches_and_cannot_be_told_whom_to_try(cluster: LocalCluster) -> None:
     with socket.socket() as bait:
         bait.bind(("127.0.0.1", 0))
         bait.listen()
@@ -321,7 +321,7 @@ def test_a_node_tells_whom_it_reaches_and_cannot_be_told_whom_to_try(cluster: Cl
             bait.accept()
 
 
-def test_however_many_ask_one_round_is_under_way(cluster: Cluster) -> None:
+def test_however_many_ask_one_round_is_under_way(cluster: LocalCluster) -> None:
     async def ask() -> int:
         checks = PeerChecks(cluster.config, "observer")
         reports = await asyncio.gather(*(checks.report() for _ in range(50)))
@@ -331,7 +331,7 @@ def test_however_many_ask_one_round_is_under_way(cluster: Cluster) -> None:
     assert asyncio.run(ask()) == 1
 
 
-def test_nodes_tell_their_version(cluster: Cluster) -> None:
+def test_nodes_tell_their_version(cluster: LocalCluster) -> None:
     for name in ("proxy", "prefill-0", "decode-0"):
         with urllib.request.urlopen(f"{cluster.urls[name]}/health", timeout=60) as answer:
             assert json.load(answer)["version"] == pd_cache.__version__

@@ -18,14 +18,14 @@ import pytest
 import yaml
 
 from bench.lib.arrivals import Arrival, Part
-from bench.lib.load import Target, generate
+from bench.lib.load import Destination, generate
 from bench.lib.targets import clusters_proxy, past_prefill
 from launch.access import NOBODY, client_key, proxy_access, proxy_certificate, trusting
 from launch.asking import fetch
 from launch.doctor.clock import offset_of
-from launch.doctor.descriptors import descriptor_finding
 from launch.doctor.finding import Verdict
 from launch.doctor.network import peer_report
+from launch.doctor.open_files import descriptor_finding
 from launch.process import end, spawn_child
 from launch.status import cluster_status
 from pd_cache.cluster import ClusterConfig, read_config
@@ -127,7 +127,7 @@ def test_the_bench_asks_as_a_client_of_the_file(guarded: Guarded) -> None:
     assert client_key(guarded.config) == KEY
     assert past_prefill(server.url, server.watching) == 0.0
     assert fetch(f"{server.url}/metrics", access=server.watching)
-    target = Target(server.url, "tiny", 100, 10.0, 1, key=server.key, certificate=server.certificate)
+    target = Destination(server.url, "tiny", 100, 10.0, 1, key=server.key, certificate=server.certificate)
     arrival = Arrival(due=0.0, prompt=(Part(1, 4),), output=1)
     load = asyncio.run(generate(target, [arrival], time.monotonic()))
     assert [outcome.error for outcome in load.outcomes] == ["http 503"], (

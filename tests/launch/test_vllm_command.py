@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.engines.vllm import command, environment
+from launch.engines.vllm_command import command, environment
 from launch.errors import RoleError
 from launch.process import LocalProcesses, Program
 from pd_cache.cluster import Argument, DecodeNode, PrefillNode, VllmEngineConfig, load_config

@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -454,6 +455,14 @@ def test_blocks_that_do_not_fit_are_value_errors(
     node.engine.register_kv_caches(node.cache)
     with pytest.raises(ValueError, match=message):
         getattr(node.engine, operation)(node.engine.name_chunks(tokens)[:2], blocks)
+
+
+@pytest.mark.parametrize("names", [[b"n" * 16, b"n" * 15], [b"n" * 7] * 2, ["n" * 16] * 2])
+def test_what_cannot_be_chunk_names_is_a_value_error(node: Host, names: list[Any]) -> None:
+    node.engine.register_kv_caches(node.cache)
+    for operation in (node.engine.lookup, partial(node.engine.store, blocks=range(4))):
+        with pytest.raises(ValueError, match="chunk names must be"):
+            operation(names)
 
 
 def test_an_engine_without_kv_tensors_can_look_up_and_no_more(pool: Pool, tokens: list[int]) -> None:

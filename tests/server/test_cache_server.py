@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cache.client.cache import ServerCache
 from pd_cache.client.identity import EngineIdentity
 from pd_cache.client.scheduler_adapter import SchedulerAdapter
+from pd_cache.client.server_cache import ServerCache
 from pd_cache.client.worker_adapter import LoadStoreOp, WorkerAdapter
 from pd_cache.config import CacheConfig
 from pd_cache.layout import PageKind, shard_tensors

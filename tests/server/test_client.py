@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 import torch
 
 from pd_cache.blocks import Slots, StoreOutcome
-from pd_cache.client.cache import ServerCache
 from pd_cache.client.connection import ServerConnection
 from pd_cache.client.identity import EngineIdentity
 from pd_cache.client.lookup import ServerLookupClient
+from pd_cache.client.server_cache import ServerCache
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
@@ -212,6 +213,14 @@ def test_mistakes_are_value_errors_as_with_an_engine(
         getattr(cache, operation)(cache.name_chunks(TOKENS), blocks)
     assert not cache.connection.fence.taken
     assert ("tokens", "store", "requested") not in {key for key, value in cache.metrics.totals().items() if value}
+
+
+@pytest.mark.parametrize("names", [[b"n" * 16] * 2 + [b"n" * 15], [b"n" * 7] * 3, ["n" * 16] * 3])
+def test_what_cannot_be_chunk_names_is_a_value_error_as_with_an_engine(cache: ServerCache, names: list[Any]) -> None:
+    for operation in (cache.lookup, partial(cache.store, blocks=WHOLE)):
+        with pytest.raises(ValueError, match="chunk names must be"):
+            operation(names)
+    assert not cache.connection.fence.taken
 
 
 def test_an_interrupted_call_leaves_no_ticket_and_no_place(cache: ServerCache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from bench.suites.soak import engine_abuse
-from bench.suites.soak.engine_abuse import Stranger, sealed
+from bench.suites.soak.engine_abuse import StrangePeer, sealed
 from pd_cache.client.connection import ServerConnection
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.layout import KVLayout
@@ -57,7 +57,7 @@ def lent_files() -> int:
 def test_registrations_without_descriptors_keep_no_thread(server: CacheServer, monkeypatch: Any) -> None:
     monkeypatch.setattr(cache_server, "_DESCRIPTORS_S", 600.0)
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(Stranger(server.url)) for _ in range(20)]
+        strangers = [stack.enter_context(StrangePeer(server.url)) for _ in range(20)]
         for one in strangers:
             assert isinstance(one.hello(lifeline=True), Welcome)
             one.say(engine_abuse.registration(uuid.uuid4().hex, 4096, CHUNK))
@@ -69,7 +69,7 @@ def test_registrations_without_descriptors_keep_no_thread(server: CacheServer, m
 
 def test_descriptors_may_come_after_the_registration(server: CacheServer) -> None:
     token = uuid.uuid4().hex
-    with Stranger(server.url) as one:
+    with StrangePeer(server.url) as one:
         one.hello(lifeline=True)
         one.say(engine_abuse.registration(token, engine_abuse.LENT, CHUNK))
         wait_for(lambda: any(client.pending for client in server._clients.values()))
@@ -82,7 +82,7 @@ def test_descriptors_may_come_after_the_registration(server: CacheServer) -> Non
 
 def test_a_token_that_is_sent_again_and_again_keeps_one_set_of_descriptors(server: CacheServer) -> None:
     token = uuid.uuid4().hex
-    with Stranger(server.url) as one:
+    with StrangePeer(server.url) as one:
         one.hello(lifeline=True)
         descriptor = sealed(4096)
         for _ in range(60):
@@ -103,7 +103,7 @@ def test_a_descriptor_that_takes_long_to_close_holds_nobody_up(server: CacheServ
     with contextlib.suppress(BlockingIOError):
         while True:
             client.send(bytes(1 << 20))
-    with peer, Stranger(server.url) as one:
+    with peer, StrangePeer(server.url) as one:
         one.hello(lifeline=True)
         token, fence = uuid.uuid4().hex, sealed(engine_abuse.FENCE_BYTES)
         one.lend(token, [fence, client.fileno()])
@@ -119,7 +119,7 @@ def test_a_descriptor_that_takes_long_to_close_holds_nobody_up(server: CacheServ
 def test_clients_without_a_lifeline_give_their_place_to_newcomers(server: CacheServer, monkeypatch: Any) -> None:
     monkeypatch.setattr(cache_server, "_MAX_CLIENTS", 8)
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(Stranger(server.url)) for _ in range(8)]
+        strangers = [stack.enter_context(StrangePeer(server.url)) for _ in range(8)]
         for one in strangers:
             assert isinstance(one.hello("observer"), Welcome)
         with Engine(server.url) as engine:
@@ -135,15 +135,15 @@ def test_where_every_client_has_a_lifeline_one_more_is_refused(server: CacheServ
     monkeypatch.setattr(cache_server, "_MAX_CLIENTS", 3)
     with contextlib.ExitStack() as stack:
         for _ in range(3):
-            stack.enter_context(Stranger(server.url)).hello(lifeline=True)
+            stack.enter_context(StrangePeer(server.url)).hello(lifeline=True)
         wait_for(lambda: all(server._lifeline.has(one.hello.client) for one in server._clients.values()))
-        answer = stack.enter_context(Stranger(server.url)).hello(block_size=CHUNK)
+        answer = stack.enter_context(StrangePeer(server.url)).hello(block_size=CHUNK)
         assert isinstance(answer, Refused)
         assert answer.reason == "busy"
 
 
 def test_a_client_has_one_name(server: CacheServer) -> None:
-    with Stranger(server.url) as one:
+    with StrangePeer(server.url) as one:
         answer = one.ask(Hello(uuid.uuid4().hex, "observer", "abuse"))
         assert isinstance(answer, Refused)
         assert "one name" in answer.message
@@ -175,7 +175,7 @@ def test_what_one_lookup_asks_for_is_bounded(server: CacheServer, monkeypatch: A
 
 
 def test_more_ranks_than_there_are_heads_anywhere_are_refused(server: CacheServer) -> None:
-    with Stranger(server.url) as one:
+    with StrangePeer(server.url) as one:
         with pytest.raises(ValueError, match="more than 1024 shards"):
             Hello(one.name, "worker", "abuse", "abuse", 1024, 0, CHUNK, shards_per_rank=2)
         frame = encode(1, Hello(one.name, "worker", "abuse", "abuse", 1024, 0, CHUNK))
@@ -372,7 +372,7 @@ def test_a_server_without_descriptors_for_more_connections_keeps_new_ones_out_an
         stack.callback(process.wait)
         stack.callback(process.kill)
         assert process.stdout.readline() == "ready\n"
-        known = stack.enter_context(Stranger(url))
+        known = stack.enter_context(StrangePeer(url))
         connections = [stack.enter_context(socket.socket(family)) for _ in range(400)]
 
         def kept_out(connection: socket.socket) -> bool:
@@ -397,7 +397,7 @@ def test_a_server_without_descriptors_for_more_connections_keeps_new_ones_out_an
             connection.close()
 
         def served_again() -> bool:
-            with Stranger(url) as newcomer:
+            with StrangePeer(url) as newcomer:
                 return newcomer.ask(StatusQuery(), 2) == Refused("here", "")
 
         wait_for(served_again, what="the server lets clients in again")
@@ -409,7 +409,7 @@ def test_a_server_that_ends_while_it_keeps_newcomers_out_leaves_its_path_as_any_
     server = channel.ServerChannel(f"ipc://{tmp_path}/c.sock")
     try:
         server._last_descriptor = 0
-        with Stranger(server.url):
+        with StrangePeer(server.url):
             wait_for(lambda: not (tmp_path / "c.sock").exists(), what="newcomers are kept out")
     finally:
         server.close()
@@ -421,7 +421,7 @@ def test_a_flood_of_bad_frames_does_not_put_a_channel_to_sleep(tmp_path: Path, m
     server = channel.ServerChannel(f"ipc://{tmp_path}/c.sock")
     bad: list[str] = []
     try:
-        with Stranger(server.url) as one:
+        with StrangePeer(server.url) as one:
             for _ in range(50):
                 one.send([b"no message"])
             one.say(StatusQuery())

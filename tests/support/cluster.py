@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from launch.up import Cluster, running
+from launch.up import LocalCluster, running
 from pd_cache.cluster import read_config
 
 ENGINE: dict[str, Any] = {
@@ -100,7 +100,7 @@ def nodes_with_server() -> list[dict[str, Any]]:
 
 
 @contextmanager
-def started(folder: Path, **changes: Any) -> Iterator[Cluster]:
+def started(folder: Path, **changes: Any) -> Iterator[LocalCluster]:
     """The cluster of `cluster_file`, running."""
     config, source = read_config(cluster_file(folder, **changes))
     with running(config, source) as cluster:
@@ -119,6 +119,6 @@ def complete(url: str, prompt: Any, timeout: float = 120.0, raw: bytes | None = 
             return Answer(error.code, json.loads(error.read()), dict(error.headers))
 
 
-def kill(cluster: Cluster, name: str) -> None:
+def kill(cluster: LocalCluster, name: str) -> None:
     """SIGKILL a node of the cluster; nothing restarts it."""
     os.killpg(cluster.supervisor.pids[name], signal.SIGKILL)

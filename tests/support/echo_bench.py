@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from bench.lib.fleet import Fleet, FleetOptions, Place, Site, conduct, fleet_options, step
+from bench.lib.fleet import Fleet, FleetOptions, Location, Site, conduct, fleet_options, step
 from tests.support.waiting import wait_for
 
 
@@ -30,26 +30,26 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class Echo(Site):
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        print(f"{place.node} open", file=sys.stderr)
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
+        print(f"{location.node} open", file=sys.stderr)
 
     @step
     def say(self, job: Word) -> Said:
         if job.fail:
-            raise RuntimeError(f"{self.place.node} cannot")
+            raise RuntimeError(f"{self.location.node} cannot")
         if job.hang:
             Path(job.hang).touch()
             self.stopping.wait(600)
         if job.meet:
-            Path(job.meet, f"{self.place.node}.meets").touch()
+            Path(job.meet, f"{self.location.node}.meets").touch()
             wait_for(lambda: len(list(Path(job.meet).glob("*.meets"))) >= job.of, what="the others beginning")
         if job.until:
             wait_for(Path(job.until).exists, what=job.until)
-        return Said(f"{job.text} {self.place.node}")
+        return Said(f"{job.text} {self.location.node}")
 
     def close(self) -> None:
-        print(f"{self.place.node} closed", file=sys.stderr)
+        print(f"{self.location.node} closed", file=sys.stderr)
 
 
 @click.command()

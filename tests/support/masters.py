@@ -6,11 +6,11 @@ import json
 import urllib.request
 from typing import Any
 
-from launch.up import Cluster
+from launch.up import LocalCluster
 from tests.support.etcd import Etcd
 
 
-def role(cluster: Cluster, name: str) -> str:
+def role(cluster: LocalCluster, name: str) -> str:
     node = cluster.config.node(name)
     port = getattr(node, "metrics_port", 0)
     try:

@@ -71,8 +71,8 @@ def test_a_trial_that_told_nothing_is_over_when_its_read_is() -> None:
 def test_a_peer_that_still_holds_a_thread_is_not_tried_with_another() -> None:
     peers = Peers(1.0)
     peers.failed("a", 0.0)
-    assert not peers.may_ask("a", 1.0, held={"a"})
-    assert peers.may_ask("a", 1.0, held={"b"})
+    assert not peers.may_ask("a", 1.0, busy={"a"})
+    assert peers.may_ask("a", 1.0, busy={"b"})
 
 
 def test_the_peers_that_are_remembered_are_bounded() -> None:

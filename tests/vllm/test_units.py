@@ -139,7 +139,7 @@ def test_sizes_that_cannot_share_are_refused(kind: PageKind, ranks: int, shards:
 
 
 def test_reports_of_ranks_add_up() -> None:
-    from pd_cache.vllm.messages import WorkerReport
+    from pd_cache.vllm.connector_messages import WorkerReport
     from pd_cache.vllm.steps import StepReport
 
     one = StepReport({1: (1, [StoreOutcome.NEW, StoreOutcome.NEW]), 2: (1, [StoreOutcome.NEW])}, {"a"})

@@ -30,19 +30,19 @@ A bench, whole:
 """
 
 from bench.lib.fleet.children import Crew
-from bench.lib.fleet.conduct import conduct
 from bench.lib.fleet.coordinator import Fleet
+from bench.lib.fleet.entry import conduct
 from bench.lib.fleet.messages import FleetError
 from bench.lib.fleet.options import FleetOptions, fleet_options
-from bench.lib.fleet.site import Nothing, Place, Site, step
+from bench.lib.fleet.site import Location, Nothing, Site, step
 
 __all__ = [
     "Crew",
     "Fleet",
     "FleetError",
     "FleetOptions",
+    "Location",
     "Nothing",
-    "Place",
     "Site",
     "conduct",
     "fleet_options",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from bench.lib.fleet.children import imported
 from bench.lib.fleet.messages import FleetError, end_if_stuck
-from bench.lib.fleet.participant import Link, serve
-from bench.lib.fleet.site import Place
+from bench.lib.fleet.participant import CoordinatorLink, serve
+from bench.lib.fleet.site import Location
 from pd_cache.cluster import load_config
 
 _WAIT_S = 60.0
@@ -19,11 +19,11 @@ def main(bench: str, site: str, address: str, file: str, name: str, host: str) -
     """Does what the coordinator asks for, until it is over."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the process that started us
     kind = imported(site)  # it may take long, and nothing waits for it yet
-    place = Place(name, host, load_config(Path(file)))
-    link = Link(bench, place)
+    location = Location(name, host, load_config(Path(file)))
+    link = CoordinatorLink(bench, location)
     try:
         link.join(name, lambda: address, _WAIT_S, lambda _: None)
-        serve(kind, place, link)
+        serve(kind, location, link)
     except FleetError:
         raise SystemExit(1) from None  # the coordinator knows, or is gone
     finally:

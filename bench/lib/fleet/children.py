@@ -20,8 +20,8 @@ import zmq
 
 from bench.lib.fleet.coordinator import Fleet
 from bench.lib.fleet.messages import FleetError, close_socket, open_socket
-from bench.lib.fleet.options import FleetOptions, Plan, plan
-from bench.lib.fleet.site import Place, Site
+from bench.lib.fleet.options import FleetOptions, Participation, plan
+from bench.lib.fleet.site import Location, Site
 from launch.process import end
 from pd_cache.cluster import BenchConfig, ClusterConfig, MasterNode, StoreNode, dump_config
 from pd_cache.cluster.addresses import free_port
@@ -51,7 +51,7 @@ def wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextmanager
-def local_participants(bench: str, site: type[Site], count: int) -> Iterator[Plan]:
+def local_participants(bench: str, site: type[Site], count: int) -> Iterator[Participation]:
     """Yields the plan of `node-0`, this process, which leads; the others are started, and ended afterwards."""
     names = [f"node-{index}" for index in range(count)]
     port = free_port("127.0.0.1")
@@ -75,19 +75,19 @@ def local_participants(bench: str, site: type[Site], count: int) -> Iterator[Pla
 class Crew:
     """Processes with a site each. Not thread-safe, but that `close` may be called while a step runs."""
 
-    def __init__(self, site: type[Site], place: Place) -> None:
-        """No process yet. `site` is a class that can be imported; its place is named `NODE-0`, `NODE-1` …"""
+    def __init__(self, site: type[Site], location: Location) -> None:
+        """No process yet. `site` is a class that can be imported; its location is named `NODE-0`, `NODE-1` …"""
         self._site = site
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._closed = False
         self._using = threading.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="pd-cache-bench-")
         self._file = Path(self._folder.name) / "cluster.yaml"
-        self._file.write_text(dump_config(place.config), encoding="utf-8")
+        self._file.write_text(dump_config(location.config), encoding="utf-8")
         self._address = f"ipc://{self._folder.name}/crew.sock"
         self._socket = open_socket(zmq.ROUTER)
         self._socket.bind(self._address)
-        self._fleet = Fleet(self._socket, _CREW, place, frozenset())
+        self._fleet = Fleet(self._socket, _CREW, location, frozenset())
 
     def __len__(self) -> int:
         return len(self._processes)
@@ -96,11 +96,11 @@ class Crew:
         """Starts processes until there are `count`. Raises FleetError for too many, and if one does not start."""
         if count > MOST:
             raise FleetError(f"{count} processes; {MOST} are allowed")
-        place = self._fleet.place
+        location = self._fleet.location
         with self._using:
             for index in range(len(self._processes), 0 if self._closed else count):
-                name = f"{place.node}-{index}"
-                self._processes[name] = start(_CREW, self._site, self._address, self._file, name, place.host)
+                name = f"{location.node}-{index}"
+                self._processes[name] = start(_CREW, self._site, self._address, self._file, name, location.host)
             self._fleet.expected = frozenset(self._processes)
             self._fleet.gather(_START_S + 5 * count, watch=self._all_run)
 

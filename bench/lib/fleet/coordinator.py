@@ -18,17 +18,17 @@ import pd_cache
 from bench.lib.fleet.messages import (
     BEAT,
     PROTOCOL,
-    Done,
     End,
     Failed,
     FleetError,
-    Hello,
     Message,
+    ParticipantHello,
     Run,
+    StepDone,
     decode_message,
     encode_message,
 )
-from bench.lib.fleet.site import Nothing, Place, Site, decode, encode, result_type
+from bench.lib.fleet.site import Location, Nothing, Site, decode, encode, result_type
 from pd_cache.decoding import UndecodableError
 
 J = TypeVar("J", bound=msgspec.Struct)
@@ -41,7 +41,7 @@ _REFUSED = 10
 
 
 @dataclass(eq=False)
-class Member:
+class Participant:
     """One participant, as the coordinator sees it."""
 
     node: str
@@ -54,7 +54,7 @@ class Member:
     """The step under way."""
     number: int = 0
     """The number of the last step: an outcome with another number comes too late, for a caller that gave up."""
-    outcome: Done | Failed | None = None
+    outcome: StepDone | Failed | None = None
     """The outcome of the last step."""
 
     def __str__(self) -> str:
@@ -71,17 +71,19 @@ class Fleet:
     After a FleetError it is of no more use: let the error go up, and `end` informs the others.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], bench: str, place: Place, expected: frozenset[str] | int) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], bench: str, location: Location, expected: frozenset[str] | int
+    ) -> None:
         """`socket` is bound where participants come. `expected`: the names of all participants, or how many they are.
 
-        `place` is the coordinator's, with its file.
+        `location` is the coordinator's, with its file.
         """
-        self.place = place
+        self.location = location
         self.expected = expected
         self._socket = socket
         self._bench = bench
         self._open = True
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, Participant] = {}
         self._refused: list[str] = []
         self._numbers = itertools.count(1)
         self._beat_at = 0.0
@@ -90,7 +92,7 @@ class Fleet:
     @property
     def own(self) -> str:
         """The coordinator's own name."""
-        return self.place.node
+        return self.location.node
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -134,7 +136,7 @@ class Fleet:
 
     def _admit(self, hello: Message, identity: bytes) -> None:
         """Raises FleetError for a participant that does not belong here."""
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, ParticipantHello):
             raise FleetError("it did not say who it is")
         if hello.protocol != PROTOCOL or hello.version != pd_cache.__version__:
             raise FleetError(
@@ -149,7 +151,7 @@ class Fleet:
             raise FleetError(f"{hello.node} is none of the participants, which are {', '.join(sorted(self.expected))}")
         if not self._open or not self._missing():
             raise FleetError(f"{hello.node} came when everybody was there")
-        self._members[hello.node] = Member(hello.node, hello.host, identity)
+        self._members[hello.node] = Participant(hello.node, hello.host, identity)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -183,7 +185,7 @@ class Fleet:
         kind = result_type(step)
         found: dict[str, Any] = {}
         for member in workers:
-            assert isinstance(member.outcome, Done)
+            assert isinstance(member.outcome, StepDone)
             try:
                 found[member.node] = decode(member.outcome.result, kind)
             except UndecodableError as error:
@@ -220,7 +222,7 @@ class Fleet:
         """Has what waits, on another thread, raise FleetError soon."""
         self._stopped.set()
 
-    def _check(self, workers: Iterable[Member]) -> None:
+    def _check(self, workers: Iterable[Participant]) -> None:
         """Raises FleetError for those that failed, or are gone."""
         troubles = [f"{member}: {member.lost}" for member in self._members.values() if member.lost]
         troubles += [f"{member}: {member.outcome.why}" for member in workers if isinstance(member.outcome, Failed)]
@@ -245,7 +247,7 @@ class Fleet:
             for member in self._members.values():
                 self._send(member, BEAT)
 
-    def _send(self, member: Member, raw: bytes) -> None:
+    def _send(self, member: Participant, raw: bytes) -> None:
         """ZMQ refuses to send to a peer whose connection ended (ROUTER_MANDATORY)."""
         if member.lost:
             return
@@ -266,11 +268,11 @@ class Fleet:
         except FleetError as error:
             if member is None:
                 self._refused = [*self._refused, str(error)][-_REFUSED:]
-                self._send(Member("", "", identity), encode_message(End(str(error))))
+                self._send(Participant("", "", identity), encode_message(End(str(error))))
             else:
                 member.gone(str(error))
             return
-        if isinstance(message, Done | Failed) and message.number == member.number:
+        if isinstance(message, StepDone | Failed) and message.number == member.number:
             member.outcome, member.doing = message, ""
         elif isinstance(message, End):
             member.gone(f"it left: {message.why}" if message.why else "it left")

@@ -40,7 +40,7 @@ class FleetError(PdCacheError):
     """Machines that should measure together cannot: the message names them."""
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class ParticipantHello(msgspec.Struct, frozen=True, tag="hello"):
     """A participant's first message."""
 
     protocol: int
@@ -58,7 +58,7 @@ class Run(msgspec.Struct, frozen=True, tag="run"):
     job: msgspec.Raw
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
+class StepDone(msgspec.Struct, frozen=True, tag="done"):
     """The outcome of a step."""
 
     number: int
@@ -78,7 +78,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     why: str = ""
 
 
-Message = Hello | Run | Done | Failed | End
+Message = ParticipantHello | Run | StepDone | Failed | End
 _decoded = msgpack_decoder(Message)
 
 

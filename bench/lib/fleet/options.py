@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from bench.lib.fleet.messages import end_if_stuck
-from bench.lib.fleet.site import Place
+from bench.lib.fleet.site import Location
 from pd_cache.cluster import ClusterConfig, EtcdDiscovery, Node, StoreNode, read_config
 from pd_cache.cluster.addresses import is_local
 from pd_cache.errors import ConfigError, PdCacheError
@@ -30,10 +30,10 @@ class FleetOptions:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Participation:
     """How this process takes part."""
 
-    place: Place
+    location: Location
     """Where this machine is in it."""
     expected: frozenset[str] | int
     """All participants' names, or how many they are."""
@@ -75,7 +75,7 @@ def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_fleet
 
 
-def plan(options: FleetOptions) -> Plan:
+def plan(options: FleetOptions) -> Participation:
     """Returns what `options` mean on this machine. Raises ConfigError where they cannot be followed."""
     if options.file is None:
         raise ConfigError("--node, --nodes and --coordinator need the cluster's file: -c FILE")
@@ -104,7 +104,7 @@ def plan(options: FleetOptions) -> Plan:
             raise ConfigError(
                 f"the coordinator {leader} is no node of the file, and without etcd its address is not known"
             )
-    return Plan(Place(name, node.host, config), expected, leader, options.wait_s)
+    return Participation(Location(name, node.host, config), expected, leader, options.wait_s)
 
 
 def _expected(config: ClusterConfig, nodes: str | None) -> frozenset[str] | int:

@@ -17,19 +17,19 @@ import pd_cache
 from bench.lib.fleet.messages import (
     BEAT,
     PROTOCOL,
-    Done,
     End,
     Failed,
     FleetError,
-    Hello,
     Message,
+    ParticipantHello,
     Run,
+    StepDone,
     close_socket,
     decode_message,
     encode_message,
     open_socket,
 )
-from bench.lib.fleet.site import Place, Site
+from bench.lib.fleet.site import Location, Site
 from pd_cache.errors import PdCacheError
 
 _TRY_MS = 200
@@ -37,11 +37,11 @@ _STEP_END_S = 10.0
 """How long a step may take to end once its site is closed."""
 
 
-class Link:
+class CoordinatorLink:
     """The way to the coordinator. Used on one thread, but for `finish`."""
 
-    def __init__(self, bench: str, place: Place) -> None:
-        self._hello = Hello(PROTOCOL, bench, place.node, place.host, pd_cache.__version__)
+    def __init__(self, bench: str, location: Location) -> None:
+        self._hello = ParticipantHello(PROTOCOL, bench, location.node, location.host, pd_cache.__version__)
         self._outcomes: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._bell, self._ring = socket.socketpair()
         self._open()
@@ -80,7 +80,7 @@ class Link:
         with contextlib.suppress(zmq.Again):
             self._socket.send(encoded, zmq.NOBLOCK)
 
-    def finish(self, outcome: Done | Failed) -> None:
+    def finish(self, outcome: StepDone | Failed) -> None:
         """Has `receive` send it; for the thread of the step. Raises FleetError if it is too large."""
         self._outcomes.put(encode_message(outcome))
         with contextlib.suppress(OSError):  # closed: the coordinator waits no more
@@ -112,13 +112,13 @@ class Link:
         self._ring.close()
 
 
-def serve(make: Callable[[Place], Site], place: Place, link: Link) -> None:
+def serve(make: Callable[[Location], Site], location: Location, link: CoordinatorLink) -> None:
     """Does steps until the coordinator says that it is over. Raises FleetError if it ends otherwise. Shuts the site and the link."""
     worker: threading.Thread | None = None
     site: Site | None = None
     why = "interrupted"
     try:
-        site = make(place)
+        site = make(location)
         while isinstance(message := link.receive(), Run):
             worker = threading.Thread(target=_work, args=(site, message, link), name="bench-step", daemon=True)
             worker.start()
@@ -139,10 +139,10 @@ def serve(make: Callable[[Place], Site], place: Place, link: Link) -> None:
         link.close()
 
 
-def _work(site: Site, run: Run, link: Link) -> None:
+def _work(site: Site, run: Run, link: CoordinatorLink) -> None:
     """Does a step. Any failure is reported in words."""
     try:
-        link.finish(Done(run.number, msgspec.Raw(site.run(run.step, bytes(run.job)))))
+        link.finish(StepDone(run.number, msgspec.Raw(site.run(run.step, bytes(run.job)))))
     except Exception as error:  # noqa: BLE001 - told to the coordinator, on another machine
         kind = "" if isinstance(error, PdCacheError) else f"{type(error).__name__}: "
         link.finish(Failed(run.number, f"{run.step}: {kind}{error}"))

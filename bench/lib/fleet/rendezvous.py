@@ -16,7 +16,7 @@ from typing import NamedTuple
 import zmq
 
 from bench.lib.fleet.messages import FleetError, close_socket, open_socket
-from bench.lib.fleet.options import Plan
+from bench.lib.fleet.options import Participation
 from launch.discovery import View
 from pd_cache.cluster import EtcdDiscovery, NodeRecord
 from pd_cache.errors import ConfigError
@@ -33,9 +33,9 @@ class Meeting(NamedTuple):
 
 
 @contextmanager
-def meeting(plan: Plan, bench: str, tell: Callable[[str], None]) -> Iterator[Meeting]:
+def meeting(plan: Participation, bench: str, tell: Callable[[str], None]) -> Iterator[Meeting]:
     """Calls `tell` with what it waits for. Raises FleetError if it is not clear within the plan's time which participant leads."""
-    discovery = plan.place.config.discovery
+    discovery = plan.location.config.discovery
     with ExitStack() as stack:
         if isinstance(discovery, EtcdDiscovery):
             yield _by_etcd(plan, bench, discovery, tell, stack)
@@ -43,25 +43,25 @@ def meeting(plan: Plan, bench: str, tell: Callable[[str], None]) -> Iterator[Mee
             yield _by_file(plan, stack)
 
 
-def _by_file(plan: Plan, stack: ExitStack) -> Meeting:
-    config, leader = plan.place.config, plan.coordinator
+def _by_file(plan: Participation, stack: ExitStack) -> Meeting:
+    config, leader = plan.location.config, plan.coordinator
     assert leader is not None
     node, port = config.node(leader), config.bench.port
     assert node is not None  # the plan saw to both
     listener = None
-    if leader == plan.place.node:
+    if leader == plan.location.node:
         listener = listen(node.host, port)
         stack.callback(close_socket, listener)
     return Meeting(leader, listener, lambda: f"tcp://{node.host}:{port}")
 
 
 def _by_etcd(
-    plan: Plan, bench: str, discovery: EtcdDiscovery, tell: Callable[[str], None], stack: ExitStack
+    plan: Participation, bench: str, discovery: EtcdDiscovery, tell: Callable[[str], None], stack: ExitStack
 ) -> Meeting:
     from launch.discovery.etcd import EtcdRegistration, EtcdWatch
 
-    place, folder = plan.place, f"bench/{bench}"
-    listener = listen(place.host, 0)
+    location, folder = plan.location, f"bench/{bench}"
+    listener = listen(location.host, 0)
     stack.callback(close_socket, listener)
     port = str(listener.getsockopt_string(zmq.LAST_ENDPOINT)).rpartition(":")[2]
     changed = threading.Event()
@@ -69,15 +69,15 @@ def _by_etcd(
     def wake(_: View) -> None:
         changed.set()
 
-    watch = stack.enter_context(EtcdWatch(discovery, place.config.name, folder=folder, on_change=wake))
-    registration = stack.enter_context(closing(EtcdRegistration(discovery, place.config.name, folder=folder)))
-    registration.announce(NodeRecord(name=place.node, role=f"bench-{bench}", address=f"{place.host}:{port}"))
+    watch = stack.enter_context(EtcdWatch(discovery, location.config.name, folder=folder, on_change=wake))
+    registration = stack.enter_context(closing(EtcdRegistration(discovery, location.config.name, folder=folder)))
+    registration.announce(NodeRecord(name=location.node, role=f"bench-{bench}", address=f"{location.host}:{port}"))
     leader = plan.coordinator
     deadline = time.monotonic() + plan.wait_s
     while leader is None:  # the first by name, of as many as there will be
         changed.clear()
         names = [record.name for record in watch.view().nodes]
-        if len(names) == plan.expected and place.node in names:
+        if len(names) == plan.expected and location.node in names:
             leader = min(names)
             break
         tell(f"{len(names)} of {plan.expected} nodes registered in etcd: {', '.join(names) or 'none'}")
@@ -91,7 +91,7 @@ def _by_etcd(
     def find() -> str:
         return next((f"tcp://{record.address}" for record in watch.view().nodes if record.name == leader), "")
 
-    return Meeting(leader, listener if leader == place.node else None, find)
+    return Meeting(leader, listener if leader == location.node else None, find)
 
 
 def listen(host: str, port: int) -> zmq.Socket[bytes]:

@@ -49,7 +49,7 @@ def step(method: Callable[[S, J], R]) -> Callable[[S, J], R]:
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a site is."""
 
     node: str
@@ -60,7 +60,7 @@ class Place:
     """The file of this machine."""
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> Location:
         """This machine, for a bench that has no cluster's file."""
         return cls("bench", "127.0.0.1", ClusterConfig(nodes=(MasterNode(name="master"),)))
 
@@ -73,8 +73,8 @@ class Site:
     step that loops must look at it.
     """
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, location: Location) -> None:
+        self.location = location
         self.stopping = threading.Event()
         self._once = threading.Lock()
         self._shut = False

@@ -5,7 +5,7 @@ behind? A run goes like this:
 
 1. `isolate` starts the run in namespaces of its own, so that the kernel removes everything when the run ends, however it ends.
 2. `plan` draws operations, requests and faults from the seed. `kinds` is the table of faults that can be drawn.
-3. `cluster` writes the YAML files and runs the nodes on `hosts`; `engine` is the process that drives a cache engine.
+3. `cluster` writes the YAML files and runs the nodes on `hosts`; `driver` is the process that drives a cache engine.
 4. `oracle` derives every byte of KV from the tokens, and compares the whole paged buffer after each operation.
 5. `faults` does what the plan says, and undoes it. `clients` sends requests through the proxy; `strangers` misbehave.
 6. `judge` decides which answers were late, `leaks` what was left over, `verdict` what the report says.

@@ -22,7 +22,7 @@ from bench.suites.soak import isolate
 from bench.suites.soak.conduct import Soak
 from bench.suites.soak.kinds import EVERYTHING, NEEDS_CLOCKS, NEEDS_ETCD, NEEDS_LINKS, NEEDS_MOUNTS
 from bench.suites.soak.plan import Fault
-from bench.suites.soak.verdict import Outcome, checks, report
+from bench.suites.soak.verdict import SoakOutcome, checks, report
 from launch.signals import StoppedError, signals_as_exceptions
 
 
@@ -69,7 +69,9 @@ def main(minutes: float, seed: int | None, evidence: Path | None, listed: str | 
         click.echo(f"seed {seed}; logs and plan are in {outcome.evidence}")
 
 
-def _run(seed: int, minutes: float, there: frozenset[str], evidence: Path | None, only: list[Fault] | None) -> Outcome:
+def _run(
+    seed: int, minutes: float, there: frozenset[str], evidence: Path | None, only: list[Fault] | None
+) -> SoakOutcome:
     """Does one run and returns its outcome. Keeps the logs if `evidence` says where, or if anything is wrong."""
     keep = evidence is not None
     kept = Path(tempfile.mkdtemp(prefix=f"pd-cache-soak-{seed}-")) if evidence is None else evidence

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from bench.suites.soak.cluster import REQUEST_S
-from bench.suites.soak.plan import OUTPUT_TOKENS, Completion, completions
+from bench.suites.soak.plan import OUTPUT_TOKENS, PlannedCompletion, completions
 
 _GIVE_UP_S = 15.0
 """Seconds beyond the proxy's own limit, after which the client hangs up."""
@@ -78,12 +78,12 @@ def _cached(body: dict[str, Any]) -> int:
     return int((usage.get("self") or {}).get("cached_tokens", 0)) + int((usage.get("prefill") or {}).get("cached_tokens", 0))  # fmt: skip
 
 
-class Client(threading.Thread):
+class CompletionClient(threading.Thread):
     """A thread that sends one request after the other."""
 
     def __init__(
         self, number: int, seed: int, address: tuple[str, int], prompts: list[list[int]], expected: list[list[int]],
-        on_reply: Callable[[str, Completion, Reply], None],
+        on_reply: Callable[[str, PlannedCompletion, Reply], None],
     ) -> None:  # fmt: skip
         super().__init__(name=f"client-{number}", daemon=True)
         self.label = f"client/{number}"

@@ -52,7 +52,7 @@ OnLine = Callable[[str, dict[str, Any]], None]
 """Called with each JSON line that a node prints, on a thread for that node."""
 
 
-class Site:
+class SoakSite:
     """What a run has on disk, and where its nodes are reached."""
 
     def __init__(self, folder: Path, logs: Path, hosts: Hosts, seed: int, has_etcd: bool) -> None:
@@ -141,7 +141,7 @@ class Site:
 TINY_MODEL = {"seed": 3, "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 4, "kv_heads": 2}  # fmt: skip
 
 
-class Node:
+class SoakNode:
     """One node's process, and whether it should run."""
 
     def __init__(
@@ -301,10 +301,10 @@ class Node:
                     pass  # the half line of a process that was killed
 
 
-class Cluster:
+class SoakCluster:
     """All nodes of a run."""
 
-    def __init__(self, site: Site, on_line: OnLine, first_of: Callable[[str], Mapping[str, int]]) -> None:
+    def __init__(self, site: SoakSite, on_line: OnLine, first_of: Callable[[str], Mapping[str, int]]) -> None:
         """`first_of`: for an engine, the operation at which each of its lanes goes on."""
         self.site = site
 
@@ -314,16 +314,16 @@ class Cluster:
             if name in ENGINES:
                 first = json.dumps(dict(first_of(name)))
                 where = (str(site.file(name)), site.host_of[name].address)
-                return (sys.executable, "-m", "bench.suites.soak.engine", name, *where, str(site.seed), first)
+                return (sys.executable, "-m", "bench.suites.soak.driver", name, *where, str(site.seed), first)
             role = _ROLES[name]
             return (sys.executable, "-m", "launch", "launch", role, "-c", str(site.file(name)), "--node", name)
 
-        def node(name: str) -> Node:
-            return Node(name, site.host_of[name], lambda: command(name), site.logs / f"{name}.log", on_line)
+        def node(name: str) -> SoakNode:
+            return SoakNode(name, site.host_of[name], lambda: command(name), site.logs / f"{name}.log", on_line)
 
         self.nodes = {name: node(name) for name in ((ETCD,) if site.has_etcd else ()) + NODES}
 
-    def __getitem__(self, name: str) -> Node:
+    def __getitem__(self, name: str) -> SoakNode:
         return self.nodes[name]
 
     def start(self) -> None:

@@ -19,17 +19,17 @@ from typing import Any
 
 import msgspec
 
-from bench.suites.soak.clients import Client, complete
-from bench.suites.soak.cluster import DISK_BYTES, DISK_CAPACITY, Cluster, Site
+from bench.suites.soak.clients import CompletionClient, complete
+from bench.suites.soak.cluster import DISK_BYTES, DISK_CAPACITY, SoakCluster, SoakSite
 from bench.suites.soak.faults import ACTIONS, Stage, Undo
 from bench.suites.soak.hosts import Hosts
 from bench.suites.soak.isolate import SHARED_MEMORY
 from bench.suites.soak.judge import TICK_S, Ticker
 from bench.suites.soak.kinds import ENGINES, NEEDS_ETCD, NEEDS_LINKS, NEEDS_MOUNTS, NODES
-from bench.suites.soak.leaks import Held, disk_troubles, files_left, grown, held_by, strangers_left
+from bench.suites.soak.leaks import Footprint, disk_troubles, files_left, footprint_of, grown, strangers_left
 from bench.suites.soak.ledger import Ledger
 from bench.suites.soak.plan import SHORT_RUN_S, Fault, check_prompts, coverage, faults, served_prompts
-from bench.suites.soak.verdict import Outcome
+from bench.suites.soak.verdict import SoakOutcome
 from launch.process import spawn_child
 from pd_cache.errors import PdCacheError
 
@@ -59,7 +59,7 @@ class Soak:
         self.faults = faults(seed, self.seconds, there) if only is None else only
         self.warm_s = 4.0 if short else 20.0
         self.settle_s = 20.0 if short else 90.0
-        self.outcome = Outcome(seed, minutes)
+        self.outcome = SoakOutcome(seed, minutes)
         self.ledger = Ledger()
         self.ticker = Ticker()
         self._prompts = served_prompts(seed, 8 if short else 24)
@@ -71,17 +71,17 @@ class Soak:
         self._said = 0.0
         self._working = False
 
-    def run(self) -> Outcome:
+    def run(self) -> SoakOutcome:
         """Does the whole run. Returns the outcome, also if something is wrong. Raises SoakError if the run itself cannot go on."""
         begin = time.monotonic()
         if NEEDS_MOUNTS in self.there:
             (self.folder / "disk").mkdir()
             _run("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "pd-cache-soak-disk", str(self.folder / "disk"))
         self.hosts = Hosts(NEEDS_LINKS in self.there)
-        self.site = Site(self.folder, self.evidence, self.hosts, self.seed, NEEDS_ETCD in self.there)
-        self.cluster = Cluster(self.site, self.ledger.event, self.ledger.next_of)
+        self.site = SoakSite(self.folder, self.evidence, self.hosts, self.seed, NEEDS_ETCD in self.there)
+        self.cluster = SoakCluster(self.site, self.ledger.event, self.ledger.next_of)
         self.stage = Stage(self.cluster, lambda seconds, action: self._at(time.monotonic() + seconds, action))
-        self.clients: list[Client] = []
+        self.clients: list[CompletionClient] = []
         self._write_plan()
         over = threading.Event()
         threading.Thread(target=self._watch_clock, args=(over,), name="soak-ticker", daemon=True).start()
@@ -107,7 +107,7 @@ class Soak:
             self._wait(lambda: answers.poll() is not None, _START_S, "the answers without a cache")
             expected = self._expected(answers)
         self.clients = [
-            Client(number, self.seed, self.site.proxy, self._prompts, expected, self.ledger.reply)
+            CompletionClient(number, self.seed, self.site.proxy, self._prompts, expected, self.ledger.reply)
             for number in range(_CLIENTS)
         ]
         for client in self.clients:
@@ -182,11 +182,11 @@ class Soak:
             late += self.ledger.overdue(time.time(), 0.0, self.stage.stops)
         self.outcome.late = [*self.outcome.late, *late]
 
-    def _calm(self) -> dict[str, Held]:
+    def _calm(self) -> dict[str, Footprint]:
         """Returns what each node holds while nothing is under way."""
         self._pause()
         time.sleep(1.0)
-        return self._held()
+        return self._footprints()
 
     def _come_back(self, expected: list[list[int]]) -> None:
         """After the last fault: check that prompts are stored, found and loaded, and that requests are answered."""
@@ -229,7 +229,7 @@ class Soak:
                 break
         return lost
 
-    def _compare(self, before: dict[str, Held]) -> None:
+    def _compare(self, before: dict[str, Footprint]) -> None:
         """Notes what is held now that was not held before the first fault."""
         leaked: list[str] = []
         for name in ENGINES:
@@ -238,20 +238,22 @@ class Soak:
             if answer is None:
                 leaked.append(f"{name} did not say what it holds")
                 continue
-            if answer["held"]:
-                leaked.append(f"{name} holds {answer['held']} slots of staging memory")
+            if answer["slots"]:
+                leaked.append(f"{name} holds {answer['slots']} slots of staging memory")
             if answer["integrity"]:
                 leaked.append(f"{name}: {answer['integrity']}")
             if server := answer["server"]:
                 leaked += [f"the cache server has {server[what]} {what}" for what in ("in_flight",) if server[what]]
         end = time.monotonic() + self.settle_s
-        while (more := grown(before, self._held())) and time.monotonic() < end:
+        while (more := grown(before, self._footprints())) and time.monotonic() < end:
             time.sleep(0.5)
         if NEEDS_MOUNTS in self.there or self.site.disk.exists():
             more += disk_troubles(self.site.disk, DISK_CAPACITY)
         self.outcome.leaked = [*leaked, *more]
-        held = {name: one._asdict() for name, one in self._held().items()}
-        self._keep("held.json", {"before": {name: one._asdict() for name, one in before.items()}, "after": held})
+        footprints = {name: one._asdict() for name, one in self._footprints().items()}
+        self._keep(
+            "footprints.json", {"before": {name: one._asdict() for name, one in before.items()}, "after": footprints}
+        )
 
     def _end(self) -> list[str]:
         """Stops everything in order. Returns what is left then."""
@@ -343,8 +345,8 @@ class Soak:
 
     # --- books ---------------------------------------------------------------------------------------------------
 
-    def _held(self) -> dict[str, Held]:
-        return {name: held_by(pid) for name, node in self.cluster.nodes.items() if (pid := node.pid) is not None}
+    def _footprints(self) -> dict[str, Footprint]:
+        return {name: footprint_of(pid) for name, node in self.cluster.nodes.items() if (pid := node.pid) is not None}
 
     def _count(self, seconds: float) -> None:
         ledger, outcome, stage = self.ledger, self.outcome, self.stage

@@ -52,7 +52,7 @@ LENT = 64 << 10
 _PAGE = 4096
 
 
-class Stranger:
+class StrangePeer:
     """A connection to a cache server that says what it likes, whether or not it makes sense."""
 
     def __init__(self, url: str, *, high_water: int = 1000) -> None:
@@ -69,7 +69,7 @@ class Stranger:
         self._lifeline: socket.socket | None = None
         self.welcome: Welcome | None = None
 
-    def __enter__(self) -> Stranger:
+    def __enter__(self) -> StrangePeer:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -203,7 +203,7 @@ def names(count: int, salt: int = 0) -> bytes:
 def truncate_lent_memory(url: str, until: Until) -> int:
     """Lends memory, sealed or not, shrinks it to nothing and has it stored: SIGBUS for a server that maps what can shrink."""
     count, nbytes = 0, LENT
-    with Stranger(url) as one:
+    with StrangePeer(url) as one:
         one.hello(lifeline=True)
         while not until():
             seal = count % 2 == 0
@@ -255,7 +255,7 @@ def lend_strange_files(url: str, until: Until) -> int:
         (lambda: sealed(_PAGE), 1 << 30),
     ]
     count = 0
-    with Stranger(url) as one:
+    with StrangePeer(url) as one:
         one.hello(lifeline=True)
         while not until():
             make, nbytes = kinds[count % len(kinds)]
@@ -269,7 +269,7 @@ def register_without_descriptors(url: str, until: Until) -> int:
     """Twenty engines register, over and over, and never send what they lend."""
     count = 0
     with contextlib.ExitStack() as stack:
-        engines = [stack.enter_context(Stranger(url)) for _ in range(20)]
+        engines = [stack.enter_context(StrangePeer(url)) for _ in range(20)]
         for one in engines:
             one.hello(lifeline=True)
         while not until():
@@ -283,7 +283,7 @@ def register_without_descriptors(url: str, until: Until) -> int:
 def repeat_tokens(url: str, until: Until) -> int:
     """Sends two hundred descriptors under one token again and again."""
     count, token = 0, uuid.uuid4().hex
-    with Stranger(url) as one, closing(sealed(_PAGE)) as descriptor:
+    with StrangePeer(url) as one, closing(sealed(_PAGE)) as descriptor:
         one.hello(lifeline=True)
         one.lifeline().settimeout(0.1)
         while not until():
@@ -297,7 +297,7 @@ def hello_without_lifeline(url: str, until: Until) -> int:
     """Hundreds of engines say hello and open no lifeline: the server has to give their places to engines that do."""
     count = 0
     with contextlib.ExitStack() as stack:
-        engines = [stack.enter_context(Stranger(url)) for _ in range(300)]
+        engines = [stack.enter_context(StrangePeer(url)) for _ in range(300)]
         while not until():
             for one in engines:
                 one.say(Hello(one.name, "observer", "abuse"))
@@ -310,7 +310,7 @@ def hello_without_lifeline(url: str, until: Until) -> int:
 def half_lifelines(url: str, until: Until) -> int:
     """Opens lifelines that never say whose they are, say half of it, or say nonsense."""
     count = 0
-    with Stranger(url) as one:
+    with StrangePeer(url) as one:
         one.hello()
         assert one.welcome is not None
         while not until():
@@ -330,7 +330,7 @@ def half_lifelines(url: str, until: Until) -> int:
 def many_lifelines(url: str, until: Until) -> int:
     """Opens lifelines in hundreds of names from one process."""
     with contextlib.ExitStack() as stack:
-        one = stack.enter_context(Stranger(url))
+        one = stack.enter_context(StrangePeer(url))
         one.hello()
         assert one.welcome is not None
         lifelines = []
@@ -345,7 +345,7 @@ def many_lifelines(url: str, until: Until) -> int:
 def wide_lookups(url: str, until: Until) -> int:
     """Looks up the longest prompt there can be for as many ranks as there can be."""
     count = 0
-    with Stranger(url) as one, closing(sealed(LENT)) as descriptor:
+    with StrangePeer(url) as one, closing(sealed(LENT)) as descriptor:
         for world_size in (1024, 512):
             one.hello(world_size=world_size, lifeline=True)
             one.register(descriptor, LENT)
@@ -360,7 +360,7 @@ def wide_lookups(url: str, until: Until) -> int:
 def flood_lookups(url: str, until: Until) -> int:
     """Asks as fast as the socket takes it, each time under another session, and reads none of the answers."""
     count = 0
-    with Stranger(url, high_water=10) as one, closing(sealed(LENT)) as descriptor:
+    with StrangePeer(url, high_water=10) as one, closing(sealed(LENT)) as descriptor:
         one.hello(lifeline=True)
         one.register(descriptor, LENT)
         question = names(64)
@@ -372,7 +372,7 @@ def flood_lookups(url: str, until: Until) -> int:
 def flood_status(url: str, until: Until) -> int:
     """Asks for the largest answer there is, and reads none."""
     count = 0
-    with Stranger(url, high_water=10) as one:
+    with StrangePeer(url, high_water=10) as one:
         one.hello("observer")
         while not until():
             count += one.say(StatusQuery())
@@ -382,7 +382,7 @@ def flood_status(url: str, until: Until) -> int:
 def flood_stores(url: str, until: Until) -> int:
     """Stores blocks that do not exist, with almost no patience."""
     count = 0
-    with Stranger(url, high_water=10) as one, closing(sealed(LENT)) as descriptor:
+    with StrangePeer(url, high_water=10) as one, closing(sealed(LENT)) as descriptor:
         one.hello(lifeline=True)
         one.register(descriptor, LENT)
         while not until():
@@ -395,7 +395,7 @@ def huge_messages(url: str, until: Until) -> int:
     """Sends messages of 100 MiB, which no server reads."""
     body, count = bytes(100 << 20), 0
     while not until():
-        with Stranger(url, high_water=2) as one:
+        with StrangePeer(url, high_water=2) as one:
             one.hello("observer")
             count += one.send([body])
             one.hear(0.2)
@@ -406,7 +406,7 @@ def large_messages(url: str, until: Until) -> int:
     """Sends messages as large as a server reads, valid ones and others."""
     longest = encode(1, Store("", names(1 << 16), (0,) * (1 << 20), 0, 1, 1))
     garbage, count = longest[:16] + b"\xc1" * (len(longest) - 16), 0
-    with Stranger(url, high_water=2) as one:
+    with StrangePeer(url, high_water=2) as one:
         one.hello("observer")
         while not until():
             count += one.send([longest if count % 2 else garbage])
@@ -417,7 +417,7 @@ def large_messages(url: str, until: Until) -> int:
 def garbage(url: str, until: Until) -> int:
     """Sends frames that are no messages, and messages of many frames."""
     count = 0
-    with Stranger(url) as one:
+    with StrangePeer(url) as one:
         while not until():
             count += one.send([os.urandom(count % 64)] if count % 3 else [b"x"] * 100)
             one.hear(0)
@@ -427,7 +427,7 @@ def garbage(url: str, until: Until) -> int:
 def register_again_and_again(url: str, until: Until) -> int:
     """Lends the same memory thousands of times, and never takes it back."""
     count = 0
-    with Stranger(url) as one, closing(sealed(LENT)) as descriptor:
+    with StrangePeer(url) as one, closing(sealed(LENT)) as descriptor:
         one.hello(lifeline=True)
         while not until():
             one.register(descriptor, LENT)
@@ -440,7 +440,7 @@ def many_sizes(url: str, until: Until) -> int:
     count = 0
     while not until():
         nbytes = (1 + count % 16) * LENT // 4
-        with Stranger(url) as one, closing(sealed(nbytes)) as descriptor:
+        with StrangePeer(url) as one, closing(sealed(nbytes)) as descriptor:
             one.hello(model=uuid.uuid4().hex, lifeline=True)
             one.register(descriptor, nbytes, timeout=30)
         count += 1
@@ -451,7 +451,7 @@ def come_and_go(url: str, until: Until) -> int:
     """Connects, says hello and vanishes, as fast as it can."""
     count = 0
     while not until():
-        with Stranger(url) as one:
+        with StrangePeer(url) as one:
             one.hello(lifeline=True)
             one.say(EndSession("none"))
         count += 1

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from bench.suites.soak.cluster import CLUSTER, DISK_BYTES, SMALL_SEGMENT, Cluster
+from bench.suites.soak.cluster import CLUSTER, DISK_BYTES, SMALL_SEGMENT, SoakCluster
 from bench.suites.soak.engine_abuse import TRICKS
 from bench.suites.soak.judge import Span
 from bench.suites.soak.kinds import ENGINES, STORES
@@ -35,7 +35,7 @@ _FILES = 20
 class Stage:
     """What faults are done to, and what they leave for the report."""
 
-    def __init__(self, cluster: Cluster, later: Callable[[float, Callable[[], None]], None]) -> None:
+    def __init__(self, cluster: SoakCluster, later: Callable[[float, Callable[[], None]], None]) -> None:
         """`later(seconds, action)` runs an action later, on the same thread."""
         self.cluster = cluster
         self.later = later

@@ -16,7 +16,7 @@ RSS_BYTES, RSS_PART = 96 << 20, 0.25
 """By how much memory may have grown: by this many bytes, and by this part of what it was."""
 
 
-class Held(NamedTuple):
+class Footprint(NamedTuple):
     """What a process and its children hold."""
 
     processes: int
@@ -26,7 +26,7 @@ class Held(NamedTuple):
     """Bytes."""
 
 
-def held_by(group: int) -> Held:
+def footprint_of(group: int) -> Footprint:
     """Returns what the processes of a process group hold now."""
     processes = descriptors = threads = rss = 0
     for pid, pgid, state in _processes():
@@ -40,10 +40,10 @@ def held_by(group: int) -> Held:
         processes += 1
         threads += int(status.get("Threads", "0"))
         rss += int(status.get("VmRSS", "0 kB").split()[0]) << 10
-    return Held(processes, descriptors, threads, rss)
+    return Footprint(processes, descriptors, threads, rss)
 
 
-def grown(before: Mapping[str, Held], after: Mapping[str, Held]) -> list[str]:
+def grown(before: Mapping[str, Footprint], after: Mapping[str, Footprint]) -> list[str]:
     """Returns, as text, what each node holds beyond what it held before and what is allowed."""
     found = []
     for name, then in before.items():

@@ -12,14 +12,14 @@ from bench.suites.soak.clients import Reply
 from bench.suites.soak.cluster import REQUEST_S
 from bench.suites.soak.judge import Span, seconds_late
 from bench.suites.soak.kinds import HOSTS
-from bench.suites.soak.plan import Completion
+from bench.suites.soak.plan import PlannedCompletion
 
 _SHOWN = 40
 _SLOWEST = 8
 _CONTROL = next(host for host, nodes in HOSTS.items() if "proxy" in nodes)
 
 
-class Call(NamedTuple):
+class TimedCall(NamedTuple):
     """An answered call, as far as lateness is concerned."""
 
     who: str
@@ -48,7 +48,7 @@ class Ledger:
         self.raised: list[str] = []
         self.broken: list[str] = []
         """Failures of this program itself."""
-        self._calls: list[Call] = []
+        self._calls: list[TimedCall] = []
         self._open: dict[str, dict[str, Any]] = {}
         self._first: dict[str, int] = {}
         self.replies: list[dict[str, Any]] = []
@@ -70,7 +70,7 @@ class Ledger:
                 self.replies.append({**event, "node": node})
                 self.changed.notify_all()
 
-    def reply(self, label: str, request: Completion, reply: Reply) -> None:
+    def reply(self, label: str, request: PlannedCompletion, reply: Reply) -> None:
         """Notes that a request through the proxy has ended."""
         with self._lock:
             self.counts["completion"] += 1
@@ -80,7 +80,7 @@ class Ledger:
                 self._add(self.wrong, f"{label} request {request.number}, prompt {request.prompt}: got {reply.got}")
                 self.wrong_slots += 1
             what = f"completion {request.number} ({reply.outcome})"
-            self._calls.append(Call(label, what, Span(reply.begin, reply.end), REQUEST_S, 0.0))
+            self._calls.append(TimedCall(label, what, Span(reply.begin, reply.end), REQUEST_S, 0.0))
 
     def next_of(self, node: str) -> dict[str, int]:
         """Returns the operation at which each lane of an engine goes on when the engine is started again."""
@@ -159,7 +159,9 @@ class Ledger:
             self.wrong_slots += 1
             self._add(self.wrong, f"{name} of {event['prompt']}: {event['complaint']}")
         span = Span(event["begin"], event["end"])
-        self._calls.append(Call(event["lane"], f"{event['kind']} {event['n']}", span, event["bound"], event["starved"]))
+        self._calls.append(
+            TimedCall(event["lane"], f"{event['kind']} {event['n']}", span, event["bound"], event["starved"])
+        )
 
     @staticmethod
     def _add(where: list[str], what: str) -> None:

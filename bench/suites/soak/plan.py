@@ -31,7 +31,7 @@ _OPERATIONS: tuple[tuple[OperationKind, float], ...] = (
 )  # fmt: skip
 
 
-class Prompt(NamedTuple):
+class PlannedPrompt(NamedTuple):
     """A prompt: the first `shared` tokens of a family, then `own` tokens that only prompts of the same `tail` have."""
 
     family: int
@@ -54,7 +54,7 @@ class Operation(NamedTuple):
 
     number: int
     kind: OperationKind
-    prompt: Prompt
+    prompt: PlannedPrompt
     first: int
     """How many chunks, from the first, the mask leaves out."""
     scattered: bool
@@ -66,7 +66,7 @@ class Operation(NamedTuple):
     """Seconds before it."""
 
 
-class Completion(NamedTuple):
+class PlannedCompletion(NamedTuple):
     """One request of a client of the proxy."""
 
     number: int
@@ -86,7 +86,7 @@ class Fault(NamedTuple):
     seed: int
 
 
-def tokens_of(seed: int, prompt: Prompt) -> list[int]:
+def tokens_of(seed: int, prompt: PlannedPrompt) -> list[int]:
     """Returns the token ids of a prompt."""
     family = random.Random(f"{seed}/family/{prompt.family}").choices(range(VOCABULARY), k=prompt.shared)
     return family + random.Random(f"{seed}/tail/{prompt.tail}").choices(range(VOCABULARY), k=prompt.own)
@@ -126,14 +126,14 @@ def pressed(operation: Operation, lane: str) -> Operation:
     kind: OperationKind = "retrieve" if operation.number % 4 >= 2 else "store"
     rng = random.Random(f"{lane}/{operation.number - 2 * (kind == 'retrieve')}")
     own = LONGEST // 2 * CHUNK
-    prompt = Prompt(rng.randrange(_FAMILIES), own, rng.randrange(1 << 40), own)
+    prompt = PlannedPrompt(rng.randrange(_FAMILIES), own, rng.randrange(1 << 40), own)
     return operation._replace(kind=kind, prompt=prompt, first=0, scattered=False, timeout=10.0, pause=0.0)
 
 
-def check_prompts(seed: int, count: int) -> list[Prompt]:
+def check_prompts(seed: int, count: int) -> list[PlannedPrompt]:
     """Returns prompts of moderate length that the lanes use, too. After the last fault they must be found and loaded again."""
     rng = random.Random(f"{seed}/check")
-    return [Prompt(rng.randrange(_FAMILIES), rng.randint(4, 40) * CHUNK, 0, 0) for _ in range(count)]
+    return [PlannedPrompt(rng.randrange(_FAMILIES), rng.randint(4, 40) * CHUNK, 0, 0) for _ in range(count)]
 
 
 def served_prompts(seed: int, count: int) -> list[list[int]]:
@@ -143,12 +143,12 @@ def served_prompts(seed: int, count: int) -> list[list[int]]:
     return [rng.choice(prefixes) + rng.choices(range(VOCABULARY), k=rng.randint(1, 120)) for _ in range(count)]
 
 
-def completions(seed: int, lane: str, prompts: int) -> Iterator[Completion]:
+def completions(seed: int, lane: str, prompts: int) -> Iterator[PlannedCompletion]:
     """Yields the endless list of a client of the proxy, over `prompts` prompts."""
     rng = random.Random(f"{seed}/completions/{lane}")
     number = 0
     while True:
-        yield Completion(number, rng.randrange(prompts), rng.random() < 0.5, min(4.0, rng.expovariate(1.5)))
+        yield PlannedCompletion(number, rng.randrange(prompts), rng.random() < 0.5, min(4.0, rng.expovariate(1.5)))
         number += 1
 
 
@@ -179,12 +179,12 @@ def faults(seed: int, seconds: float, there: frozenset[str]) -> list[Fault]:
     return sorted(found + [fault for _, fault in long_ones])
 
 
-def _prompt(rng: random.Random) -> Prompt:
+def _prompt(rng: random.Random) -> PlannedPrompt:
     size = rng.random()
     chunks = rng.randint(1, 24) if size < 0.55 else rng.randint(25, 128) if size < 0.75 else rng.randint(224, LONGEST)
     own = rng.choice((0, 0, 5, CHUNK, 3 * CHUNK + 1))
     shared = max(1, chunks * CHUNK - own)
-    return Prompt(rng.randrange(_FAMILIES), shared, rng.randrange(64) if own else 0, own)
+    return PlannedPrompt(rng.randrange(_FAMILIES), shared, rng.randrange(64) if own else 0, own)
 
 
 def _long_faults(rng: random.Random, seconds: float, there: frozenset[str]) -> Iterator[tuple[Kind, Fault]]:

@@ -24,7 +24,7 @@ from launch.discovery.etcd import prefix_of
 from launch.discovery.stubs import load_etcd3
 from pd_cache.wire.messages import Hello, Lookup, Message, StatusQuery, encode, join_names
 
-_HELD = 24
+_KEPT_OPEN = 24
 """Most connections that a stranger keeps open at the same time."""
 
 
@@ -52,20 +52,20 @@ class StrangeClient(Stranger):
 
     def run(self) -> None:
         with contextlib.ExitStack() as stack:
-            held: list[socket.socket] = []
+            kept_open: list[socket.socket] = []
             while not self.gone.wait(0.02):
                 with contextlib.suppress(OSError):
                     connection = socket.create_connection(self._address, 1.0)
                     connection.settimeout(0.3)
                     connection.sendall(self._nonsense())
                     self.acts += 1
-                    if self.rng.random() < 0.3 and len(held) < _HELD:
-                        held.append(stack.enter_context(connection))  # never finished, never read
+                    if self.rng.random() < 0.3 and len(kept_open) < _KEPT_OPEN:
+                        kept_open.append(stack.enter_context(connection))  # never finished, never read
                         continue
                     with connection:
                         if self.rng.random() < 0.7:
                             connection.recv(self.rng.choice((1, 65536)))
-                for slow in held:
+                for slow in kept_open:
                     with contextlib.suppress(OSError):
                         slow.sendall(b"x")  # a byte at a time
 

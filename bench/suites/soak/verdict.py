@@ -10,7 +10,7 @@ from bench.lib.report import Check, Report, Table
 
 
 @dataclass
-class Outcome:
+class SoakOutcome:
     """Everything that the report says."""
 
     seed: int
@@ -54,7 +54,7 @@ class Outcome:
         return asdict(self)
 
 
-def checks(outcome: Outcome) -> list[Check]:
+def checks(outcome: SoakOutcome) -> list[Check]:
     """Nothing may be wrong, late, raised, dead, lost or leaked."""
     found = {
         "wrong": max(outcome.wrong_slots, len(outcome.wrong)),
@@ -67,7 +67,7 @@ def checks(outcome: Outcome) -> list[Check]:
     return [Check(name, float(count), 0.0, at_least=False) for name, count in found.items()]
 
 
-def report(outcome: Outcome, facts: Mapping[str, str]) -> Report:
+def report(outcome: SoakOutcome, facts: Mapping[str, str]) -> Report:
     """Returns the outcome as tables."""
     counted = [
         *((name, count) for name, count in sorted(outcome.operations.items())),

@@ -10,7 +10,7 @@ stored, and draws tokens (`sampling`) into the `generation` that the server read
 """
 
 from launch.engines.reference.engine import CacheFactory, ReferenceEngine
-from launch.engines.reference.errors import (
+from launch.engines.reference.engine_errors import (
     EngineClosedError,
     GenerationError,
     QueueFullError,

@@ -12,9 +12,9 @@ import msgspec
 import torch
 
 from launch.engines.reference.cache import PrefixCache
-from launch.engines.reference.errors import EngineClosedError, GenerationError, QueueFullError
+from launch.engines.reference.engine_errors import EngineClosedError, GenerationError, QueueFullError
+from launch.engines.reference.engine_metrics import EngineMetrics
 from launch.engines.reference.generation import Generation
-from launch.engines.reference.metrics import EngineMetrics
 from launch.engines.reference.model import PagedModel, load_model
 from launch.engines.reference.request import GenerationRequest
 from launch.engines.reference.scheduler import Scheduler

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from launch.engines.reference.errors import GenerationError
+from launch.engines.reference.engine_errors import GenerationError
 from launch.engines.reference.request import GenerationRequest, GenerationStats, TokenEvent
 
 _GRACE_S = 5.0

@@ -23,9 +23,9 @@ import torch
 
 from launch.engines.reference.blocks import BlockLease, BlockPool
 from launch.engines.reference.cache import LoadOutcome, LoadResult, Prefix, PrefixCache
-from launch.engines.reference.errors import GenerationError
+from launch.engines.reference.engine_errors import GenerationError
+from launch.engines.reference.engine_metrics import EngineMetrics
 from launch.engines.reference.generation import Generation
-from launch.engines.reference.metrics import EngineMetrics
 from launch.engines.reference.model import PagedModel, StepPart
 from launch.engines.reference.request import FinishReason, GenerationStats, TokenEvent
 from launch.engines.reference.sampling import Sampler
@@ -44,7 +44,7 @@ class _Phase(enum.Enum):
     DECODE = "decode"
 
 
-class _Load:
+class _LoadAttempt:
     """One attempt to load a request's prefix."""
 
     def __init__(self, started: float, deadline: float) -> None:
@@ -62,7 +62,7 @@ class _Active:
         self.sampler = Sampler(generation.request.sampling)
         self.phase = _Phase.WAITING
         self.lease: BlockLease | None = None
-        self.load: _Load | None = None
+        self.load: _LoadAttempt | None = None
         self.prefix: Prefix | None = None
         self.skip_cache = False
         self.cache_answered = False
@@ -209,7 +209,7 @@ class Scheduler:
         announced = cache.whole_chunks(min(active.generation.request.announced_prefix, len(active.prompt)))
         wait_s = self._handoff.wait_ms / 1000 if announced else 0.0
         now = time.monotonic()
-        load = _Load(now, now + wait_s + self._load_timeout_s)
+        load = _LoadAttempt(now, now + wait_s + self._load_timeout_s)
 
         def run() -> None:
             result = LoadResult(LoadOutcome.FAILED, 0)
@@ -227,7 +227,7 @@ class Scheduler:
         active.load = load
         active.phase = _Phase.LOADING
 
-    def _load_ended(self, active: _Active, load: _Load, blocks: int, result: LoadResult) -> None:
+    def _load_ended(self, active: _Active, load: _LoadAttempt, blocks: int, result: LoadResult) -> None:
         if active.load is not load:
             self._lent_blocks -= blocks
             return

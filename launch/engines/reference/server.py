@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, generate_latest
 
 from launch.engines.reference.engine import ReferenceEngine
-from launch.engines.reference.errors import EngineClosedError, GenerationError, QueueFullError
+from launch.engines.reference.engine_errors import EngineClosedError, GenerationError, QueueFullError
 from launch.engines.reference.generation import Generation
 from launch.engines.reference.protocol import (
     AnswerBuilder,
@@ -53,7 +53,7 @@ def make_app(
     """
     config = engine.config
     app = web.Application(client_max_size=(1 << 20) + 64 * config.max_model_len, middlewares=[_errors])
-    server = _Server(engine, registry, about or dict)
+    server = _Handlers(engine, registry, about or dict)
     app.router.add_post("/v1/completions", server.completions)
     app.router.add_post("/tokenize", server.tokenize)
     app.router.add_get("/v1/models", server.models)
@@ -68,7 +68,7 @@ def make_app(
     return app
 
 
-class _Server:
+class _Handlers:
     def __init__(
         self, engine: ReferenceEngine, registry: CollectorRegistry | None, about: Callable[[], Mapping[str, Any]]
     ) -> None:

@@ -11,7 +11,7 @@ from pd_cache.errors import UnsupportedModelError
 
 _REPLACEMENT = "\ufffd"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-_MOST_HELD_TOKENS = 8
+_MOST_UNDECIDED = 8
 
 
 class Detokenizer(ABC):
@@ -119,24 +119,24 @@ class _FolderDetokenizer(Detokenizer):
     def __init__(self, tokenizer: FolderTokenizer) -> None:
         self._tokenizer = tokenizer
         self._before: list[int] = []
-        self._held: list[int] = []
+        self._undecided: list[int] = []
 
     def push(self, token: int) -> str:
-        self._held.append(token)
+        self._undecided.append(token)
         text = self._pending()
-        if text.endswith(_REPLACEMENT) and len(self._held) < _MOST_HELD_TOKENS:
+        if text.endswith(_REPLACEMENT) and len(self._undecided) < _MOST_UNDECIDED:
             return ""
         if text:
-            self._before, self._held = self._held, []
-        elif len(self._held) >= _MOST_HELD_TOKENS:
-            self._held = self._held[-1:]
+            self._before, self._undecided = self._undecided, []
+        elif len(self._undecided) >= _MOST_UNDECIDED:
+            self._undecided = self._undecided[-1:]
         return text
 
     def finish(self) -> str:
         text = self._pending()
-        self._before, self._held = [], []
+        self._before, self._undecided = [], []
         return text
 
     def _pending(self) -> str:
         known = self._tokenizer.decode(self._before)
-        return self._tokenizer.decode(self._before + self._held)[len(known) :]
+        return self._tokenizer.decode(self._before + self._undecided)[len(known) :]

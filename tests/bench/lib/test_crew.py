@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.lib.fleet import Crew, FleetError, Place
+from bench.lib.fleet import Crew, FleetError, Location
 from pd_cache.cluster import ClusterConfig, MasterNode
 from tests.support.echo_bench import Echo, Word
 from tests.support.pool import ROOT
@@ -22,7 +22,7 @@ from tests.support.waiting import wait_for
 
 @pytest.fixture
 def crew() -> Iterator[Crew]:
-    with closing(Crew(Echo, Place("a", "127.0.0.1", ClusterConfig(nodes=(MasterNode(name="m"),))))) as crew:
+    with closing(Crew(Echo, Location("a", "127.0.0.1", ClusterConfig(nodes=(MasterNode(name="m"),))))) as crew:
         yield crew
 
 
@@ -76,9 +76,9 @@ def test_too_many_are_refused(crew: Crew) -> None:
 
 def test_they_end_by_themselves_when_their_starter_is_killed() -> None:
     program = (
-        "import time; from bench.lib.fleet import Crew, Place; from tests.support.echo_bench import Echo, Word;"
+        "import time; from bench.lib.fleet import Crew, Location; from tests.support.echo_bench import Echo, Word;"
         "from pd_cache.cluster import ClusterConfig, MasterNode;"
-        "crew = Crew(Echo, Place('a', '127.0.0.1', ClusterConfig(nodes=(MasterNode(name='m'),)))); crew.grow(2);"
+        "crew = Crew(Echo, Location('a', '127.0.0.1', ClusterConfig(nodes=(MasterNode(name='m'),)))); crew.grow(2);"
         "crew.run(Echo.say, Word('hi'), timeout_s=120); print('ready', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as starter:

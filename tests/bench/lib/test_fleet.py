@@ -21,21 +21,21 @@ import yaml
 import zmq
 
 import pd_cache
-from bench.lib.fleet import Fleet, FleetError, Nothing, Place
+from bench.lib.fleet import Fleet, FleetError, Location, Nothing
 from bench.lib.fleet.children import start as start_child
 from bench.lib.fleet.messages import (
     BEAT,
     MAX_MESSAGE,
     PROTOCOL,
     End,
-    Hello,
     Message,
+    ParticipantHello,
     close_socket,
     decode_message,
     encode_message,
     open_socket,
 )
-from bench.lib.fleet.participant import Link
+from bench.lib.fleet.participant import CoordinatorLink
 from launch.process import end
 from tests.support.echo_bench import Echo
 from tests.support.etcd import Etcd
@@ -293,10 +293,10 @@ def test_strangers_are_refused_and_the_bench_goes_on(start: Start, tmp_path: Pat
     for said, reason in (
         (b"\xc1\xc1\xc1", "no message of a bench"),
         (End("nonsense"), "did not say who it is"),
-        (Hello(PROTOCOL + 1, "echo", "b", "127.0.0.1", "9.9"), "same version"),
-        (Hello(PROTOCOL, "lookup", "b", "127.0.0.1", version), "runs the bench lookup"),
-        (Hello(PROTOCOL, "echo", "q", "127.0.0.1", version), "none of the participants"),
-        (Hello(PROTOCOL, "echo", "a", "127.0.0.1", version), "here already"),
+        (ParticipantHello(PROTOCOL + 1, "echo", "b", "127.0.0.1", "9.9"), "same version"),
+        (ParticipantHello(PROTOCOL, "lookup", "b", "127.0.0.1", version), "runs the bench lookup"),
+        (ParticipantHello(PROTOCOL, "echo", "q", "127.0.0.1", version), "none of the participants"),
+        (ParticipantHello(PROTOCOL, "echo", "a", "127.0.0.1", version), "here already"),
     ):
         with connected(file, said) as (peer, _):
             assert peer.poll(60_000)
@@ -324,14 +324,14 @@ def fleet() -> Iterator[Fleet]:
         listener.setsockopt(zmq.HEARTBEAT_TIMEOUT, 500)
         listener.bind("tcp://127.0.0.1:*")
         address = str(listener.getsockopt_string(zmq.LAST_ENDPOINT))
-        yield Fleet(listener, "echo", replace(Place.here(), host=address), frozenset({"a"}))
+        yield Fleet(listener, "echo", replace(Location.here(), host=address), frozenset({"a"}))
     finally:
         close_socket(listener)
 
 
 def test_a_participant_that_is_stopped_is_found_out_though_its_connection_stands(fleet: Fleet, tmp_path: Path) -> None:
     file = cluster(tmp_path, "a")
-    process = start_child("echo", Echo, fleet.place.host, file, "a", "127.0.0.1")
+    process = start_child("echo", Echo, fleet.location.host, file, "a", "127.0.0.1")
     try:
         fleet.gather(PATIENCE_S)
         process.send_signal(signal.SIGSTOP)
@@ -343,9 +343,9 @@ def test_a_participant_that_is_stopped_is_found_out_though_its_connection_stands
 
 def test_a_participant_that_is_slow_to_read_is_not_taken_for_one_that_is_gone(fleet: Fleet) -> None:
     """What it has not read may not keep ZMQ from hearing its heartbeats."""
-    place = Place("a", "127.0.0.1", fleet.place.config)
-    with closing(Link("echo", place)) as link:
-        link.join("a", lambda: fleet.place.host, PATIENCE_S, lambda _: None)
+    location = Location("a", "127.0.0.1", fleet.location.config)
+    with closing(CoordinatorLink("echo", location)) as link:
+        link.join("a", lambda: fleet.location.host, PATIENCE_S, lambda _: None)
         fleet.gather(PATIENCE_S)
         (member,) = fleet._members.values()
         for _ in range(300):

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.lib.arrivals import Arrival, Part, from_trace, ideal_hit_rate, poisson, prompt_ids, synthetic
-from bench.lib.load import Load, Outcome, Target, generate, join, read_stream, summarize
+from bench.lib.load import Destination, Load, RequestOutcome, generate, join, read_stream, summarize
 from bench.lib.reuse import Infinite, hit_rate
 from bench.lib.stats import Histogram
 from bench.lib.trace import BLOCK_TOKENS
@@ -53,7 +53,7 @@ def load_on(
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            target = Target(url, "m", 100, deadline_s=60 + late, most=100)._replace(**changes)
+            target = Destination(url, "m", 100, deadline_s=60 + late, most=100)._replace(**changes)
             return await generate(target, arrivals, time.monotonic() - late, done)
         finally:
             await runner.cleanup()
@@ -155,7 +155,7 @@ def test_errors_are_told_apart(handler: Handler, kind: str) -> None:
 def test_a_server_that_is_not_there_is_an_error_of_each_request() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
-        target = Target(f"http://127.0.0.1:{holder.getsockname()[1]}", "m", 100, deadline_s=10, most=10)
+        target = Destination(f"http://127.0.0.1:{holder.getsockname()[1]}", "m", 100, deadline_s=10, most=10)
         load = asyncio.run(generate(target, at(0, 0), time.monotonic()))
     assert [one.error for one in load.outcomes] == ["no connection"] * 2
 
@@ -192,7 +192,7 @@ def test_an_event_may_come_in_pieces_and_several_at_once() -> None:
     whole = TOKEN + TOKEN + DONE
     for cut in range(1, len(whole)):
         load = Load()
-        outcome = Outcome(due=0.0, prompt_tokens=8)
+        outcome = RequestOutcome(due=0.0, prompt_tokens=8)
 
         class Answer:
             class content:
@@ -256,10 +256,10 @@ def test_the_ideal_is_what_came_before_at_the_beginning_of_a_prompt() -> None:
 
 def test_figures_are_those_of_what_was_answered() -> None:
     outcomes = [
-        Outcome(due=float(due), prompt_tokens=10, first=0.1 * (due + 1), last=1.0, tokens=5, cached=due)
+        RequestOutcome(due=float(due), prompt_tokens=10, first=0.1 * (due + 1), last=1.0, tokens=5, cached=due)
         for due in range(4)
     ]
-    lost = Outcome(due=4.0, prompt_tokens=10, first=9.0, last=9.0, tokens=3, error="stream cut off")
+    lost = RequestOutcome(due=4.0, prompt_tokens=10, first=9.0, last=9.0, tokens=3, error="stream cut off")
     summary = summarize(
         join([Load(outcomes[::2], Histogram({0: 1})), Load([*outcomes[1::2], lost], Histogram({0: 2}))]),
         ttft_limit_s=0.25,
@@ -274,7 +274,7 @@ def test_figures_are_those_of_what_was_answered() -> None:
 
 
 def test_a_load_that_nobody_answered_has_figures_too() -> None:
-    summary = summarize(Load([Outcome(due=0.0, prompt_tokens=1, error="deadline")]))
+    summary = summarize(Load([RequestOutcome(due=0.0, prompt_tokens=1, error="deadline")]))
     assert summary["answered"] == 0
     assert summary["output_tokens_per_s"] == 0
     assert summary["hit_rate"] is None

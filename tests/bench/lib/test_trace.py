@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.lib.reuse import Infinite, Lru, distinct_blocks, hit_rate
+from bench.lib.reuse import Infinite, SimulatedLru, distinct_blocks, hit_rate
 from bench.lib.trace import BLOCK_TOKENS, Request, TraceError, deal, read_trace
 from tests.support.traces import conversations, write_trace
 
@@ -93,7 +93,7 @@ def test_tokens_of_a_block_that_is_not_full_are_never_found() -> None:
 
 
 def test_lru_forgets_what_was_used_longest_ago_and_the_end_of_a_prompt_first() -> None:
-    cache = Lru(4)
+    cache = SimulatedLru(4)
     assert cache.use([1, 2, 3]) == 0
     assert cache.use([7, 8]) == 0  # 3 is gone
     assert cache.use([1, 2, 3]) == 2  # and now 8 is
@@ -115,14 +115,14 @@ def traces(draw: st.DrawFn) -> list[Request]:
 @given(traces(), st.integers(1, 60))
 def test_lru_finds_more_with_more_room_and_never_more_than_the_ideal(requests: list[Request], capacity: int) -> None:
     ideal = hit_rate(requests, Infinite())
-    some, more = (hit_rate(requests, Lru(blocks)) for blocks in (capacity, capacity + 1))
+    some, more = (hit_rate(requests, SimulatedLru(blocks)) for blocks in (capacity, capacity + 1))
     assert some <= more <= ideal
-    assert hit_rate(requests, Lru(distinct_blocks(requests))) == ideal
+    assert hit_rate(requests, SimulatedLru(distinct_blocks(requests))) == ideal
 
 
 @given(traces(), st.integers(1, 60))
 def test_a_larger_lru_holds_what_a_smaller_one_holds(requests: list[Request], capacity: int) -> None:
-    small, large = Lru(capacity), Lru(capacity + 1)
+    small, large = SimulatedLru(capacity), SimulatedLru(capacity + 1)
     for request in requests:
         assert small.use(request.whole_blocks) <= large.use(request.whole_blocks)
         assert len(small) <= capacity

@@ -12,7 +12,7 @@ import pytest
 
 from bench.lib.page import page
 from bench.lib.report import Table
-from bench.suites.bandwidth import Opened, all_at_once, checks_of, link_gbps, one_at_a_time, report_of
+from bench.suites.bandwidth import NodeMemory, all_at_once, checks_of, link_gbps, one_at_a_time, report_of
 from tests.support.pool import ROOT
 from transfer.settings import Timeouts
 
@@ -90,8 +90,8 @@ def test_at_once_every_node_sends_to_one_and_receives_from_one_at_a_time(count: 
     assert sorted(met) == [(x, y) for x in nodes for y in nodes if x != y]
 
 
-def _opened(gbit: float | None) -> Opened:
-    return Opened("a", "host", "segment", "engine", 0, "eth0", gbit, "machine", Timeouts())
+def _opened(gbit: float | None) -> NodeMemory:
+    return NodeMemory("a", "host", "segment", "engine", 0, "eth0", gbit, "machine", Timeouts())
 
 
 @pytest.mark.parametrize(

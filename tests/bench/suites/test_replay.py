@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from bench.lib.fleet import Place
+from bench.lib.fleet import Location
 from bench.lib.pool import local_pool, raw_client
 from bench.lib.replaying import Open, Remove, Replay, ReplaySite, Tally
 from bench.lib.shrunken import ShrunkenCache, allotted_bytes
 from bench.lib.trace import BLOCK_TOKENS
-from bench.suites.replay import Eviction, Setting, main, settings_of
+from bench.suites.replay import Eviction, ReplaySetting, main, settings_of
 from pd_cache.cluster import ClusterConfig, MasterNode
 from tests.support.traces import conversations, write_trace
 from transfer.settings import MIN_SEGMENT, Timeouts, TransferSettings
@@ -84,8 +84,12 @@ def test_every_capacity_is_tried_with_every_setting_but_an_unbounded_one_only_on
     some, other = Eviction(0.9, 0.1), Eviction(0.7, 0.3)
     settings = settings_of([float("inf"), 500.0], [some, other], [200, 1000], "soft", CHUNK_BYTES, 10_000)
     assert settings == [
-        Setting(float("inf"), CHUNK_BYTES, some, 200, "soft"),
-        *(Setting(500.0, CHUNK_BYTES, eviction, lease, "soft") for eviction in (some, other) for lease in (200, 1000)),
+        ReplaySetting(float("inf"), CHUNK_BYTES, some, 200, "soft"),
+        *(
+            ReplaySetting(500.0, CHUNK_BYTES, eviction, lease, "soft")
+            for eviction in (some, other)
+            for lease in (200, 1000)
+        ),
     ]
 
 
@@ -175,7 +179,7 @@ def test_a_client_leaves_nothing_behind_in_a_pool_that_is_not_its_own() -> None:
     lease_ms = 5000
     transfer = TransferSettings(timeouts=Timeouts(get_ms=lease_ms, put_ms=lease_ms))
     master = MasterNode(name="master", lease_ttl_ms=lease_ms)
-    site = ReplaySite(Place("here", "127.0.0.1", ClusterConfig(nodes=(master,))))
+    site = ReplaySite(Location("here", "127.0.0.1", ClusterConfig(nodes=(master,))))
     with local_pool(MIN_SEGMENT, transfer=transfer, master=master) as address, raw_client(address) as client:
         try:
             site.open(Open(model="m", longest=9, chunk_bytes=4096, master=address, lease_ms=lease_ms))

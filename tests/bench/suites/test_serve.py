@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench.lib.arrivals import Arrival, Part
-from bench.lib.fleet import Place
-from bench.lib.load import Outcome, Target
+from bench.lib.fleet import Location
+from bench.lib.load import Destination, RequestOutcome
 from bench.lib.targets import looked_up, past_prefill
 from bench.suites.serve import Send, ServeSite, distribution, in_slices, main
 from pd_cache.cluster import ClusterConfig, MasterNode
@@ -124,9 +124,9 @@ def test_any_server_with_openais_api_can_be_put_under_load() -> None:
 
 def test_a_generator_whose_coordinator_is_gone_ends_at_once() -> None:
     _Server.answer_completions.clear()
-    site = ServeSite(Place("here", "127.0.0.1", ClusterConfig(nodes=(MasterNode(name="master"),))))
+    site = ServeSite(Location("here", "127.0.0.1", ClusterConfig(nodes=(MasterNode(name="master"),))))
     with other_server() as url:
-        target = Target(url, "m", 100, deadline_s=1000, most=10)
+        target = Destination(url, "m", 100, deadline_s=1000, most=10)
         arrivals = [Arrival(due, (Part(1, 8),), 1) for due in (0.0, 500.0)]
         sending = threading.Thread(target=site.send, args=(Send("test", target, arrivals),))
         sending.start()
@@ -165,7 +165,7 @@ def test_what_cannot_be_done_is_said(arguments: tuple[str, ...], told: str) -> N
 
 
 def test_plots_show_how_times_are_spread_and_how_they_went() -> None:
-    outcomes = [Outcome(due=float(due), prompt_tokens=1, first=0.001 * (due + 1)) for due in range(100)]
+    outcomes = [RequestOutcome(due=float(due), prompt_tokens=1, first=0.001 * (due + 1)) for due in range(100)]
     assert distribution([one.first or 0 for one in outcomes]) == [
         (pytest.approx(part), part / 100) for part in range(1, 101)
     ]

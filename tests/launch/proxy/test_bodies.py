@@ -23,7 +23,7 @@ from transfer.settings import ByteSize
 MIB = 1 << 20
 
 
-class Held:
+class Bodies:
     """Bodies in a budget, as requests of several clients would hold them."""
 
     def __init__(self, limit: int) -> None:
@@ -31,16 +31,16 @@ class Held:
         self._stack = contextlib.ExitStack()
         self.given_up: list[Body] = []
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> Bodies:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
-        assert (self.budget.used, self.budget._large, self.budget._held) == (0, 0, {})
+        assert (self.budget.used, self.budget._large, self.budget._by_client) == (0, 0, {})
 
     def body(self, client: str, size: int = 0, *, complete: bool = False) -> Body:
         """A new body, of which so many bytes have come, if they were taken."""
-        body = self._stack.enter_context(self.budget.held(client))
+        body = self._stack.enter_context(self.budget.opened(client))
         body.give_up = lambda: self.given_up.append(body)
         self.budget.grow(body, size)
         body.complete = complete
@@ -71,55 +71,55 @@ def test_what_a_request_could_do_without_leaves_twice_as_much_and_takes_nothing_
 
 
 def test_of_one_clients_bodies_the_largest_that_still_arrives_gives_way() -> None:
-    with Held(100) as held:
-        held.body("a", 20, complete=True)
-        large, small, other = held.body("a", 18), held.body("a", 5), held.body("b", 8)
-        assert held.budget.grow(small, 7)
-        assert (held.given_up, held.budget.used) == ([large], 40)
-        assert not held.budget.grow(large, 1)
-        assert not held.budget.grow(small, 40), "it is the largest itself now"
-        assert (other.size, held.given_up) == (8, [large])
+    with Bodies(100) as bodies:
+        bodies.body("a", 20, complete=True)
+        large, small, other = bodies.body("a", 18), bodies.body("a", 5), bodies.body("b", 8)
+        assert bodies.budget.grow(small, 7)
+        assert (bodies.given_up, bodies.budget.used) == ([large], 40)
+        assert not bodies.budget.grow(large, 1)
+        assert not bodies.budget.grow(small, 40), "it is the largest itself now"
+        assert (other.size, bodies.given_up) == (8, [large])
 
 
 def test_a_client_with_less_takes_the_room_of_one_with_more() -> None:
-    with Held(100) as held:
-        much = [held.body("a", 10) for _ in range(5)]
-        little = held.body("b", 25)
-        assert held.given_up == [], "it takes half of what was free"
-        assert held.budget.grow(little, 8)
-        assert (len(held.given_up), held.budget.used) == (2, 30 + 33)
-        assert set(held.given_up) < set(much)
-        assert not held.budget.grow(little, 3), "now it is the one with more"
+    with Bodies(100) as bodies:
+        much = [bodies.body("a", 10) for _ in range(5)]
+        little = bodies.body("b", 25)
+        assert bodies.given_up == [], "it takes half of what was free"
+        assert bodies.budget.grow(little, 8)
+        assert (len(bodies.given_up), bodies.budget.used) == (2, 30 + 33)
+        assert set(bodies.given_up) < set(much)
+        assert not bodies.budget.grow(little, 3), "now it is the one with more"
 
 
 @pytest.mark.parametrize(("size", "room"), [(256 << 10, 512 * MIB), (MIB, 384 * MIB)])
 def test_a_client_leaves_as_much_as_it_takes_of_the_room_for_bodies_of_a_size(size: int, room: int) -> None:
-    with Held(512 * MIB) as held:
-        assert [held.fill(client, size) for client in "abc"] == [room // 2, room // 4, room // 8]
-    with Held(512 * MIB) as held:  # clients that take turns
+    with Bodies(512 * MIB) as bodies:
+        assert [bodies.fill(client, size) for client in "abc"] == [room // 2, room // 4, room // 8]
+    with Bodies(512 * MIB) as bodies:  # clients that take turns
         for client in "abc" * (room // 4 // size):
-            assert held.body(client, size).size
-        assert held.given_up == []
+            assert bodies.body(client, size).size
+        assert bodies.given_up == []
 
 
 def test_small_bodies_find_room_however_many_clients_hold_large_ones() -> None:
-    with Held(512 * MIB) as held:
+    with Bodies(512 * MIB) as bodies:
         clients = [str(number) for number in range(64)]
-        held_by_large = sum(held.fill(client, 16 * MIB) + held.fill(client, MIB) for client in clients)
+        held_by_large = sum(bodies.fill(client, 16 * MIB) + bodies.fill(client, MIB) for client in clients)
         assert 350 * MIB < held_by_large <= 384 * MIB
         for client in [*clients, "polite"]:
-            assert held.body(client, 256 << 10, complete=True).size, client
+            assert bodies.body(client, 256 << 10, complete=True).size, client
 
 
 def test_bodies_that_grow_large_no_longer_take_the_room_of_small_ones() -> None:
-    with Held(64 * MIB) as held:
-        held.fill("a", 256 << 10)
-        small = held.budget.used
-        growing = [held.body(str(number), 256 << 10) for number in range(60)]
+    with Bodies(64 * MIB) as bodies:
+        bodies.fill("a", 256 << 10)
+        small = bodies.budget.used
+        growing = [bodies.body(str(number), 256 << 10) for number in range(60)]
         for body in growing:
-            held.budget.grow(body, MIB)
-        assert held.budget.used - small <= 48 * MIB
-        assert held.body("polite", 256 << 10, complete=True).size
+            bodies.budget.grow(body, MIB)
+        assert bodies.budget.used - small <= 48 * MIB
+        assert bodies.body("polite", 256 << 10, complete=True).size
 
 
 @given(
@@ -139,7 +139,7 @@ def test_bodies_never_take_more_than_the_budget_and_give_all_of_it_back(events: 
     for who, count, what in events:
         if who not in open_bodies:
             stack = contextlib.ExitStack()
-            open_bodies[who] = (stack, stack.enter_context(budget.held("ab"[who % 2])))
+            open_bodies[who] = (stack, stack.enter_context(budget.opened("ab"[who % 2])))
         stack, body = open_bodies[who]
         if what == "grow" and not body.complete:
             budget.grow(body, count)
@@ -157,7 +157,7 @@ def test_bodies_never_take_more_than_the_budget_and_give_all_of_it_back(events: 
         bodies = [body for _, body in open_bodies.values()]
         assert budget.used == sum(body.size for body in bodies) <= limit
         assert budget._large == sum(body.size for body in bodies if body.large) <= limit * 3 // 4
-        assert budget._held == {
+        assert budget._by_client == {
             (body.client, body.large): sum(
                 other.size for other in bodies if (other.client, other.large) == (body.client, body.large)
             )
@@ -166,7 +166,7 @@ def test_bodies_never_take_more_than_the_budget_and_give_all_of_it_back(events: 
         }
     for stack, _ in open_bodies.values():
         stack.close()
-    assert (budget.used, budget._large, budget._held) == (0, 0, {})
+    assert (budget.used, budget._large, budget._by_client) == (0, 0, {})
 
 
 def large(mib: int) -> io.BytesIO:

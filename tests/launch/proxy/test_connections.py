@@ -21,9 +21,9 @@ from launch.descriptors import descriptors_for
 from launch.proxy import Proxy
 from launch.proxy.capacity import fitted
 from launch.proxy.connections import Connection, Connections, Why
-from launch.proxy.files import WatchedFiles
 from launch.proxy.listener import Listener
 from launch.proxy.tls import ServerTls
+from launch.proxy.watched_files import WatchedFiles
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig
 from pd_cache.errors import ConfigError
 from tests.support.etcd import make_certificates

@@ -8,8 +8,8 @@ from typing import NoReturn
 import pytest
 
 from launch.proxy.answers import ApiError
-from launch.proxy.files import WatchedFiles
 from launch.proxy.keys import Keys, read_keys
+from launch.proxy.watched_files import WatchedFiles
 from pd_cache.cluster import ProxyConfig
 from pd_cache.errors import ConfigError
 from tests.support.proxy import answers, cluster, error_of, scenario, until

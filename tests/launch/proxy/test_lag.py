@@ -77,7 +77,7 @@ def test_a_proxy_that_stood_still_does_not_take_its_nodes_for_unreachable(monkey
             assert len(c.prefill[0].bodies) == 1
             for hop in ("prefill", "decode"):
                 assert c.metric("hop_failures_total", hop=hop, reason="unreachable") == 0
-                assert all(c.proxy._fleet.pools[hop].health(time.monotonic()).values())  # type: ignore[index]
+                assert all(c.proxy._node_pools.pools[hop].health(time.monotonic()).values())  # type: ignore[index]
 
     asked()
 

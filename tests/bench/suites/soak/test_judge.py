@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from bench.suites.soak.judge import ALLOWANCE_S, TICK_S, Span, Ticker, seconds_late
-from bench.suites.soak.leaks import DESCRIPTORS, Held, grown
+from bench.suites.soak.leaks import DESCRIPTORS, Footprint, grown
 from bench.suites.soak.ledger import Ledger
-from bench.suites.soak.verdict import Outcome
+from bench.suites.soak.verdict import SoakOutcome
 
 
 def test_an_answer_has_its_deadline_and_the_allowance() -> None:
@@ -60,14 +60,16 @@ def test_a_wrong_slot_an_exception_and_an_impossible_answer_each_fail_the_run() 
     for changes in ({"wrong": 3}, {"raised": True, "complaint": "OSError"}, {"complaint": "lookup answered 3 of 16"}):
         ledger = Ledger()
         ledger.event("engine-a", _end("engine-a/0", 1, 2, **changes))
-        outcome = Outcome(seed=1, minutes=1, wrong=ledger.wrong, wrong_slots=ledger.wrong_slots, raised=ledger.raised)
+        outcome = SoakOutcome(
+            seed=1, minutes=1, wrong=ledger.wrong, wrong_slots=ledger.wrong_slots, raised=ledger.raised
+        )
         assert outcome.failed
-    assert not Outcome(seed=1, minutes=1).failed
+    assert not SoakOutcome(seed=1, minutes=1).failed
 
 
 def test_more_descriptors_than_allowed_is_a_leak_and_a_node_that_is_gone_is_one() -> None:
-    before = {"proxy": Held(1, 20, 8, 100 << 20), "cache": Held(1, 20, 8, 100 << 20)}
-    after = {"proxy": Held(1, 21 + DESCRIPTORS, 8, 100 << 20)}
+    before = {"proxy": Footprint(1, 20, 8, 100 << 20), "cache": Footprint(1, 20, 8, 100 << 20)}
+    after = {"proxy": Footprint(1, 21 + DESCRIPTORS, 8, 100 << 20)}
     assert grown(before, {**before}) == []
     found = grown(before, after)
     assert len(found) == 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.suites.soak.engine import Cache, perform
+from bench.suites.soak.driver import Cache, perform
 from bench.suites.soak.oracle import (
     BLOCK,
     BLOCKS,
@@ -23,7 +23,7 @@ from bench.suites.soak.oracle import (
     places,
     prefixes,
 )
-from bench.suites.soak.plan import CHUNK, Operation, OperationKind, Prompt, operations, tokens_of
+from bench.suites.soak.plan import CHUNK, Operation, OperationKind, PlannedPrompt, operations, tokens_of
 from pd_cache.layout import KVLayout, PageKind
 
 CANARY = 0x0123_4567_89AB_CDEF
@@ -149,7 +149,7 @@ class _Dictionary:
             self.chunks.pop(name, None)
 
 
-def _do(cache: Cache, buffer: PagedBuffer, kind: OperationKind, prompt: Prompt, first: int = 0) -> Any:
+def _do(cache: Cache, buffer: PagedBuffer, kind: OperationKind, prompt: PlannedPrompt, first: int = 0) -> Any:
     operation = Operation(0, kind, prompt, first, False, 3, 1.0, 0.0)
     return perform(cache, buffer, operation, 1, CANARY)(lambda: None)
 
@@ -165,7 +165,7 @@ def test_a_cache_that_is_right_passes_a_hundred_operations(buffer: PagedBuffer) 
 
 
 def test_a_wrong_byte_planted_in_a_cache_is_caught_when_it_is_loaded(buffer: PagedBuffer) -> None:
-    cache, prompt = _Dictionary(buffer), Prompt(0, 5 * CHUNK, 0, 0)
+    cache, prompt = _Dictionary(buffer), PlannedPrompt(0, 5 * CHUNK, 0, 0)
     assert _do(cache, buffer, "store", prompt).hit == 5 * CHUNK
     name = int(prefixes(tokens_of(1, prompt))[3 * CHUNK - 1])
     cache.chunks[name].view(np.uint8)[4, 1, 1, 77] ^= 0x01
@@ -175,7 +175,7 @@ def test_a_wrong_byte_planted_in_a_cache_is_caught_when_it_is_loaded(buffer: Pag
 
 
 def test_a_cache_that_writes_where_it_should_not_is_caught(buffer: PagedBuffer) -> None:
-    cache, prompt = _Dictionary(buffer), Prompt(0, 4 * CHUNK, 0, 0)
+    cache, prompt = _Dictionary(buffer), PlannedPrompt(0, 4 * CHUNK, 0, 0)
     _do(cache, buffer, "store", prompt)
 
     def write_beside(slots: Any) -> None:
@@ -190,7 +190,7 @@ def test_a_cache_that_writes_where_it_should_not_is_caught(buffer: PagedBuffer) 
 
 
 def test_answers_that_cannot_be_right_and_exceptions_are_complaints(buffer: PagedBuffer) -> None:
-    cache, prompt = _Dictionary(buffer), Prompt(0, 4 * CHUNK, 0, 0)
+    cache, prompt = _Dictionary(buffer), PlannedPrompt(0, 4 * CHUNK, 0, 0)
     cache.lookup = lambda tokens, timeout: CHUNK  # type: ignore[method-assign]
     assert "nobody stored" in _do(cache, buffer, "unknown", prompt).complaint
     cache.lookup = lambda tokens, timeout: 3  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from bench.suites.soak.plan import (
     CHUNK,
     LONGEST,
     Fault,
-    Prompt,
+    PlannedPrompt,
     check_prompts,
     completions,
     coverage,
@@ -93,7 +93,7 @@ def test_operations_stay_within_the_longest_prompt_and_some_reach_it() -> None:
 
 
 def test_prompts_of_one_family_share_their_beginning() -> None:
-    one, other = tokens_of(3, Prompt(2, 100, 7, 20)), tokens_of(3, Prompt(2, 160, 8, 20))
+    one, other = tokens_of(3, PlannedPrompt(2, 100, 7, 20)), tokens_of(3, PlannedPrompt(2, 160, 8, 20))
     assert one[:100] == other[:100]
     assert one[100:] != other[100:120]
     assert len(one) == 120

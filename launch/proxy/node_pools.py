@@ -23,7 +23,7 @@ _REMEMBERED_S = 300.0
 _HOPS: tuple[Hop, ...] = ("prefill", "decode")
 
 
-class Fleet:
+class NodePools:
     """Follows views, and logs what changed."""
 
     def __init__(

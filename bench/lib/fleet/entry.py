@@ -14,8 +14,8 @@ import click
 from bench.lib.fleet.children import local_participants
 from bench.lib.fleet.coordinator import Fleet
 from bench.lib.fleet.messages import FleetError
-from bench.lib.fleet.options import FleetOptions, Plan, plan
-from bench.lib.fleet.participant import Link, serve
+from bench.lib.fleet.options import FleetOptions, Participation, plan
+from bench.lib.fleet.participant import CoordinatorLink, serve
 from bench.lib.fleet.rendezvous import Meeting, meeting
 from bench.lib.fleet.site import Site
 from pd_cache.errors import ConfigError
@@ -53,13 +53,13 @@ def conduct(
 
 
 def _take_part(
-    bench: str, here: Plan, site: type[Site], lead: Callable[[Fleet], T], tell: Callable[[str], None]
+    bench: str, here: Participation, site: type[Site], lead: Callable[[Fleet], T], tell: Callable[[str], None]
 ) -> T | None:
     with meeting(here, bench, tell) as met:
         if met.listener is None:
             _join(bench, here, site, met, tell)
             return None
-        fleet = Fleet(met.listener, bench, here.place, here.expected)
+        fleet = Fleet(met.listener, bench, here.location, here.expected)
         own = threading.Thread(
             target=_join_quietly, args=(bench, here, site, met, tell), name="bench-own-site", daemon=True
         )
@@ -78,16 +78,16 @@ def _take_part(
             own.join(_END_S)
 
 
-def _join(bench: str, here: Plan, site: type[Site], met: Meeting, tell: Callable[[str], None]) -> None:
-    link = Link(bench, here.place)
+def _join(bench: str, here: Participation, site: type[Site], met: Meeting, tell: Callable[[str], None]) -> None:
+    link = CoordinatorLink(bench, here.location)
     try:
         link.join(met.leader, met.find, here.wait_s, tell)
-        serve(site, here.place, link)
+        serve(site, here.location, link)
     finally:
         link.close()
 
 
-def _join_quietly(bench: str, here: Plan, site: type[Site], met: Meeting, tell: Callable[[str], None]) -> None:
+def _join_quietly(bench: str, here: Participation, site: type[Site], met: Meeting, tell: Callable[[str], None]) -> None:
     """Runs the coordinator's own part, as a participant like any other."""
     with suppress(FleetError):
         _join(bench, here, site, met, lambda _: None)

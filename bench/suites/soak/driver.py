@@ -1,4 +1,4 @@
-"""The process that drives a cache engine: `python -m bench.suites.soak.engine NAME FILE HOST SEED FIRST`, started by `cluster`.
+"""The process that drives a cache engine: `python -m bench.suites.soak.driver NAME FILE HOST SEED FIRST`, started by `cluster`.
 
 `engine-a` has a `CacheEngine` of its own, `engine-b` a `ServerCache` for each lane, over the cache server of the file. Each lane is
 a thread with a paged buffer of its own. It does one operation of the plan after the other, and compares the whole buffer after each.
@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from bench.suites.soak.oracle import TOKEN_BYTES, PagedBuffer, Wrong, places, prefixes
-from bench.suites.soak.plan import CHUNK, Operation, OperationKind, Prompt, operations, pressed, tokens_of
+from bench.suites.soak.plan import CHUNK, Operation, OperationKind, PlannedPrompt, operations, pressed, tokens_of
 from pd_cache.cluster import CacheServerNode, read_config
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.engine import CacheEngine, CacheEngineBuilder
@@ -91,8 +91,8 @@ class ServedCache:
     removes = False
 
     def __init__(self, url: str, metadata: CacheMetadata, layout: KVLayout, buffer: PagedBuffer) -> None:
-        from pd_cache.client.cache import ServerCache
         from pd_cache.client.identity import EngineIdentity
+        from pd_cache.client.server_cache import ServerCache
 
         self._kv = buffer.tensors
         identity = EngineIdentity.of(metadata, CacheConfig(chunk_size=CHUNK))
@@ -122,7 +122,7 @@ class ServedCache:
         return REMOTE_MOVE_S if kind in ("store", "retrieve") else REMOTE_LOOKUP_S
 
 
-class Done:
+class Performed:
     """The outcome of an operation."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Done:
         self.raised = False
 
 
-def perform(cache: Cache, buffer: PagedBuffer, operation: Operation, seed: int, canary: int) -> Callable[[Callable[[], None]], Done]:  # fmt: skip
+def perform(cache: Cache, buffer: PagedBuffer, operation: Operation, seed: int, canary: int) -> Callable[[Callable[[], None]], Performed]:  # fmt: skip
     """Prepares an operation. Returns a function that calls the cache between two calls of its argument, then compares."""
     tokens = tokens_of(seed, operation.prompt)
     names = prefixes(tokens)
@@ -152,8 +152,8 @@ def perform(cache: Cache, buffer: PagedBuffer, operation: Operation, seed: int, 
     if operation.kind == "store":
         buffer.put(slots, names)
 
-    def run(mark: Callable[[], None]) -> Done:
-        done = Done()
+    def run(mark: Callable[[], None]) -> Performed:
+        done = Performed()
         loaded, may_differ = np.zeros(0, np.int64), np.zeros(0, np.int64)
         first = operation.first * CHUNK
         mark()
@@ -195,7 +195,7 @@ def perform(cache: Cache, buffer: PagedBuffer, operation: Operation, seed: int, 
     return run
 
 
-class Lane(threading.Thread):
+class SoakLane(threading.Thread):
     """One thread that calls the cache."""
 
     def __init__(self, driver: Driver, number: int, first: int) -> None:
@@ -227,7 +227,7 @@ class Lane(threading.Thread):
                 self.resting.set()
                 return
 
-    def do(self, operation: Operation) -> Done:
+    def do(self, operation: Operation) -> Performed:
         """Does one operation and reports it."""
         self._serial += 1
         prepared = perform(self.cache, self.buffer, operation, self._driver.seed, (self._serial * 0x9E3779B97F4A7C15) & ((1 << 64) - 1))  # fmt: skip
@@ -261,7 +261,7 @@ class Driver:
         self.pressed_until = 0.0
         self._config, _ = read_config(file)
         self.engine: CacheEngine | None = None
-        self.lanes = [Lane(self, number, first.get(f"{name}/{number}", 0)) for number in range(LANES[name])]
+        self.lanes = [SoakLane(self, number, first.get(f"{name}/{number}", 0)) for number in range(LANES[name])]
 
     def say(self, **fields: Any) -> None:
         """Prints a line of JSON on stdout."""
@@ -305,9 +305,9 @@ class Driver:
             elif what == "press":
                 self.pressed_until = time.monotonic() + command["seconds"]
             elif what == "check":
-                self._check([Prompt(**one) for one in command["prompts"]], command["mode"], command["seconds"])
+                self._check([PlannedPrompt(**one) for one in command["prompts"]], command["mode"], command["seconds"])
             elif what == "settle":
-                self.say(e="settled", **self._held(command["seconds"]))
+                self.say(e="settled", **self._slots_left(command["seconds"]))
             elif what == "end":
                 break
         self.close()
@@ -322,7 +322,7 @@ class Driver:
                 lane.cache.remote.close()
         CacheEngineBuilder.destroy(self.name)
 
-    def _check(self, prompts: Sequence[Prompt], mode: str, seconds: float) -> None:
+    def _check(self, prompts: Sequence[PlannedPrompt], mode: str, seconds: float) -> None:
         """Tries until every prompt is found and loaded whole; with `store`, stores it first.
 
         Done on this thread with the first lane's buffer, whose thread rests.
@@ -347,22 +347,22 @@ class Driver:
                 time.sleep(0.5)
         self.say(e="checked", mode=mode, seconds=time.monotonic() - begin, prompts=len(prompts), missing=missing if left else [])  # fmt: skip
 
-    def _held(self, seconds: float) -> dict[str, Any]:
+    def _slots_left(self, seconds: float) -> dict[str, Any]:
         """Returns how many slots are held that should not be, a failed assertion of the memory, and the server's report."""
         end = time.monotonic() + seconds
         if self.engine is None:
-            return {"held": 0, "integrity": "", "server": _server_report(self._url)}
-        while (held := _slots_held(self.engine)) and time.monotonic() < end:
+            return {"slots": 0, "integrity": "", "server": _server_report(self._url)}
+        while (slots := _slots_in_use(self.engine)) and time.monotonic() < end:
             time.sleep(0.1)
         try:
             self.engine.backend.memory.pool.check_integrity()
             integrity = ""
         except AssertionError as error:
             integrity = str(error) or "an assertion of check_integrity failed"
-        return {"held": held, "integrity": integrity, "server": {}}
+        return {"slots": slots, "integrity": integrity, "server": {}}
 
 
-def _slots_held(engine: CacheEngine) -> int:
+def _slots_in_use(engine: CacheEngine) -> int:
     """Returns how many slots are in use, not counting those in which the local tier keeps its entries."""
     from pd_cache.backends.hybrid import HybridBackend
     from pd_cache.backends.local import LocalBackend

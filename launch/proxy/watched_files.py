@@ -17,7 +17,7 @@ _LOOK_S = 2.0
 _Signature = tuple[tuple[int, int, int] | None, ...]
 
 
-class _Watch(NamedTuple):
+class _WatchedFile(NamedTuple):
     what: str
     files: Sequence[str]
     load: Callable[[], None]
@@ -27,7 +27,7 @@ class WatchedFiles:
     """Loads files, and loads them again when they change. If a file cannot be used, that is logged, and what was loaded before stays."""
 
     def __init__(self) -> None:
-        self._watches: list[_Watch] = []
+        self._watches: list[_WatchedFile] = []
         self._seen: dict[str, _Signature] = {}
         self._said: dict[str, str] = {}
         """What was logged about files that cannot be used: it is logged once, and they are tried again at each look."""
@@ -39,7 +39,7 @@ class WatchedFiles:
         """
         self._seen[what] = _signature(files)  # first: a file that changes while it is read is read again
         load()
-        self._watches.append(_Watch(what, files, load))
+        self._watches.append(_WatchedFile(what, files, load))
 
     def look(self) -> None:
         """Loads the files that changed since the last look."""

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import torch
 
-from pd_cache.blocks import Places, StoreOutcome
+from pd_cache.blocks import BlocksOrSlots, StoreOutcome
 from pd_cache.client.connection import PendingMove, ServerConnection, failure_of
 from pd_cache.client.identity import EngineIdentity
 from pd_cache.layout import KVLayout, PageKind, layer_tensors
 from pd_cache.metrics import CacheMetrics
-from pd_cache.paged import plan
-from pd_cache.tokens import ExtraKey, Tokens
+from pd_cache.paged import plan_named
+from pd_cache.tokens import ExtraKey, Tokens, check_names
 from pd_cache.wire.channel import Context, Future
 from pd_cache.wire.messages import Found, Loaded, Retrieve, Store, Stored
 from pd_cache.wire.sharing import record_event
@@ -100,7 +100,7 @@ class ServerCache:
     def store(
         self,
         names: Sequence[bytes],
-        blocks: Places,
+        blocks: BlocksOrSlots,
         *,
         kv_caches: Any = None,
         after: Any = None,
@@ -117,7 +117,7 @@ class ServerCache:
     def retrieve(
         self,
         names: Sequence[bytes],
-        blocks: Places,
+        blocks: BlocksOrSlots,
         *,
         kv_caches: Any = None,
         session: str = "",
@@ -137,6 +137,7 @@ class ServerCache:
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> PendingLookup:
         """Begins a lookup; arguments as for `lookup`."""
+        check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
         if at_hand == len(names):
             return PendingLookup(self, None, at_hand, len(names))
@@ -146,7 +147,7 @@ class ServerCache:
     def begin_store(
         self,
         names: Sequence[bytes],
-        blocks: Places,
+        blocks: BlocksOrSlots,
         *,
         session: str = "",
         after: Any = None,
@@ -160,7 +161,7 @@ class ServerCache:
     def begin_retrieve(
         self,
         names: Sequence[bytes],
-        blocks: Places,
+        blocks: BlocksOrSlots,
         *,
         session: str = "",
         after: Any = None,
@@ -198,7 +199,7 @@ class ServerCache:
         kind: type[Store] | type[Retrieve],
         session: str,
         names: Sequence[bytes],
-        blocks: Places,
+        blocks: BlocksOrSlots,
         after: Any,
         timeout: float | None,
     ) -> PendingMove:
@@ -206,13 +207,11 @@ class ServerCache:
         ids = self._block_ids(names, blocks, may_leave_out=kind is Retrieve)
         return self.connection.move(kind, session, names, ids, after, seconds)
 
-    def _block_ids(self, names: Sequence[bytes], places: Places, *, may_leave_out: bool) -> list[int]:
+    def _block_ids(self, names: Sequence[bytes], places: BlocksOrSlots, *, may_leave_out: bool) -> list[int]:
         """Returns the ids of the blocks, -1 for one that is left out. Raises ValueError for places that do not fit."""
         if self._layout is None:
             raise ValueError("no KV tensors: call register_kv_caches first")
-        chunks = plan(places, self._layout, self.chunk_size, may_leave_out=may_leave_out)
-        if len(chunks) != len(names):
-            raise ValueError(f"{len(names)} chunks were named, and the places are of {len(chunks)}")
+        chunks = plan_named(names, places, self._layout, self.chunk_size, may_leave_out=may_leave_out)
         found: list[int] = []
         for chunk in chunks:
             if chunk.blocks is None:

@@ -183,20 +183,22 @@ async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again() -> N
     async with cluster(2, 1, health_interval_s=0.02) as c:
         sick, well = c.prefill
         sick.health = answers(503)
-        await until(lambda: not c.proxy._fleet.pools["prefill"].health(time.monotonic())[sick.url], "noticed")
+        await until(lambda: not c.proxy._node_pools.pools["prefill"].health(time.monotonic())[sick.url], "noticed")
         for _ in range(3):
             async with c.post() as response:
                 assert response.status == 200
         assert (len(sick.bodies), len(well.bodies)) == (0, 3)
         sick.health = answers(404)  # it knows no such path, but it answers
-        await until(lambda: c.proxy._fleet.pools["prefill"].health(time.monotonic())[sick.url], "noticed")
+        await until(lambda: c.proxy._node_pools.pools["prefill"].health(time.monotonic())[sick.url], "noticed")
 
 
 @scenario
 async def test_a_check_that_hangs_counts_as_failed() -> None:
     async with cluster(1, 1, health_interval_s=0.02, health_timeout_s=0.05) as c:
         c.decode[0].health = hangs
-        await until(lambda: not c.proxy._fleet.pools["decode"].health(time.monotonic())[c.decode[0].url], "noticed")
+        await until(
+            lambda: not c.proxy._node_pools.pools["decode"].health(time.monotonic())[c.decode[0].url], "noticed"
+        )
         async with c.post() as response:
             assert response.status == 200, "with nobody else, the checks are not believed"
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from launch.status.nodes import ClusterStatus
+from launch.status.node_status import ClusterStatus
 from pd_cache.cluster.memory import shown_bytes
 
 
