@@ -209,7 +209,7 @@ def test_a_store_and_a_retrieve_in_many_turns_move_what_one_turn_moves(server: C
 def test_a_request_that_no_server_reads_is_refused_before_it_is_sent(server: CacheServer) -> None:
     client = ServerConnection(server.url, None, "observer")
     try:
-        with pytest.raises(RefusedError, match="are the most"):
+        with pytest.raises(RefusedError, match="at most"):
             client.ask(Lookup("x" * MAX_FRAME, b""), 5)
         client.ask(StatusQuery(), 5)
         assert client.lost == 0
