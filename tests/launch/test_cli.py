@@ -113,7 +113,7 @@ def test_staging_memory_that_holds_no_chunk_of_the_model_is_refused(tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert "transfer.staging_size: 4KiB: it holds no slot of" in done.stderr
+    assert "transfer.staging_size: 4KiB: the staging memory holds no slot of" in done.stderr
 
 
 def test_a_store_node_that_waits_for_its_master_stops_on_sigterm(tmp_path: Path) -> None:
