@@ -111,7 +111,7 @@ def test_a_descriptor_that_takes_long_to_close_holds_nobody_up(server: CacheServ
         os.close(fence)
         answer = one.ask(engine_abuse.registration(token, 1 << 20, CHUNK))
         assert isinstance(answer, Refused)
-        assert "not memory of memfd_create" in answer.message
+        assert "expected sealed memory of memfd_create" in answer.message
         with Engine(server.url) as engine:
             store_surely(engine, TOKENS)
 
