@@ -162,7 +162,7 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
             "c.yaml:3: cache.chunk_size: 100: must be a multiple of engine.block_size 16, e.g. 96 or 112",
         ),
         ("1GiB", "1Gib3", "c.yaml:2: transfer.segment_size: '1Gib3': expected a size such as 512MiB, 4GiB"),
-        ("1GiB", "1MiB", "c.yaml:2: transfer: segment_size: 1MiB is below Mooncake's minimum of 16MiB"),
+        ("1GiB", "1MiB", "c.yaml:2: transfer: segment_size: must be 0 for none, or at least 16MiB, got 1MiB"),
         ("512MiB", "1MiB", "c.yaml:9: nodes[1].segment_size: '1MiB': must be 0 for none, or at least 16MiB"),
         (
             "role: decode",
