@@ -1,4 +1,4 @@
-"""Runs several programs as one: started in order, watched, stopped in reverse.
+"""Runs several programs as one: starts them in order, watches them, and stops them in reverse order.
 
     with Supervisor(settings) as supervisor, stop_on_signals() as stop:
         supervisor.start([[master], [store], [prefill, decode], [proxy]], stop)
@@ -36,7 +36,7 @@ Spawn = Callable[[Program, OnLine], Process]
 
 
 class StopEvent(Protocol):
-    """`threading.Event`, or the flag of `stop_on_signals`."""
+    """A `threading.Event`, or the flag of `stop_on_signals`."""
 
     def is_set(self) -> bool: ...
     def wait(self, timeout: float | None = None) -> bool: ...
@@ -60,13 +60,13 @@ def backoff_s(failures: int) -> float:
 
 
 def to_stderr(line: str) -> None:
-    """Writes a line to stderr: the sink of a supervisor with a person watching."""
+    """Writes a line to stderr: a supervisor's sink when a person watches."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
 
 class _Watched:
-    """One program and its state. `process` is None while it waits for its restart."""
+    """A program and its state. `process` is None while the program waits for its restart."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -114,18 +114,18 @@ class Supervisor:
 
     @property
     def ready_urls(self) -> dict[str, str]:
-        """The URL that each ready program announced, empty if it has none."""
+        """The URL that each ready program announced; empty if it has none."""
         return {w.program.name: w.url for w in self._all() if w.process is not None and w.url is not None}
 
     @property
     def pids(self) -> dict[str, int]:
-        """The pids of processes that were started and not found dead since."""
+        """The pids of the programs' processes, by name. A process that was found dead is left out."""
         return {w.program.name: w.process.pid for w in self._all() if w.process is not None}
 
     def start(self, programs: Sequence[Program | Sequence[Program]], stop_event: StopEvent | None = None) -> bool:
-        """Starts programs one after the other, each when the one before is ready; those of an inner list together.
+        """Starts programs one after the other, each when the one before is ready. Starts those of an inner list together.
 
-        Returns True once all are ready, False if `stop_event` was set first. Raises SupervisorError, with everything stopped, if one
+        Returns True once all are ready, False if `stop_event` was set first. Raises SupervisorError, with everything stopped, if a program
         cannot be started, ends (even one of an earlier group), or is not ready within `ready_timeout_s` of its start.
         """
         if self._stopped:
@@ -148,10 +148,10 @@ class Supervisor:
         return True
 
     def wait(self, stop_event: StopEvent, *, restart: bool = False) -> None:
-        """Watches until `stop_event` is set. The programs still run then; leaving the `with` block stops them.
+        """Watches the programs until `stop_event` is set. The programs still run then; leaving the `with` block stops them.
 
-        A program that ends is logged. With `restart`, it is started again after 1, 2, 4 … 30 s (from 1 s again once it ran for 60 s).
-        Otherwise everything is stopped and SupervisorError is raised.
+        With `restart`, a program that ends is started again after 1, 2, 4 … 30 s (from 1 s again once it has run for 60 s). Without it,
+        everything is stopped, and SupervisorError is raised.
         """
         try:
             while not stop_event.wait(_POLL_S):
@@ -164,7 +164,7 @@ class Supervisor:
     def stop(self) -> None:
         """Stops everything, the last group first: SIGTERM, and SIGKILL after `stop_grace_s`. Does nothing the second time.
 
-        On return no process and no thread of the supervisor is left.
+        When it returns, no process and no thread of the supervisor is left.
         """
         self._stopped = True
         while self._groups:
@@ -228,7 +228,7 @@ class Supervisor:
                 raise self._error(watched, f"ended: {_told(status)}", status)
             self._retry_later(watched, f"ended: {_told(status)}")
         elif watched.url is None and now - watched.started >= self._settings.ready_timeout_s:
-            # no grace: it never became ready, and the others must be watched meanwhile
+            # no grace, because it never became ready and the others must be watched meanwhile
             end([watched.process], 0, ask=False, clock=self._clock, sleep=self._sleep)
             self._retry_later(watched, f"was not ready within {self._settings.ready_timeout_s:g} s")
 
@@ -238,7 +238,7 @@ class Supervisor:
         watched.failures = 1 if now - watched.started >= _STEADY_S else watched.failures + 1
         delay = backoff_s(watched.failures)
         watched.retry_at = now + delay
-        log.warning("%s %s; it is started again in %g s", watched.program.name, what, delay)
+        log.warning("%s %s; starting it again in %g s", watched.program.name, what, delay)
 
     def _stop_group(self, group: list[_Watched]) -> None:
         named = {w.process: w.program.name for w in group if w.process is not None}

@@ -1,6 +1,6 @@
-"""Bytes between machines: everything that knows Mooncake, and nothing else does.
+"""Moves bytes between machines. Everything that knows Mooncake is here, and nothing else is.
 
-Importing this package loads no shared library; `MooncakeStore(...)` does, and says what is missing.
+Importing this package loads no shared library. `MooncakeStore(...)` loads them, and says which one is missing.
 """
 
 from transfer.errors import (

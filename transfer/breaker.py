@@ -1,4 +1,4 @@
-"""The circuit breaker of a pool: a pure state machine, its clock passed in."""
+"""The circuit breaker of a pool: a pure state machine without a clock."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import threading
 
 
 class CircuitBreaker:
-    """Counts failures in a row; once `failures` is reached the pool is down until a probe or a call succeeds.
+    """Counts failures in a row. After `failures` of them the pool is down until a probe or a call succeeds.
 
-    Thread-safe. `down` is the only thing that callers on a hot path read.
+    Thread-safe. Callers on a hot path read only `down`.
     """
 
     def __init__(self, failures: int) -> None:
@@ -18,7 +18,7 @@ class CircuitBreaker:
         self.down = False
 
     def succeeded(self) -> bool:
-        """Note a call that the pool answered. True if this closed the breaker."""
+        """Notes a call that the pool answered. Returns True if this closed the breaker."""
         if self._in_a_row == 0 and not self.down:
             return False
         with self._lock:
@@ -28,7 +28,7 @@ class CircuitBreaker:
             return closed_now
 
     def failed(self) -> bool:
-        """Note a call that the pool failed. True if this opened the breaker."""
+        """Notes a call that the pool failed. Returns True if this opened the breaker."""
         with self._lock:
             self._in_a_row += 1
             if self.down or self._in_a_row < self._limit:

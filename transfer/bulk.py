@@ -1,14 +1,14 @@
-"""Reads and writes of many objects at once, in steps that end long before Mooncake would give one of them up.
+"""Reads and writes many objects at once, in steps that end long before Mooncake would give one of them up.
 
-Mooncake waits at most 60 s for a transfer, by the wall clock, and then returns *although it still runs*
-(`wait_for_completion` in mooncake-store/src/transfer_task.cpp): a peer that was stopped for longer goes on to write into the
-memory that it was asked to fill, whatever that memory is used for by then. Therefore:
+Mooncake waits at most 60 s for a transfer, by the wall clock, and then returns *although the transfer still runs*
+(`wait_for_completion` in mooncake-store/src/transfer_task.cpp). A peer that was stopped for longer goes on to write into the
+memory that it was asked to fill, whatever that memory is then used for. Therefore:
 
 1. A step has few objects. If a peer is silent, each of Mooncake's connections to it fails one object after the other when the TCP
    time-out has passed, and the step ends with a code for each key, within about the caller's deadline.
-2. A step that Mooncake may have given up all the same (this process or the whole machine was stopped, or the clock was set)
+2. If Mooncake may still have given up a step (this process or the whole machine was stopped, or the clock was set), the step
    *forfeits* its slots: their memory is never used again.
-3. The codes show which peers are silent (`transfer.peers`). Their objects fail at once until the peers deliver again.
+3. The codes show which peers are silent (`transfer.peers`). Reads of their objects fail at once until the peers deliver again.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 
 _GIVES_UP_AFTER_S = 60.0
 _NEAR = 0.8
-"""A transfer that took this share of the time after which Mooncake gives up may have been given up."""
+"""The share of Mooncake's time limit after which we assume that Mooncake may have given up a transfer."""
 _CLOCK_STEP_S = 1.0
-"""If wall clock and monotonic clock drift apart by more than this within a step, the wall clock was set."""
+"""If the wall clock and the monotonic clock drift apart by more than this within a step, the wall clock was set."""
 _ENDS_WITHIN_S = 25.0
 """The longest that a step may take, whatever the time-outs are set to."""
 _ROUND_EXTRA_S = 0.6
 """How much longer than the TCP time-out one object of a silent peer takes to fail (measured)."""
 _LANES = 4
-"""Connections to a peer, unless MC_TCP_LANES_PER_PEER says otherwise, up to `_MOST_LANES`."""
+"""How many connections to a peer Mooncake has, unless MC_TCP_LANES_PER_PEER says otherwise (up to `_MOST_LANES`)."""
 _MOST_LANES = 16
 _MOST_UNREVOKED = 1 << 16
 _RETRY_FULL_AFTER_S = 0.02
@@ -47,11 +47,11 @@ _RETRY_FULL_AFTER_S = 0.02
 _SILENT = -800
 """Mooncake's code for a transfer that failed."""
 LATE = -9001
-"""Our own code for a key that was not begun because the deadline had passed; `status_of` turns it into a time-out."""
+"""Our own code for a key that was not begun because the deadline had passed. `status_of` turns it into a time-out."""
 
 
 class BulkClient(Protocol):
-    """The methods of a Mooncake client that are used here. Negative ints are codes; nothing is raised."""
+    """The methods of a Mooncake client that are used here. They return negative ints as codes, and raise nothing."""
 
     def batch_is_exist(self, keys: list[str]) -> list[int]: ...
     def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]: ...
@@ -66,7 +66,7 @@ class BulkClient(Protocol):
 
 
 def keys_per_step(settings: TransferSettings) -> int:
-    """Returns how many objects a silent peer fails, one after the other, within the longer of `get_ms` and `put_ms`."""
+    """Returns how many objects a step has: as many as a silent peer fails within the longer of `get_ms` and `put_ms`."""
     patience = min(_ENDS_WITHIN_S, max(settings.timeouts.get_ms, settings.timeouts.put_ms) / 1000)
     stall = _variable("MC_TCP_PROGRESS_TIMEOUT_SEC", stall_seconds(settings))
     rounds = max(1, int(patience / (stall + _ROUND_EXTRA_S)))
@@ -74,13 +74,16 @@ def keys_per_step(settings: TransferSettings) -> int:
 
 
 def _variable(name: str, usual: int) -> int:
-    """Returns a number from one of Mooncake's variables. For a value that is not a number above 0, Mooncake uses its own default."""
+    """Returns a number from one of Mooncake's variables, or `usual` if it is not a number above 0, which Mooncake ignores, too."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() and int(text) else usual
 
 
 class Watch:
-    """Tells whether Mooncake may have given up a transfer since this was made. Mooncake goes by the wall clock, which can be set."""
+    """Finds out whether Mooncake may have given up a transfer since this object was made.
+
+    Mooncake goes by the wall clock, which can be set.
+    """
 
     def __init__(
         self,
@@ -98,7 +101,7 @@ class Watch:
 
 
 class Bulk:
-    """The transfers of one client. They block the calling thread. Codes are Mooncake's, or `LATE`."""
+    """Does the transfers of one client. They block the calling thread. Codes are Mooncake's, or `LATE`."""
 
     def __init__(
         self,
@@ -112,22 +115,22 @@ class Bulk:
         self._forfeit = forfeit
         self._watch = watch
         self._shared = settings.client == "host"
-        """Whether a `mooncake_client` does the transfers. It returns nothing but codes, and `HostClient` deals with its time
-        limit, which is shorter than Mooncake's. So all keys are one step, no session reports other writers, no peer is known."""
+        """Whether a `mooncake_client` does the transfers. It returns only codes, and `HostClient` handles its time limit,
+        which is shorter than Mooncake's. So all keys are one step, no session reports other writers, and no peer is known."""
         self._step = 0 if self._shared else keys_per_step(settings)
         self._stall_s = stall_seconds(settings)
         self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
         self.own_peer = ""
         """The address of this process's own segment, which it reads without a transfer; empty if it has none."""
         self._unrevoked: dict[str, None] = {}
-        """Keys whose put sessions Mooncake's client still holds although they were given up."""
+        """Keys whose put sessions were given up but are still open in Mooncake's client."""
         self._stalled: dict[int, frozenset[str]] = {}
-        """By thread: the peers that hold it for longer than a peer may stall."""
+        """For each thread, the peers that have held it up for longer than a peer may stall."""
         self._reading: dict[int, tuple[float, list[str]]] = {}
-        """When the read of each thread began, and of which keys."""
+        """For each thread, when its read began and the keys of that read."""
 
     def get(self, keys: Sequence[str], slots: Sequence[Slot], deadline: float) -> list[int]:
-        """Read each key into its slot; the bytes read, or a code, for each. No step begins after `deadline`."""
+        """Reads each key into its slot. Returns the bytes read, or a code, for each key. No step begins after `deadline`."""
         return self._steps(
             len(keys), deadline, lambda some: self._get([keys[i] for i in some], [slots[i] for i in some])
         )
@@ -135,7 +138,7 @@ class Bulk:
     def put(
         self, keys: Sequence[str], slots: Sequence[Slot], sizes: Sequence[int], config: Any, deadline: float
     ) -> list[int]:
-        """Write the first bytes of each slot under its key; 0 or a code for each. 0: the pool holds the whole object.
+        """Writes the first bytes of each slot under its key. Returns a code for each key; 0 means that the pool holds the whole object.
 
         A key that found no room is tried once more. No step begins after `deadline`.
         """
@@ -153,10 +156,10 @@ class Bulk:
         return codes
 
     def suspect_slow_peers(self) -> None:
-        """To be called when a reader's deadline passed: marks peers as silent whose objects are still being read, if that read
-        began longer ago than a peer may stall.
+        """Marks peers as silent if reads of their objects have run for longer than a peer may stall.
 
-        For a peer with which this process has never spoken, Mooncake waits a minute for each key, and its codes come that late.
+        Call it when a reader's deadline has passed. If this process has never spoken with a peer, Mooncake waits a minute for each key,
+        so codes would come too late.
         """
         if self._shared:
             return
@@ -181,12 +184,12 @@ class Bulk:
         return codes
 
     def _guarded(self, slots: Sequence[Slot], transfer: Callable[[], list[int]]) -> list[int]:
-        """Returns the codes of a transfer from or to `slots`, and forfeits the slots if the transfer may go on after it returned."""
+        """Does a transfer from or to `slots`, and returns its codes. Forfeits the slots if the transfer may still be running."""
         watch = self._watch()
         codes = transfer()
         if any(status_of(code) is Status.TRANSFER_FAILED for code in codes) and watch.may_have_given_up():
             log.warning(
-                "a transfer of %d objects was given up and may go on: their memory is not used again", len(slots)
+                "Mooncake gave up a transfer of %d objects that may go on; their memory is not used again", len(slots)
             )
             self._forfeit(slots)
         return codes
@@ -217,8 +220,11 @@ class Bulk:
         return self._guarded(slots, lambda: self._put_in_session(keys, addresses, sizes, config))
 
     def _put_in_session(self, keys: list[str], addresses: list[int], sizes: list[int], config: Any) -> list[int]:
-        """Does what `batch_put_from` does, at the same cost. But `batch_put_from` answers 0 for a key that another writer has begun
-        and may never end. A session reports such keys, and keys that exist already."""
+        """Does what `batch_put_from` does, at the same cost.
+
+        But `batch_put_from` returns 0 for a key that another writer has begun and may never end. A session reports such keys, and keys
+        that already exist.
+        """
         if left := [key for key in keys if key in self._unrevoked]:
             self._revoke(left)
         codes = self._client.batch_put_session_start(keys, sizes, config)
@@ -235,7 +241,7 @@ class Bulk:
             if broken := [keys[i] for i in ours if codes[i] != 0]:
                 self._revoke(broken)
         others = [index for index, code in enumerate(codes) if status_of(code) in (Status.BUSY, Status.INVALID)]
-        if others:  # there already, or begun by another writer, perhaps on another thread of ours
+        if others:  # already there, or begun by another writer, perhaps on another thread of ours
             there = self._client.batch_is_exist([keys[i] for i in others])
             for index, exists in zip(others, there, strict=True):
                 if exists == 1:
@@ -243,8 +249,10 @@ class Bulk:
         return codes
 
     def _revoke(self, keys: list[str]) -> None:
-        """Give up sessions. One that the master does not hear of stays open in Mooncake's client, which then refuses its key
-        (-600); so it is revoked again before the next put of the key."""
+        """Gives up sessions. If the master does not answer, a session stays open in Mooncake's client, which then refuses its key (-600).
+
+        Such a session is revoked again before the next put.
+        """
         for key, code in zip(keys, self._client.batch_put_session_revoke(keys), strict=True):
             if code == 0 or status_of(code) is Status.MISSING:
                 self._unrevoked.pop(key, None)
@@ -264,12 +272,12 @@ class Bulk:
             return list(range(len(keys)))
         where, now = self._where(keys), time.monotonic()
         busy = frozenset[str]().union(*list(self._stalled.values()))
-        # one trial of a silent peer, not one a key
+        # ask once for each peer, so that a silent one gets one trial and not one for each key
         asked = {peer: self.peers.may_ask(peer, now, busy) for peer in frozenset(where.values())}
         return [index for index, key in enumerate(keys) if key not in where or asked[where[key]]]
 
     def _judge(self, keys: list[str], codes: list[int]) -> None:
-        """Learn from a read which peers deliver."""
+        """Learns from a read which peers deliver."""
         failed = [key for key, code in zip(keys, codes, strict=True) if status_of(code) is Status.TRANSFER_FAILED]
         if self._shared or not (failed or self.peers.any_silent):
             return
@@ -277,21 +285,20 @@ class Bulk:
         delivered = {where[key] for key, code in zip(keys, codes, strict=True) if code >= 0 and key in where}
         for peer in delivered:
             if self.peers.delivered(peer):
-                log.info("peer %s delivers again", peer)
+                log.info("peer %s delivers objects again", peer)
         for peer in {where[key] for key in failed if key in where} - delivered:
             self._blame(peer, now)
         self.peers.tried(frozenset(where.values()))
 
     def _blame(self, peer: str, now: float) -> None:
         if self.peers.failed(peer, now):
-            log.warning("peer %s does not deliver: its objects are misses until it does", peer)
+            log.warning("peer %s does not deliver; its objects count as misses until it does", peer)
 
     def _where(self, keys: list[str]) -> dict[str, str]:
-        """Returns the peer that each object is read from. Keys that this process reads from its own segment, and those of which nothing
-        is known, are left out.
+        """Returns the peer from which each object is read. Leaves out unknown keys, and keys that this process reads from its own segment.
 
-        Of several copies in memory Mooncake reads its own, or else the first that the master names, and no other if that fails
-        (`SelectBestReplica` in mooncake-store/include/replica_selection.h).
+        If there are several copies in memory, Mooncake reads its own, or else the first that the master names. If that fails, it tries no
+        other (`SelectBestReplica` in mooncake-store/include/replica_selection.h).
         """
         where: dict[str, str] = {}
         for key, replicas in self._client.batch_get_replica_desc(list(keys)).items():

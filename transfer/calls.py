@@ -1,12 +1,12 @@
-"""Blocking calls on a bounded set of threads, waited for with a deadline.
+"""Runs blocking calls on a bounded set of threads. Callers wait for them with a deadline.
 
-A call into Mooncake cannot be cancelled. The caller therefore waits on its own clock, and `on_end` lets go of what the call was given
-(staging slots). It runs exactly once, when nothing can touch it any more:
+A call into Mooncake cannot be cancelled. So the caller waits only until its own deadline, and `on_end` lets go of what the call was given
+(staging slots). `on_end` runs exactly once, when nothing can touch these any more:
 
-1. after the call returned, if a thread has begun it;
-2. at once, if it could not be queued;
-3. as soon as nobody waits for it any more (`abandon`), if it is still queued then. Its waiter abandons it when its deadline has passed,
-   and so does everyone who needs what overdue calls were given (`CallThreads.drop_overdue`).
+1. after the call has returned, if a thread has begun it;
+2. at once, if the call could not be queued;
+3. as soon as the call is abandoned (`abandon`), if it is still queued then. The waiting thread abandons a call whose deadline has passed.
+   So does a thread that needs what overdue calls were given (`CallThreads.drop_overdue`).
 
 One lock, which only one side gets, decides whether a call is begun or dropped.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 _LOOK_S = 0.15
-"""How often a waiter checks whether its call is queued behind one that is late."""
+"""How often a waiting thread checks whether its call is queued behind a late one."""
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ def _nothing() -> None:
 
 
 class Call(Generic[T]):
-    """One call under way. The lock is held until the outcome is there: the cheapest way for one thread to wait."""
+    """One call under way. `_done` is locked until the outcome is there: the cheapest way for a thread to wait."""
 
     __slots__ = (
         "__weakref__",
@@ -62,9 +62,9 @@ class Call(Generic[T]):
         self._done.acquire()
         self.deadline = deadline
         self.had_s = 0.0
-        """Seconds until its deadline when a thread took it up: how long it has had to end, if the deadline has passed."""
+        """How many seconds were left until the deadline when a thread began the call."""
         self.started = False
-        """Whether a thread has begun it; none ever does if the deadline passed first."""
+        """Whether a thread has begun the call. None does after the deadline."""
 
     def outcome(self, otherwise: T) -> T:
         """Returns what the call returned, or `otherwise` if the call has not ended by the deadline. Raises what the call raised."""
@@ -80,12 +80,15 @@ class Call(Generic[T]):
         return otherwise if self._value is None else self._value
 
     def abandon(self) -> None:
-        """To be called when nobody waits for it any more: a call that is still queued lets go of what it was given. Idempotent."""
+        """Drops the call if it is still queued, so that it lets go of what it was given. Idempotent.
+
+        Call it when no thread needs the outcome any more.
+        """
         if self._taken.acquire(blocking=False):
             self._drop()
 
     def _run(self) -> None:
-        """On a thread that holds `_taken`."""
+        """Runs the call. The thread must hold `_taken`."""
         function, self._function = self._function, None
         assert function is not None
         try:
@@ -95,7 +98,7 @@ class Call(Generic[T]):
         except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
             self._error = error
         finally:
-            # the slots first: a thread that wakes up may lease again at once
+            # first, because a thread that wakes up may lease slots again at once
             self._on_end()
             self._done.release()
 
@@ -106,24 +109,24 @@ class Call(Generic[T]):
 
 
 class CallThreads:
-    """`count` daemon threads that run calls in the order of submission. At most `limit` calls are queued or running, including
+    """Runs calls in the order of submission, on `count` daemon threads. At most `limit` calls are queued or running, including
     dropped ones that are still in the queue.
 
     A thread whose call has outlived its deadline is *late*. Up to `spare` further threads take the place of late ones, so
-    that a peer that hangs does not hold up calls to others; they end when the late calls do.
+    that a peer that hangs does not hold up calls to others. They end when the late calls do.
     """
 
     def __init__(self, name: str, count: int, *, limit: int = 256, spare: int = 0) -> None:
         self._queue: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
         self._waiting: collections.deque[weakref.ref[Call[object]]] = collections.deque()
-        """The calls of the queue, and some that have left it: these are not kept, nor what they were given."""
+        """The calls in the queue, and some that have left it. Weak references, so that nothing is kept for a call that has ended."""
         self._name = name
         self._count = count
         self._spare = spare
         self._limit = limit
         self._lock = threading.Lock()
         self._running: dict[int, float] = {}
-        """The deadline of each thread's call, by thread."""
+        """For each thread, the deadline of its call."""
         self._closed = False
         self._started = 0
         self._threads: list[threading.Thread] = []
@@ -134,8 +137,7 @@ class CallThreads:
     def submit(
         self, function: Callable[[], T], deadline: float, on_end: Callable[[], None] = _nothing
     ) -> Call[T] | None:
-        """Queue a call. Returns None, with `on_end` already run, if it could not start in time: every thread, spare ones too,
-        is late, or `limit` calls are ahead."""
+        """Queues a call. Returns None, after running `on_end`, if every thread is late, spare ones included, or `limit` calls are ahead."""
         call = Call(self, function, deadline, on_end)
         with self._lock:
             self._relieve()
@@ -144,7 +146,7 @@ class CallThreads:
             if accepted:
                 while self._waiting and ((first := self._waiting[0]()) is None or first._taken.locked()):
                     self._waiting.popleft()
-                queued: Call[object] = call  # type: ignore[assignment]  # neither queue cares what the call returns
+                queued: Call[object] = call  # type: ignore[assignment]  # the queues ignore what the call returns
                 self._waiting.append(weakref.ref(queued))
                 self._queue.put(queued)
         if not accepted:
@@ -154,17 +156,17 @@ class CallThreads:
 
     @property
     def late(self) -> int:
-        """How many threads run a call that has outlived its deadline."""
+        """How many threads are late."""
         with self._lock:
             return self._late()
 
     def relieve(self) -> None:
-        """Start a spare thread if calls are queued behind threads that are late."""
+        """Starts a spare thread if calls are queued behind late threads."""
         with self._lock:
             self._relieve()
 
     def drop_overdue(self) -> None:
-        """Have queued calls whose deadline has passed let go of what they were given, though nobody looks at them now."""
+        """Drops the queued calls whose deadline has passed, so that they let go of what they were given."""
         now = time.monotonic()
         with self._lock:
             overdue = [call for one in self._waiting if (call := one()) is not None and call.deadline <= now]
@@ -172,7 +174,7 @@ class CallThreads:
             call.abandon()
 
     def close(self, timeout: float) -> bool:
-        """Refuse new calls and wait for those accepted. Returns False if some still run after `timeout` seconds."""
+        """Refuses new calls and waits for those accepted. Returns False if some still run after `timeout` seconds."""
         with self._lock:
             first, self._closed = not self._closed, True
             threads = list(self._threads)
@@ -203,7 +205,7 @@ class CallThreads:
         thread.start()
 
     def _is_superfluous(self) -> bool:
-        """Whether the calling thread, which just finished a call, is not needed any more because late calls have ended."""
+        """Returns whether the calling thread is no longer needed because late calls have ended."""
         return not self._closed and len(self._threads) > self._count + self._late()
 
     # --- on the threads -------------------------------------------------------------------------------------------
@@ -212,7 +214,7 @@ class CallThreads:
         me = threading.get_ident()
         while (call := self._queue.get()) is not None:
             if not call._taken.acquire(blocking=False):
-                del call  # and with it what it was given
+                del call  # frees what it was given
                 continue
             with self._lock:
                 self._running[me] = call.deadline

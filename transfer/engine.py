@@ -1,7 +1,7 @@
-"""TransferEngine: one process reads and writes the registered memory of another, without keys, leases or a master.
+"""DirectEngine: one process reads and writes the registered memory of another, without keys, leases or a master.
 
-This is what the store's transfers are made of. Its user brings addresses and liveness: a peer that is started again has another
-address, and failing transfers are the only sign here that a peer died.
+It wraps Mooncake's TransferEngine, on which the store's transfers are built. Its user must know the peers' addresses and whether they
+live: a peer that is started again has another address, and only failing transfers show here that a peer died.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ class _BatchTransfer(Protocol):
 
 
 class DirectEngine:
-    """An engine of this process. Thread-safe. A call that outlives its deadline is abandoned; its slots are held until it returns."""
+    """A TransferEngine in this process. Thread-safe. A call that outlives its deadline is abandoned, and holds its slots until it returns."""
 
     def __init__(self, settings: TransferSettings, host: str) -> None:
-        """`host`: the address at which peers reach this process. Raises TransferError if Mooncake refuses, and MissingLibraryError."""
+        """`host`: the address at which peers reach this process.
+
+        Raises TransferError if Mooncake refuses, MissingLibraryError if a library is missing.
+        """
         prepare(settings)
         load_mooncake()  # raises if a library is missing
         try:
@@ -36,35 +39,35 @@ class DirectEngine:
         self._engine: Any = TransferEngine()
         code = self._engine.initialize(host, "P2PHANDSHAKE", settings.protocol, ",".join(settings.devices))
         if code != 0:
-            raise TransferError(f"TransferEngine on {host} over {settings.protocol}: initialize() answered {code}")
+            raise TransferError(f"TransferEngine on {host} over {settings.protocol}: initialize() returned {code}")
         self.address = f"{host}:{self._engine.get_rpc_port()}"
-        """The address that peers need; a new one after each start."""
+        """The address that peers need. Every start gives a new one."""
         self._threads = CallThreads("mooncake-engine", settings.threads)
         self._registered: list[int] = []
 
     def register(self, address: int, nbytes: int) -> None:
-        """Let peers read and write this memory, which must stay mapped until `close`. Raises TransferError if Mooncake refuses."""
+        """Lets peers read and write this memory, which must stay mapped until `close`. Raises TransferError if Mooncake refuses."""
         code = self.register_buffer(address, nbytes)
         if code != 0:
             raise TransferError(f"TransferEngine {self.address} refused to register {nbytes} bytes ({code})")
 
     def register_buffer(self, address: int, size: int) -> int:
-        """As `register`, but returns Mooncake's code."""
+        """Does the same as `register`, but returns Mooncake's code."""
         code = int(self._engine.register_memory(address, size))
         if code == 0:
             self._registered.append(address)
         return code
 
     def write(self, peer: str, slots: Sequence[Slot], remote: Sequence[int], *, timeout: float) -> Status:
-        """Write each slot to the address of the same index in the peer's registered memory; OK when all are there."""
+        """Writes each slot to the address of the same index in the peer's registered memory. Returns OK when all are there."""
         return self._batch(self._engine.batch_transfer_sync_write, peer, slots, remote, timeout)
 
     def read(self, peer: str, slots: Sequence[Slot], remote: Sequence[int], *, timeout: float) -> Status:
-        """Fill each slot from the address of the same index in the peer's registered memory; OK when all are full."""
+        """Fills each slot from the address of the same index in the peer's registered memory. Returns OK when all are full."""
         return self._batch(self._engine.batch_transfer_sync_read, peer, slots, remote, timeout)
 
     def close(self, timeout: float) -> bool:
-        """Wait for the calls under way, then take the memory back. Returns False if some still run after `timeout` seconds."""
+        """Waits for the calls under way, then takes the memory back. Returns False if some still run after `timeout` seconds."""
         ended = self._threads.close(timeout)
         while ended and self._registered:
             self._engine.unregister_memory(self._registered.pop())
@@ -74,14 +77,16 @@ class DirectEngine:
         self, function: _BatchTransfer, peer: str, slots: Sequence[Slot], remote: Sequence[int], timeout: float
     ) -> Status:
         if len(slots) != len(remote) or not 1 <= len(slots) <= MAX_TRANSFERS:
-            raise ValueError(f"{len(slots)} slots and {len(remote)} addresses: one each, 1 to {MAX_TRANSFERS} of them")
+            raise ValueError(
+                f"got {len(slots)} slots and {len(remote)} addresses; expected one address for each slot, 1 to {MAX_TRANSFERS} of them"
+            )
         taken, addresses = list(slots), list(remote)
         for slot in taken:
             slot.retain()
 
         def transfer() -> list[int]:
             code = function(peer, [slot.address for slot in taken], addresses, [slot.size for slot in taken])
-            if code != 0:  # it returns when the first task has failed, while others of the batch go on
+            if code != 0:  # Mooncake returns when the first task has failed, while others of the batch go on
                 for slot in taken:
                     slot.forfeit(self)
             return [code]

@@ -1,7 +1,7 @@
-"""The project's root exception, and what Mooncake's return codes mean to a cache.
+"""The project's root exception, and the meaning of Mooncake's return codes for a cache.
 
-Mooncake's client raises nothing: every call answers with an int, and negative is a code of its `ErrorCode` enumeration
-(mooncake-store/include/types.h). `Status` is the only vocabulary that leaves this package.
+Mooncake's client raises nothing: every call returns an int, and a negative one is a code of its `ErrorCode` enumeration
+(mooncake-store/include/types.h). Outside this package, only `Status` is used.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import enum
 
 
 class PdCacheError(Exception):
-    """Root of every exception that pd-cache raises, except ValueError for a caller's mistake."""
+    """The root of every exception that pd-cache raises, except ValueError for a caller's mistake."""
 
 
 class TransferError(PdCacheError):
@@ -22,17 +22,17 @@ class MissingLibraryError(TransferError):
 
 
 class PoolUnavailableError(TransferError):
-    """The pool cannot be reached, and the caller asked for it to be reachable."""
+    """The pool could not be reached in the time that the caller gave."""
 
 
 class Status(enum.Enum):
-    """Outcome of one key in one call. Only `OK` means that the bytes are where they were asked to be."""
+    """The outcome of one key in one call. Only `OK` means that the bytes are where the caller wanted them."""
 
     OK = "ok"
     MISSING = "missing"
     """No such object: never stored, evicted or removed."""
     BUSY = "busy"
-    """The object is being written, leased or replicated by another client right now."""
+    """Another client is writing, leasing or replicating the object right now."""
     LEASE_EXPIRED = "lease_expired"
     """The read outlived the lease that protected the object: its bytes may be another object's by now."""
     NO_SPACE = "no_space"
@@ -44,9 +44,9 @@ class Status(enum.Enum):
     POOL_DOWN = "pool_down"
     """The master did not answer, or the circuit breaker is open."""
     TIMEOUT = "timeout"
-    """The caller's deadline passed first; the call may still run."""
+    """The caller's deadline passed first. The call may still run."""
     OVERLOADED = "overloaded"
-    """This process's transfer threads are all held: too many calls at once, or a peer that hangs."""
+    """All transfer threads of this process are held, by too many calls at once or by a peer that hangs."""
     TIER_OFF = "tier_off"
     """A storage tier of this node failed and is switched off for a while."""
     READ_ONLY = "read_only"
@@ -54,7 +54,7 @@ class Status(enum.Enum):
     CLOSED = "closed"
     """The store is not open."""
     INTERNAL = "internal"
-    """Any other code; the log line has it."""
+    """Any other code."""
 
 
 OUTAGE = frozenset({Status.POOL_DOWN, Status.TRANSFER_FAILED, Status.TIMEOUT})
@@ -67,7 +67,7 @@ _BY_CODE = {
     -100: Status.INTERNAL,
     -101: Status.NO_SPACE,  # SEGMENT_NOT_FOUND: nothing is mounted that could take the bytes
     -102: Status.INVALID,
-    -103: Status.POOL_DOWN,  # CLIENT_NOT_FOUND: the master has forgotten us and we have not registered again yet
+    -103: Status.POOL_DOWN,  # CLIENT_NOT_FOUND: the master has forgotten this client, which has not registered again yet
     -200: Status.NO_SPACE,
     -300: Status.INTERNAL,
     -400: Status.INVALID,
@@ -107,7 +107,7 @@ _BY_RANGE = (
 
 
 def status_of(code: int) -> Status:
-    """The meaning of a Mooncake return code; positive values are byte counts and therefore `OK`."""
+    """Returns the meaning of a Mooncake return code. Positive values are byte counts and therefore `OK`."""
     if code >= 0:
         return Status.OK
     known = _BY_CODE.get(code)

@@ -1,17 +1,17 @@
-"""HostClient: the client of a host's shared `mooncake_client`, with the face of a full Mooncake client.
+"""HostClient: the client of a host's shared `mooncake_client`, with the methods of a full Mooncake client.
 
-Mooncake calls it a dummy client: a process that has no segment and no transfer engine. `mooncake_client` maps its memory
-and does its calls for it. What a dummy client does not do by itself (docs/mooncake.md, "Sharing a host's client"):
+Mooncake calls it a dummy client: a process without a segment and a transfer engine. `mooncake_client` maps its memory and does
+its calls for it. A dummy client does not handle these cases by itself (docs/mooncake.md, "Sharing a host's client"):
 
-1. A `mooncake_client` that was restarted quickly, or that did not hear of this process for ten seconds, has forgotten the
-   memory, and each transfer is refused from then on, although pings go on. A probe finds out whether a refusal means that.
-2. A call comes back as failed after 30 s, while a `mooncake_client` that was only stopped goes on with it later, and
-   writes to memory that may belong to another call by then.
+1. A `mooncake_client` that was restarted quickly, or that did not hear from this process for ten seconds, has forgotten the
+   memory. It refuses each transfer from then on, although pings succeed. A probe finds out whether a refusal means that.
+2. A call fails after 30 s. If the `mooncake_client` was only stopped, it goes on with the call later, and writes to memory that
+   may by then belong to another call.
 
 Both end the *connection*: it is abandoned with its memory, which is never handed out again, and the store opens anew.
 
-3. `setup_dummy` and `close` hold the GIL until `mooncake_client` answers, up to 30 s, or for 4 s where there is none:
-   nothing of this process would run meanwhile. So neither is called before a check that it is there and not stopped.
+3. `setup_dummy` and `close` hold the GIL until `mooncake_client` answers, for up to 30 s, or for 4 s if there is none. No other
+   thread of this process would run meanwhile. So both are called only after a check that it is there and not stopped.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 
 WAITS_FOR = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """`mooncake_client` waits for these signals on a thread, and unmounts its segment when one comes. It blocks them too late for the
-threads that its libraries start before `main`; a signal that reaches one of those kills the process. So it has to be
-started with these blocked."""
+threads that its libraries start before `main`, and a signal that reaches one of those kills the process. So it must be
+started with these signals blocked."""
 
 _GIVES_UP_AFTER_S = 30.0
-"""A dummy client's patience with `mooncake_client`; it is not configurable."""
+"""How long a dummy client waits for `mooncake_client`. Mooncake has no setting for it."""
 _SURELY_ENDED_S = 0.8 * _GIVES_UP_AFTER_S
-"""A call that failed sooner than this failed because its connection broke: `mooncake_client` is gone."""
+"""A call that failed sooner than this has ended, because its connection broke: `mooncake_client` is gone."""
 
 _CONNECT_S = 1.0
 _UNREACHABLE = -900
@@ -46,7 +46,7 @@ _REFUSED = -600
 
 
 def answers(address: str) -> bool:
-    """Whether a `mooncake_client` listens at `host:port` and is not stopped."""
+    """Returns whether a `mooncake_client` listens at `host:port` and is not stopped."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), _CONNECT_S).close()
@@ -56,20 +56,22 @@ def answers(address: str) -> bool:
 
 
 def runs(address: str) -> bool:
-    """False if the `mooncake_client` of this host at `host:port` is stopped: what calls it would wait for long."""
+    """Returns False if the `mooncake_client` of this host at `host:port` is stopped, so that calls to it would wait."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_CONNECT_S)
         try:
             probe.connect(f"\0@mooncake_client_{address.rpartition(':')[2]}.sock")
             pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-        except OSError:  # gone: calls fail at once. Or in another process namespace: nobody can tell
+        except (
+            OSError
+        ):  # gone, so that calls fail at once; or in another process namespace, so that its state is unknown
             return True
     return state not in b"Tt"
 
 
 class _DummyClient:
-    """One dummy client, how many calls are inside of it, and the memory that was registered with it."""
+    """A dummy client, how many calls are inside it, and the address of the memory that was registered with it."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -80,8 +82,7 @@ class _DummyClient:
 class HostClient:
     """Speaks to the `mooncake_client` at `address`. Calls and codes are those of a full client. Thread-safe after `setup`.
 
-    `on_lost` is called, on the thread of the call that noticed, when the registered memory must not be used again;
-    `setup` then connects anew.
+    If the registered memory must not be used again, the thread that notices it calls `on_lost`. `setup` then connects anew.
     """
 
     def __init__(self, dummy_client: Callable[[], Any], address: str, local_buffer: int, on_lost: Callable[[], None]):
@@ -94,7 +95,7 @@ class HostClient:
         self._abandoned: list[_DummyClient] = []
 
     def setup(self, config: dict[str, str]) -> int:
-        """Connect; 0 or a negative code. `config` is for full clients."""
+        """Connects. Returns 0 or a negative code. Ignores `config`, which is for full clients."""
         if not answers(self._address):
             return _UNREACHABLE
         self._close_abandoned()
@@ -108,7 +109,7 @@ class HostClient:
         return code
 
     def close(self) -> int:
-        """Let go of the connection; `mooncake_client` unmaps this process's memory."""
+        """Closes the connection, so that `mooncake_client` unmaps this process's memory. Returns 0 or a negative code."""
         with self._lock:
             if self._now is not None:
                 self._abandoned.append(self._now)
@@ -116,20 +117,20 @@ class HostClient:
         if runs(self._address):
             self._close_abandoned()
             return 0
-        log.warning("mooncake_client %s is stopped; its client is left to the end of the process", self._address)
+        log.warning("mooncake_client %s is stopped; the connection stays open until this process ends", self._address)
         return _UNREACHABLE
 
     def get_hostname(self) -> str:
-        """The name of the host's segment: the store role calls it by the address of its `mooncake_client`."""
+        """Returns the name of the host's segment: the store role names it after the address of its `mooncake_client`."""
         return self._address
 
     def alloc_from_mem_pool(self, size: int) -> int:
-        """The address of `size` bytes that can be shared with `mooncake_client`; 0 if there is no such memory."""
+        """Returns the address of `size` bytes that can be shared with `mooncake_client`; 0 if there is no such memory."""
         with self._calling() as connection:
             return int(connection.client.alloc_from_mem_pool(size)) if connection else 0
 
     def register_buffer(self, address: int, size: int) -> int:
-        """Share memory that `alloc_from_mem_pool` returned; a negative code for any other."""
+        """Shares memory that `alloc_from_mem_pool` returned. Returns 0, or a negative code, for example for any other memory."""
         with self._calling() as connection:
             if connection is None:
                 return _UNREACHABLE
@@ -139,7 +140,7 @@ class HostClient:
             return code
 
     def unregister_buffer(self, address: int) -> int:
-        """Stop sharing it. Refused while `mooncake_client` is stopped."""
+        """Stops sharing memory. Returns 0 or a negative code. Fails at once while `mooncake_client` is stopped."""
         if not runs(self._address):
             return _UNREACHABLE
         with self._calling() as connection:
@@ -153,7 +154,7 @@ class HostClient:
         with self._calling() as connection:
             if connection is None:
                 return [_UNREACHABLE] * len(keys)
-            # a dummy client has only -1 for everything that went wrong
+            # a dummy client returns -1 for every error
             return [code if code >= 0 else _UNREACHABLE for code in connection.client.batch_is_exist(keys)]
 
     def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
@@ -175,11 +176,11 @@ class HostClient:
             return list(connection.client.batch_remove(keys, force)) if connection else [_UNREACHABLE] * len(keys)
 
     def get_replica_desc(self, key: str) -> list[Any]:
-        """Always empty: a dummy client is not told where bytes lie."""
+        """Returns an empty list: a dummy client does not know where bytes lie."""
         return []
 
     def lose(self, why: str) -> None:
-        """End the connection: a transfer of it may still write to the memory that is shared over it."""
+        """Ends the connection, because one of its transfers may still write to the shared memory."""
         with self._lock:
             connection = self._now
         if connection is not None:
@@ -189,7 +190,7 @@ class HostClient:
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[_DummyClient | None]:
-        """The present connection, which is not closed before the block ends; None if there is none."""
+        """Yields the present connection, which is not closed before the block ends; None if there is none."""
         with self._lock:
             connection = self._now
             if connection is not None:
@@ -208,14 +209,14 @@ class HostClient:
             start = time.monotonic()
             codes = list(call(connection.client))
             if codes.count(_UNREACHABLE) == count and time.monotonic() - start > _SURELY_ENDED_S:
-                self._lose(connection, "it did not answer in time, and may still do what it was asked to")
+                self._lose(connection, "it did not answer in time, and may still do the transfer")
             elif codes.count(_REFUSED) == count and self._forgotten(connection):
-                self._lose(connection, "it does not know our memory any more")
+                self._lose(connection, "it has forgotten our memory")
                 return [_UNREACHABLE] * count
             return codes
 
     def _forgotten(self, connection: _DummyClient) -> bool:
-        """Whether `mooncake_client` refuses the memory itself, and not only this call."""
+        """Returns whether `mooncake_client` refuses the memory itself, and not only one call."""
         key = f"pdc1/probe/{uuid.uuid4().hex}"
         refused: bool = connection.client.put_from(key, connection.region, 64) == _REFUSED
         if not refused:
@@ -229,11 +230,11 @@ class HostClient:
             self._now = None
             self._abandoned.append(connection)
         log.warning("mooncake_client %s: %s; connecting anew, with new memory", self._address, why)
-        # before any slot of this call is given back
+        # before this call gives back any slot
         self._on_lost()
 
     def _close_abandoned(self) -> None:
-        """Close abandoned connections that no call is using any more. Closing one during a call would be use after free."""
+        """Closes abandoned connections that no call uses any more. To close one during a call would be a use after free."""
         with self._lock:
             idle = [connection for connection in self._abandoned if not connection.calls]
             self._abandoned = [connection for connection in self._abandoned if connection.calls]

@@ -1,4 +1,4 @@
-"""A condition that an interrupt cannot leave locked. Knows nothing of Mooncake."""
+"""A condition that an interrupt cannot leave locked."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 class Condition(threading.Condition):
-    """Like `threading.Condition`, for conditions on which a user's thread may wait.
+    """A `threading.Condition` on which a user's thread may wait.
 
     Its `with` block uses the lock's own methods, in C, which Python never interrupts half-way. Those of `threading.Condition` are
-    written in Python: a KeyboardInterrupt that arrives in one leaves the lock taken, and every other thread waits for it for ever.
+    written in Python: a KeyboardInterrupt inside one leaves the lock taken, and every other thread waits for it for ever.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,6 @@
-"""Which peers of the pool deliver: a breaker for each node that holds objects, a pure state machine with its clock passed in.
+"""Remembers which peers of the pool deliver: a breaker for each node that holds objects. A pure state machine; callers pass the time.
 
-The pool is its master; a peer is a node with a segment. Each call to a peer that hangs stalls for seconds, which says nothing about
-other peers.
+A peer is a node with a segment. Each call to a peer that hangs stalls for seconds, which says nothing about other peers.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Collection
 TRIAL_S = 65.0
 """How long one trial may take: Mooncake waits a minute for a peer with which this process has never spoken."""
 _MOST = 4096
-"""How many peers are remembered as silent. Beyond that the oldest are forgotten, and tried again."""
+"""How many silent peers are remembered. Beyond that the oldest are forgotten, and so are tried again."""
 
 
 class Peers:
@@ -24,11 +23,11 @@ class Peers:
         self._longest_s = longest_s
         self._lock = threading.Lock()
         self._silent: dict[str, tuple[float, float]] = {}
-        """For each silent peer, when to try it again and the pause before that."""
+        """For each silent peer, when to try it again, and the pause before that."""
         self._trial = ""
         """The peer of the trial under way; empty if there is none."""
         self._trial_ends = 0.0
-        """When to stop waiting for its outcome."""
+        """When to stop waiting for the trial's outcome."""
 
     @property
     def any_silent(self) -> bool:
@@ -36,12 +35,12 @@ class Peers:
         return bool(self._silent)
 
     def delivered(self, peer: str) -> bool:
-        """Note that a peer answered. Returns True if it was silent before."""
+        """Notes that a peer delivered. Returns True if it was silent before."""
         with self._lock:
             return self._silent.pop(peer, None) is not None
 
     def failed(self, peer: str, now: float) -> bool:
-        """Note that a peer did not answer. Returns True if it answered before."""
+        """Notes that a peer did not deliver. Returns True if it was not silent before."""
         with self._lock:
             known = self._silent.pop(peer, None)
             pause = self._retry_s if known is None else min(self._longest_s, 2 * known[1])
@@ -51,16 +50,16 @@ class Peers:
             return known is None
 
     def tried(self, peers: Collection[str]) -> None:
-        """Note that a read of objects at `peers` has ended, whatever came of it: if it was the trial, that is over."""
+        """Notes that a read of objects at `peers` has ended, with any outcome. If it was the trial, the trial is over."""
         with self._lock:
             if self._trial in peers:
                 self._trial = ""
 
     def may_ask(self, peer: str, now: float, busy: Collection[str] = ()) -> bool:
-        """Whether to read an object from `peer`: it is not silent, or it is time to try it again.
+        """Returns whether to read an object from `peer`: it is not silent, or this is its trial, which begins now.
 
-        Only one trial of any peer is under way at a time, because it may hold its thread for as long as `TRIAL_S`. There is none of a
-        peer that holds a thread already (`busy`).
+        Only one trial is under way at a time, because it may hold its thread for as long as `TRIAL_S`. A peer that already holds a thread
+        (`busy`) gets none.
         """
         with self._lock:
             if peer not in self._silent:

@@ -1,4 +1,4 @@
-"""What a node says about its part in the pool: the `transfer` section of the YAML, and sizes such as `4GiB`."""
+"""The `transfer` section of the YAML, with a node's part in the pool; and sizes such as `4GiB`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGEST = 2**60
 _ADDRESS = re.compile(r"[^\s:]+:[0-9]{1,5}")
 
 MIN_SEGMENT = 16 << 20
-"""Mooncake refuses smaller segments with -600 (measured; 0 means none and is allowed)."""
+"""The smallest segment: Mooncake refuses smaller ones with -600 (measured). 0 means none and is allowed."""
 
 
 class ByteSize(int):
@@ -26,7 +26,7 @@ class ByteSize(int):
 
     @classmethod
     def parse(cls, text: object) -> ByteSize:
-        """Read a size; ValueError says what is allowed."""
+        """Returns the size that `text` spells. Raises ValueError, which says what is allowed, if it is not a size."""
         if isinstance(text, int) and not isinstance(text, bool) and 0 <= text <= _LARGEST:
             return cls(text)
         if isinstance(text, str) and (match := _SIZE.fullmatch(text.strip())):
@@ -49,7 +49,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 
 
 class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Deadlines of the calls to the pool. A call that outlives its deadline is abandoned, never waited for."""
+    """Time limits of the calls to the pool. The caller abandons a call that outlives its limit."""
 
     exist_ms: Milliseconds = 500
     get_ms: Milliseconds = 10_000
@@ -58,49 +58,49 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BreakerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When the pool counts as down: calls then answer at once, and one probe per interval finds it back."""
+    """When the pool counts as down. Calls then return at once, and one probe per interval finds out when it is back."""
 
     failures: Positive = 3
     probe_interval_ms: Milliseconds = 1_000
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where in the pool a writer's objects go, and how long they stay."""
+    """Says where in the pool a writer's objects go, and how long they stay."""
 
     replicas: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
-    """Copies of each object, on different segments; where there are fewer segments, that many."""
+    """How many copies of each object there are, on different segments; fewer if there are fewer segments."""
     pin: Literal["none", "soft", "hard"] = "none"
-    """`soft`: evicted only when nothing unpinned is left. `hard`: never evicted, so that a pool can stay full for good."""
+    """`soft`: evicted only when nothing unpinned is left. `hard`: never evicted, so a pool can stay full for good."""
     soft_pin_ttl_s: Annotated[int, msgspec.Meta(ge=1, le=86_400)] = 1_800
     """How long a soft pin holds."""
     preferred_segment: Annotated[str, msgspec.Meta(pattern=r"^(own|any|[^\s:]+:[0-9]{1,5})\Z")] = "own"
-    """`own`: this node's own segment, where it has one. `any`: wherever there is room. `host:port`: that segment. Another
-    segment is taken when this one is full."""
+    """`own`: this node's own segment, if it has one. `any`: a segment with room. `host:port`: that segment. If the preferred segment is
+    full, Mooncake takes another."""
 
 
 class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The `transfer` section: how this node's processes talk to the Mooncake pool."""
+    """The `transfer` section: how a node's processes talk to the Mooncake pool."""
 
     client: Literal["embedded", "host"] = "embedded"
     """`embedded`: each process is a full client of the pool. `host`: each process shares memory with the one
     `mooncake_client` of its host, which a store node runs and which owns the host's segment."""
     client_address: str = ""
-    """`host:port` of that `mooncake_client`; in a cluster's file, empty means that of the store node of the same host."""
+    """`host:port` of that `mooncake_client`. Empty in a cluster's file means the one of the same host's store node."""
     protocol: Literal["tcp", "rdma"] = "tcp"
     metadata: str = "P2PHANDSHAKE"
-    """`P2PHANDSHAKE`, `http://host:port/metadata` or `etcd://host:port`; all clients of one master must use the same."""
+    """`P2PHANDSHAKE`, `http://host:port/metadata` or `etcd://host:port`. All clients of one master must use the same."""
     devices: tuple[str, ...] = ()
-    """RDMA device names, e.g. `mlx5_0`; empty lets Mooncake choose."""
+    """The names of RDMA devices, e.g. `mlx5_0`. If it is empty, Mooncake chooses."""
     segment_size: ByteSize = ByteSize(0)
-    """Memory that this node gives to the pool; 0 gives none. A node of the topology can set its own."""
+    """The memory that each node gives to the pool, unless the node sets its own; 0 gives none."""
     local_buffer_size: ByteSize = ByteSize(16 << 20)
     """Mooncake's own bounce buffer, used for small control objects only."""
     staging_size: ByteSize = ByteSize(512 << 20)
-    """Registered buffers between the paged cache and the network: the only copy of a chunk on its way."""
+    """The registered memory between the paged cache and the network: the only copy of a chunk on its way."""
     prefault: bool = True
-    """Touch segment and staging memory at start, so that no first write pays for page faults."""
+    """Whether to touch segment and staging memory at start, so that no first write pays for page faults."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    """Transfer calls in flight at once, in each direction. One saturates TCP; give RDMA 2 to 4."""
+    """How many transfer calls may be in flight at once in each direction. One saturates TCP; give RDMA 2 to 4."""
     timeouts: Timeouts = Timeouts()
     breaker: BreakerSettings = BreakerSettings()
 
@@ -114,15 +114,15 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.client == "embedded" and self.client_address:
             raise ValueError(f"client_address: {self.client_address!r} given, but only client: host uses it")
         if self.client_address and not _ADDRESS.fullmatch(self.client_address):
-            raise ValueError(f"client_address: {self.client_address!r} is no address such as 127.0.0.1:50052")
+            raise ValueError(f"client_address: must be an address such as 127.0.0.1:50052, got {self.client_address!r}")
         if self.client == "host" and self.segment_size:
             raise ValueError(
                 f"segment_size: {self.segment_size} given, but with client: host only store nodes give memory to the pool"
             )
         if 0 < self.segment_size < MIN_SEGMENT:
-            raise ValueError(f"segment_size: {self.segment_size} is below Mooncake's minimum of 16MiB (0 gives none)")
+            raise ValueError(f"segment_size: must be 0 for none, or at least 16MiB, got {self.segment_size}")
 
 
 def rdma_devices(sysfs: Path = Path("/sys/class/infiniband")) -> tuple[str, ...]:
-    """Names of the RDMA devices that this machine has; empty where there are none."""
+    """Returns the names of this machine's RDMA devices, sorted."""
     return tuple(sorted(entry.name for entry in sysfs.iterdir())) if sysfs.is_dir() else ()

@@ -1,11 +1,11 @@
-"""Registered buffers between the paged cache and the network, leased and given back.
+"""Leases slots of registered memory between the paged cache and the network.
 
 A slot is reference counted: its holder has one reference, and so has every call in flight that was given the slot's address. A
 caller whose deadline passes lets go of its own reference at once. The call's reference keeps the slot *quarantined*: it is not
-handed out again before the call returns. If a call returned although its transfer may go on, the slot is *forfeited*: its memory
-is never handed out again.
+handed out again before the call returns. If a call returned but its transfer may go on, the slot is *forfeited*: its memory is
+never handed out again.
 
-A peer that hangs must not take the memory that others need: a `Quota` bounds how many slots may wait for peers at a time.
+A peer that hangs must not take the memory that others need, so a `Quota` bounds how many slots may wait for peers at a time.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later; older kernels answer EINVAL
 
 Pin = Callable[[int, int], Callable[[], None]]
-"""Page-locks `(address, bytes)` for a GPU and returns a function that undoes it; see `pd_cache.paged.cuda` for CUDA's."""
+"""Page-locks `(address, bytes)` for a GPU and returns a function that undoes it. `pd_cache.paged.cuda` has the one for CUDA."""
 
 
 def prefault(address: int, nbytes: int) -> float | None:
-    """Make the pages of `[address, address + nbytes)` resident and writable, keeping their contents.
+    """Makes the pages of `[address, address + nbytes)` resident and writable. Keeps their contents. The range must be mapped.
 
-    Returns the seconds it took, or None if the kernel cannot do it. The range must be mapped.
+    Returns the seconds it took, or None if the kernel cannot do it.
     """
     start = time.perf_counter()
-    _madvise(address, nbytes, _MADV_HUGEPAGE)  # refused if huge pages are off: then small ones are populated
+    _madvise(address, nbytes, _MADV_HUGEPAGE)  # refused if huge pages are off; then small pages are populated
     if _madvise(address, nbytes, _MADV_POPULATE_WRITE) != 0:
-        log.info("prefault of %d bytes refused by the kernel (errno %d)", nbytes, ctypes.get_errno())
+        log.info("the kernel refused to prefault %d bytes (errno %d)", nbytes, ctypes.get_errno())
         return None
     return time.perf_counter() - start
 
@@ -56,13 +56,13 @@ def _madvise(address: int, nbytes: int, advice: int) -> int:
 
 
 class RegistersMemory(Protocol):
-    """Registers memory for transfers; negative ints are codes."""
+    """Registers memory for transfers. Negative ints are codes."""
 
     def register_buffer(self, address: int, size: int) -> int: ...
 
 
 class Registrar(RegistersMemory, Protocol):
-    """The methods of a Mooncake client that staging memory needs; negative ints are codes."""
+    """The methods of a Mooncake client that staging memory needs. Negative ints are codes."""
 
     def unregister_buffer(self, address: int) -> int: ...
     def alloc_from_mem_pool(self, size: int) -> int: ...
@@ -73,27 +73,27 @@ def _nothing() -> None:
 
 
 class _SlotMemory(NamedTuple):
-    """Where a slot lies: `pages` is a view of whole pages that begin at `address`."""
+    """The memory of a slot: `pages` is a view of whole pages that begin at `address`."""
 
     address: int
     pages: memoryview
 
 
 class Quota:
-    """Bounds how many slots may wait for peers, for one direction of transfers. Guarded by the lock of the pool that it is used with.
+    """Bounds how many slots may wait for peers, for one direction of transfers. The lock of its pool guards it.
 
-    A slot counts from its lease until `Slot.settle`, or until nothing refers to it any more: if its call is late, until that returns.
+    A slot counts from its lease until `Slot.settle`, or until nothing refers to it any more. A late call refers to it until it returns.
     """
 
     def __init__(self, most: int, headroom: int = 0) -> None:
-        """`headroom`: how many of these slots a lease that does not wait leaves to those that do."""
+        """`headroom`: how many of these slots a lease that does not wait leaves to leases that wait."""
         self.most = max(1, most)
         self.headroom = min(headroom, self.most - 1)
         self.slots: set[weakref.ref[Slot]] = set()
-        """The slots that count; also forgotten ones, until a lease finds no room."""
+        """The slots that count, and forgotten ones until a lease finds no room."""
 
     def has_room(self, waits: bool) -> bool:
-        """Whether a lease, one that waits or not, may take a slot."""
+        """Returns whether a lease may take a slot. `waits`: whether it is a lease that waits."""
         most = self.most if waits else self.most - self.headroom
         if len(self.slots) >= most:
             self.slots = {slot for slot in self.slots if slot() is not None}
@@ -101,7 +101,7 @@ class Quota:
 
 
 class Slot:
-    """A leased piece of staging memory of `size` bytes at `address`; `view` is the same bytes, writable.
+    """A leased piece of staging memory of `size` bytes at `address`. `view` is a writable view of these bytes.
 
     `pages` are the whole pages that begin there. A slot that is forgotten without `release`, for example because its holder is
     interrupted, goes back to its pool when nothing refers to this object any more. Calls in flight do refer to it.
@@ -110,7 +110,7 @@ class Slot:
     __slots__ = ("__weakref__", "_pool", "_quota", "_references", "address", "pages", "size", "view")
 
     def __init__(self, pool: StagingPool, place: _SlotMemory, quota: Quota | None = None) -> None:
-        """A new slot has one reference, and counts in `quota`."""
+        """Makes a slot with one reference. The caller counts it in `quota`."""
         self._pool = pool
         self._quota = quota
         self._references = 1
@@ -120,15 +120,15 @@ class Slot:
         self.size = pool.slot_bytes
 
     def retain(self) -> None:
-        """Take one more reference; the caller must hold one already."""
+        """Takes one more reference. The caller must already hold one."""
         self._pool._retain(self)
 
     def release(self) -> None:
-        """Let go of one reference; the last one gives the slot back to its pool."""
+        """Lets go of one reference. The last one gives the slot back to its pool."""
         self._pool._release(self)
 
     def settle(self) -> None:
-        """Note that the slot does not wait for a peer any more, so that its quota has room for another. Idempotent."""
+        """Notes that the slot no longer waits for a peer, so that its quota has room for another. Idempotent."""
         self._pool._settle(self)
 
     def forfeit(self, client: RegistersMemory) -> None:
@@ -137,12 +137,12 @@ class Slot:
 
 
 class StagingPool:
-    """`size // slot_bytes` equal slots of memory, at most that many leased at a time."""
+    """Leases equal slots of memory, as many as fit into `size` bytes."""
 
     def __init__(
         self, size: int, slot_bytes: int, *, prefaulted: bool = True, pin: Pin | None = None, headroom: int = 0
     ) -> None:
-        """Map `size` bytes. `headroom`: how many slots a lease that does not wait leaves to those that do.
+        """Maps the memory. `headroom`: how many slots a lease that does not wait leaves to leases that wait.
 
         Raises ValueError if not even one slot fits.
         """
@@ -152,14 +152,14 @@ class StagingPool:
 
     @staticmethod
     def stride_of(slot_bytes: int) -> int:
-        """Bytes from one slot to the next: whole pages, so that direct I/O may use them."""
+        """Returns the bytes from one slot to the next: whole pages, so that direct I/O may use them."""
         return -(-slot_bytes // _PAGE) * _PAGE
 
     def _lay_out(self, size: int, slot_bytes: int, pin: Pin | None, headroom: int) -> None:
         stride = self.stride_of(slot_bytes)
         count = size // stride
         if slot_bytes <= 0 or count < 1:
-            raise ValueError(f"it holds no slot of {slot_bytes} bytes; make it at least {stride}")
+            raise ValueError(f"the staging memory holds no slot of {slot_bytes} bytes; make it at least {stride} bytes")
         self.slot_bytes = slot_bytes
         self.slots = count
         """The number of slots, leased or free."""
@@ -167,17 +167,17 @@ class StagingPool:
         self.nbytes = count * stride
         self.address = 0
         self.forfeited_bytes = 0
-        """Bytes of memory that were given up because a transfer may still write to it."""
+        """How many bytes of memory were given up because a transfer may still write to them."""
         self._pin = pin
         self._unpins: list[Callable[[], None]] = []
         self._places: dict[int, _SlotMemory] = {}
         """All slots, by address."""
         self._free: dict[int, _SlotMemory] = {}
-        """Slots that are not leased; the one used most recently comes last."""
+        """Slots that are not leased. The most recently used one comes last."""
         self._leased: dict[int, weakref.ref[Slot]] = {}
-        """For each other slot, the object that it was last leased as."""
+        """For each slot that is not free, the `Slot` that it was last leased as."""
         self.reclaim: Callable[[], None] = _nothing
-        """Has calls that are overdue let go of their slots; called when a lease finds none."""
+        """Makes overdue calls let go of their slots. Called when a lease finds none."""
         self._changed = Condition()
         self._closed = False
 
@@ -191,12 +191,12 @@ class StagingPool:
         return address, memoryview(memory)
 
     def _populate(self, address: int, memory: memoryview) -> None:
-        """Cut `memory`, which lies at `address`, into slots, and lease from these from now on."""
+        """Cuts `memory`, which lies at `address`, into slots, which are leased from now on."""
         places = self._cut(address, memory)
         with self._changed:
             self.address = address
             self._places = places
-            # last in, first out: a slot that was just used is still in the processor's cache
+            # last in, first out, because a slot that was just used is still in the processor's cache
             self._free = dict(reversed(places.items()))
             self._leased = {}
             self._changed.notify_all()
@@ -211,11 +211,11 @@ class StagingPool:
         }
 
     def register_with(self, client: Registrar) -> int:
-        """Make the memory known to a Mooncake client. Returns the client's code."""
+        """Registers the memory with a Mooncake client. Returns the client's code."""
         return client.register_buffer(self.address, self.nbytes)
 
     def unregister_from(self, client: Registrar) -> None:
-        """Take the memory back from a client that is about to be closed. A full client lets go of it by itself."""
+        """Takes the memory back from a client that is about to be closed. Does nothing for a full client, which lets go of it by itself."""
 
     @property
     def closed(self) -> bool:
@@ -229,10 +229,11 @@ class StagingPool:
             return len(self._places) - len(self._free)
 
     def lease(self, deadline: float, quota: Quota | None = None) -> Slot | None:
-        """Returns a slot with one reference, after waiting for one until `deadline` (`time.monotonic()`) at most; None if none came free.
+        """Returns a slot with one reference, or None if none came free by `deadline` (`time.monotonic()`).
 
-        A lease whose deadline has passed does not wait, and leaves the last `headroom` slots, of the pool and of the quota, to those
-        that wait, so that reading ahead never takes all slots. Returns None at once while there is no memory (`SharedStagingPool`).
+        A lease whose deadline has already passed does not wait. It leaves the last `headroom` slots, of the pool and of the quota, to
+        leases that wait, so that reading ahead never takes all slots. Returns None at once while there is no memory
+        (`SharedStagingPool`).
         """
         waits = deadline > time.monotonic()
         looked = False
@@ -250,7 +251,7 @@ class StagingPool:
                     if remaining <= 0:
                         return None
                     self._changed.wait(min(remaining, _FORGOTTEN_S))
-            # without the lock: a call may let go of slots of another pool
+            # without the lock, because a call may let go of slots of another pool
             self.reclaim()
             looked = True
 
@@ -259,10 +260,10 @@ class StagingPool:
         return self.lease(0.0, quota)
 
     def forfeit(self, slots: Sequence[Slot], client: RegistersMemory) -> None:
-        """Never hand out the memory of these leased slots again, because a transfer that was given up may still use it.
+        """Gives up the memory of these leased slots for good, because a transfer that was given up may still use it.
 
-        Other memory takes its place, as long as less than `_FORFEITS` times the pool's size was given up; after that the pool
-        shrinks. The contents of the slots stay valid until they are released.
+        New memory takes its place until `_FORFEITS` times the pool's size was given up. After that the pool shrinks. The contents of the
+        slots stay valid until they are released.
         """
         with self._changed:
             lost = [slot for slot in slots if slot.address in self._places]
@@ -277,11 +278,11 @@ class StagingPool:
             return
         try:
             address, memory = self._map(count)
-        except OSError as error:  # no memory, of all times now: the pool shrinks
-            log.error("staging: %d slots are lost, there is no other memory for them: %s", count, error)
+        except OSError as error:  # the pool shrinks
+            log.error("staging: %d slots are lost: could not map new memory for them: %s", count, error)
             return
         if (code := client.register_buffer(address, len(memory))) != 0:
-            log.error("staging: %d slots are lost, Mooncake refused other memory for them (%d)", count, code)
+            log.error("staging: %d slots are lost: Mooncake refused new memory for them (%d)", count, code)
             return
         places = self._cut(address, memory)
         with self._changed:
@@ -291,17 +292,17 @@ class StagingPool:
             self._changed.notify_all()
 
     def check_integrity(self) -> None:
-        """Assert that every slot is either free or leased, and none is both (for tests)."""
+        """Asserts that every slot is either free or leased, and none is both (for tests)."""
         with self._changed:
             self._collect()
-            assert self._free.keys() <= self._places.keys(), "something is free that is no slot"
+            assert self._free.keys() <= self._places.keys(), "the free list holds something that is not a slot"
             assert len(self._places) == (self.slots if self.address else 0), "a slot is lost"
             for address in self._places:
                 leased = self._holder(address) is not None
                 assert leased is not (address in self._free), "a slot is free and leased, or neither"
 
     def close(self) -> None:
-        """Refuse further leases. The memory itself lives until nothing refers to it."""
+        """Refuses further leases. The memory itself lives until nothing refers to it."""
         with self._changed:
             if self._closed:
                 return
@@ -311,7 +312,7 @@ class StagingPool:
             self._unpins.pop()()
 
     def _take(self, quota: Quota | None) -> Slot:
-        """Called with the lock held. In an order in which an interrupt between any two steps loses nothing: see `_collect`."""
+        """Leases a free slot. Its order of steps makes sure that an interrupt loses nothing: see `_collect`. Call with the lock held."""
         address, place = self._free.popitem()
         slot = Slot(self, place, quota)
         self._leased[address] = reference = weakref.ref(slot)
@@ -320,13 +321,13 @@ class StagingPool:
         return slot
 
     def _holder(self, address: int) -> Slot | None:
-        """Returns the slot that the memory at `address` is leased as; None if nothing refers to it any more."""
+        """Returns the `Slot` that has the memory at `address`; None if nothing refers to it any more."""
         reference = self._leased.get(address)
         slot = None if reference is None else reference()
         return slot if slot is not None and slot._references else None
 
     def _collect(self) -> None:
-        """Take back slots that are neither free nor leased, because they were forgotten. Called with the lock held."""
+        """Takes back slots that were forgotten without `release`. Call with the lock held."""
         if len(self._free) < len(self._places):
             for address in [address for address in self._places if address not in self._free]:
                 if self._holder(address) is None:
@@ -356,53 +357,53 @@ class StagingPool:
             self._leave_quota(slot)
 
     def _leave_quota(self, slot: Slot) -> None:
-        """Called with the lock held."""
+        """Call with the lock held."""
         if slot._quota is not None:
             slot._quota.slots.discard(weakref.ref(slot))
             slot._quota = None
             self._changed.notify_all()
 
     def _returned(self, address: int) -> None:
-        """Called, with the lock held, when nothing refers to a slot of ours any more."""
+        """Frees a slot to which nothing refers any more. Call with the lock held."""
         self._free[address] = self._places[address]
         self._leased.pop(address, None)
-        # all: which of those that wait can use it depends on their quotas
+        # wake all threads: their quotas decide which of them can use the slot
         self._changed.notify_all()
 
     def _dismissed(self, slot: Slot) -> None:
         """Called, with the lock held, when nothing refers any more to a slot whose memory the pool has given up."""
-        if self._pin is None:  # nobody needs its bytes any more, and a late write may have its address
+        if self._pin is None:  # its bytes are no longer needed; its addresses stay mapped for a late write
             _madvise(slot.address, len(slot.pages), _MADV_DONTNEED)
 
 
 _forfeited: list[memoryview] = []
-"""Memory that a transfer may still use: its addresses stay mapped until the process ends."""
+"""Memory that a transfer may still use. Its addresses stay mapped until the process ends."""
 _FORFEITS = 8
 """How many times its own size a pool may forfeit and replace. This costs addresses, not memory: the pages are given back."""
 _FORGOTTEN_S = 0.25
-"""After how long, at most, a waiting lease notices a slot that was forgotten."""
+"""The longest time until a waiting lease notices a slot that was forgotten."""
 
 
 class SharedStagingPool(StagingPool):
-    """Slots in memory that a host's `mooncake_client` maps, too. A dummy client provides the memory once it is connected.
+    """Leases slots of memory that a host's `mooncake_client` maps, too. A dummy client provides the memory once it is connected.
 
     Until then, and after `retire`, nothing can be leased.
     """
 
     def __init__(self, size: int, slot_bytes: int, *, pin: Pin | None = None, headroom: int = 0) -> None:
-        """Nothing is mapped yet. `headroom`: see `StagingPool`. Raises ValueError if not even one slot fits."""
+        """Maps nothing yet. `headroom`: see `StagingPool`. Raises ValueError if not even one slot fits."""
         self._lay_out(size, slot_bytes, pin, headroom)
         self._retired: list[int] = []
         self._retired_slots: list[weakref.ref[Slot]] = []
         """The slots that were leased when their memory was retired."""
         self._let_go = False
-        """Whether the `mooncake_client` has let go of the retired memory: it may carry out a late write to it until then."""
+        """Whether the `mooncake_client` has let go of the retired memory. Until then it may carry out a late write there."""
         self._reusable = False
 
     def register_with(self, client: Registrar) -> int:
-        """Take memory that `client` shares with its `mooncake_client`, and cut it into slots. Returns a code.
+        """Takes memory that `client` shares with its `mooncake_client`, and cuts it into slots. Returns a code.
 
-        The client's earlier connections are closed, so nobody else uses retired memory.
+        The client's earlier connections are closed, so `mooncake_client` no longer uses retired memory.
         """
         with self._changed:
             self._let_go = True
@@ -430,7 +431,7 @@ class SharedStagingPool(StagingPool):
         self._reusable = bool(address) and client.unregister_buffer(address) == 0
 
     def retire(self) -> None:
-        """Never hand out the present memory again: a transfer may still write to it. Leased slots stay readable."""
+        """Gives up the present memory for good, because a transfer may still write to it. Leased slots stay readable."""
         with self._changed:
             if self.address:
                 self._retired.append(self.address)
@@ -457,7 +458,7 @@ class SharedStagingPool(StagingPool):
             _spare.setdefault(self.nbytes, []).append(address)
 
     def _discard_retired(self) -> None:
-        """Give back the pages of retired memory. Its address range stays: Mooncake has no call that frees it."""
+        """Gives back the pages of retired memory. Its address range stays: Mooncake has no call that frees it."""
         self._retired_slots = [
             reference for reference in self._retired_slots if (slot := reference()) is not None and slot._references
         ]
@@ -466,10 +467,10 @@ class SharedStagingPool(StagingPool):
 
 
 _spare: dict[int, list[int]] = {}
-"""Memory of closed `SharedStagingPool`s, by size: Mooncake has no call that frees it, so the next pool takes it."""
+"""The memory of closed `SharedStagingPool`s, by size. Mooncake has no call that frees it, so the next pool takes it."""
 _spare_lock = threading.Lock()
 
 
 def _discard(address: int, nbytes: int) -> None:
-    """Give the pages of shared memory back to the system; its mapping stays, and reads as zeros."""
+    """Gives the pages of shared memory back to the system. The mapping stays, and reads as zeros."""
     _madvise(address, nbytes, _MADV_REMOVE)

@@ -1,16 +1,16 @@
-"""MooncakeStore: the only place that calls a Mooncake store client.
+"""MooncakeStore: wraps a Mooncake store client. No other module calls one.
 
-A bare client is dangerous (docs/mooncake.md): used before setup or after close it kills the process, with a dead master
-each call blocks for seconds, with a stopped peer for a minute. Here
+A bare client is dangerous (docs/mooncake.md). A call before setup or after close kills the process. With a dead master each
+call blocks for seconds, with a stopped peer for a minute. So here:
 
-1. a state (`opening`, `open` or `failed`, `closing`, `closed`) guards every call, and `close()` drains before it closes;
-2. calls run on a bounded set of threads and the caller waits until its own deadline, no longer;
-3. staging memory that an abandoned call may still touch stays quarantined until that call returns, and is never used again
-   where the call returned before its transfers ended (`transfer.bulk`);
-4. a circuit breaker lets calls return at once while the master is down, and one probe per interval checks whether it is back; peers
-   that do not deliver have breakers of their own (`transfer.peers`);
-5. a store whose master (or, as a `host` client, whose `mooncake_client`) is not there yet opens by itself when it comes;
-6. in a forked child, where none of its threads runs and Mooncake would hang or crash, it is closed.
+1. A state (`opening`, `open` or `failed`, `closing`, `closed`) guards every call, and `close()` drains before it closes.
+2. Calls run on a bounded set of threads, and the caller waits only until its own deadline.
+3. Staging memory that an abandoned call may still touch stays quarantined until that call returns. If the call returned before
+   its transfers ended, the memory is never used again (`transfer.bulk`).
+4. While the master is down, a circuit breaker lets calls return at once, and one probe per interval checks whether it is back. Peers
+   that do not deliver have their own breakers (`transfer.peers`).
+5. If the master (or the `mooncake_client` of a `host` client) is not there yet, the store opens by itself when it comes.
+6. In a forked child, where none of its threads runs and Mooncake would hang or crash, the store counts as closed.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ SYSTEM_PACKAGES = {
     "libmlx5": "ibverbs-providers",
     "libcurl": "libcurl4",
 }
-"""Debian's packages of the libraries that Mooncake's wheels need and do not bring."""
+"""The Debian packages of the libraries that Mooncake's wheels need and do not bring."""
 
 _EXISTS = {1: Status.OK, 0: Status.MISSING}
 
 _FAIR = 0.9
-"""The part of its usual time that a call must have had, if it is to say something about the pool that it did not end."""
+"""The part of its usual time that a call must have had before its time-out counts against the pool."""
 _HEADROOM = 4
-"""One in this many slots is left to leases that wait: see `StagingPool.lease`."""
+"""One in this many slots is kept for leases that wait: see `StagingPool.lease`."""
 
 _undrained: list[object] = []
 """Clients that could not be closed, with the memory that they may still write to."""
@@ -65,7 +65,7 @@ _stores: weakref.WeakSet[MooncakeStore] = weakref.WeakSet()
 
 
 def _outlive_the_child() -> None:
-    """In a forked child, a client's destructor would wait for threads that do not exist there, so it must never run."""
+    """Keeps clients from being destroyed in a forked child: a destructor would wait for threads that do not exist there."""
     for store in _stores:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(store._client))
 
@@ -74,15 +74,15 @@ os.register_at_fork(after_in_child=_outlive_the_child)
 
 
 class GetResult(NamedTuple):
-    """Outcome of reading one key: with `OK`, `size` bytes of the object are in the buffer."""
+    """The outcome of reading one key. With `OK`, `size` bytes of the object are in the slot."""
 
     status: Status
     size: int
 
 
 class _MooncakeClient(BulkClient, Protocol):
-    """The methods we use of `mooncake.store.MooncakeDistributedStore`, or of `HostClient` in its place; negative ints
-    are codes, nothing is raised."""
+    """The methods that we use of `mooncake.store.MooncakeDistributedStore`, or of `HostClient` in its place. They return negative
+    ints as codes, and raise nothing."""
 
     def setup(self, config: dict[str, str]) -> int: ...
     def close(self) -> int: ...
@@ -98,7 +98,7 @@ class _MooncakeClient(BulkClient, Protocol):
 
 
 def load_mooncake() -> Any:
-    """The module `mooncake.store`; raises MissingLibraryError, which names the missing package."""
+    """Returns the module `mooncake.store`. Raises MissingLibraryError, which names the missing package."""
     try:
         import mooncake.store as module
     except ImportError as error:
@@ -122,7 +122,7 @@ def load_mooncake() -> Any:
 
 
 def _replicate_config(module: Any, placement: Placement) -> Any:
-    """Mooncake's form of `placement`, except for `own`, whose name is known only when the store opens."""
+    """Returns Mooncake's form of `placement`. Leaves out `own`, because that segment's name is known only when the store is open."""
     config = module.ReplicateConfig()
     config.replica_num = placement.replicas
     config.with_hard_pin = placement.pin == "hard"
@@ -135,7 +135,7 @@ def _replicate_config(module: Any, placement: Placement) -> Any:
 
 
 class Pending(Generic[R]):
-    """A batch under way: one `R` per key, made from Mooncake's code or from the status that stands in for it."""
+    """A batch under way. Each key has one result, an `R`, made from Mooncake's code or from a status of our own."""
 
     def __init__(
         self,
@@ -160,15 +160,15 @@ class Pending(Generic[R]):
         return [self._result(status_of(code), code) for code in codes]
 
     def abandon(self) -> None:
-        """To be called when nobody wants the results any more: a batch that has not begun lets go of its slots at once."""
+        """Gives up the results. A batch that has not begun lets go of its slots at once."""
         if self._call is not None:
             self._call.abandon()
 
 
 class MooncakeStore:
-    """A client of one Mooncake pool, with a segment of its own or without.
+    """A client of one Mooncake pool, with its own segment or without one.
 
-    Thread-safe. Every timeout is in seconds. Results are typed per key; no call raises because the pool is in trouble.
+    Thread-safe. Every timeout is in seconds. Each key has its own result, and no call raises because the pool is in trouble.
     """
 
     def __init__(
@@ -180,18 +180,23 @@ class MooncakeStore:
         segment_size: int | None = None,
         placement: Placement | None = None,
     ) -> None:
-        """Start opening the store in the background.
+        """Starts opening the store in the background.
 
-        `master` is `host:port`, or `etcd://host:port;host:port/NAME` for masters with election. `host` is the address at which
-        other nodes reach this one; `host:port` also names its segment. `segment_size` overrides the settings'. `placement` says
-        where its objects go. Raises MissingLibraryError, and ValueError for a host client that is given a segment or no address.
+        `master` is `host:port`, or `etcd://host:port;host:port/NAME` for elected masters. `host` is the address at which
+        other nodes reach this one; `host:port` also names its segment. `segment_size` overrides that of the settings. `placement`
+        says where its objects go. Raises MissingLibraryError if a library is missing, ValueError if a host client has a segment or no
+        `client_address`.
         """
         self._shared = settings.client == "host"
         if self._shared and not settings.client_address:
-            raise ValueError("client: host needs client_address, the host:port of this host's mooncake_client")
+            raise ValueError(
+                "client: host needs client_address; set it to the host:port of this host's mooncake_client"
+            )
         self._shared = settings.client == "host"
         if self._shared and segment_size:
-            raise ValueError("a host client gives no memory to the pool; its mooncake_client does")
+            raise ValueError(
+                "a host client must have a segment_size of 0; its mooncake_client gives memory to the pool"
+            )
         self._master, election = split_master(master)
         prepare(settings, election)  # before the import: Mooncake reads its log level when it is loaded
         module = load_mooncake()
@@ -199,7 +204,7 @@ class MooncakeStore:
         self._host = host
         self.segment_size = int(settings.segment_size if segment_size is None else segment_size)
         self._sharing: HostClient | None = None
-        """The client, if it is a host client."""
+        """The client if it is a host client, otherwise None."""
         if self._shared:
             self._sharing = HostClient(
                 module.MooncakeDistributedStore,
@@ -217,9 +222,9 @@ class MooncakeStore:
         self._bulk = Bulk(self._client, settings, self._forfeit)
         self._process = os.getpid()
         self._control = CallThreads("mooncake-control", 2)
-        # of their own, so that a prompt on its way out does not hold up one on its way in
+        # separate threads, so that a prompt on its way out does not hold up one on its way in
         self._gets, self._puts = (
-            # a host client waits without spinning: its mooncake_client does the transfer
+            # a host client waits without spinning, because its mooncake_client does the transfer
             CallThreads(
                 f"mooncake-{name}",
                 settings.threads,
@@ -232,7 +237,7 @@ class MooncakeStore:
         self._changed = Condition()
         self._setup_error = ""
         self._mounted = False
-        """Whether `setup()` has succeeded: then the client must be closed, whatever happened afterwards."""
+        """Whether `setup()` has succeeded. If so, the client must be closed."""
         _stores.add(self)
         self._keeper = threading.Thread(target=self._keep, name="mooncake-keeper", daemon=True)
         self._keeper.start()
@@ -240,11 +245,14 @@ class MooncakeStore:
     # --- life ----------------------------------------------------------------------------------------------------
 
     def wait_open(self, timeout: float) -> None:
-        """Wait until the store is open; raises PoolUnavailableError after `timeout` seconds, with the last error."""
+        """Waits until the store is open. Raises PoolUnavailableError, with the last error, after `timeout` seconds.
+
+        Raises TransferError if the store is closed or cannot open.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: self._state != "opening", timeout):
                 reason = self._setup_error or "no answer yet"
-                raise PoolUnavailableError(f"{self._peer} not reachable after {timeout:g} s: {reason}")
+                raise PoolUnavailableError(f"{self._peer} is not reachable after {timeout:g} s: {reason}")
             if self._state == "failed":
                 raise TransferError(f"the store of master {self._master} failed: {self._setup_error}")
             if self._state != "open":
@@ -270,9 +278,10 @@ class MooncakeStore:
         return f"mooncake_client {self._settings.client_address}" if self._shared else f"Mooncake master {self._master}"
 
     def staging(self, slot_bytes: int, *, reserve: int = 0, pin: Pin | None = None) -> StagingPool:
-        """Memory of `staging_size` and `reserve` bytes in slots of `slot_bytes`, which this store can transfer from and to.
+        """Returns memory of `staging_size` and `reserve` bytes in slots of `slot_bytes`, from and to which this store can transfer.
 
-        A host client has it when the store opens. Raises ValueError if not even one slot fits, and TransferError as `attach` does.
+        A host client has the memory only once the store is open. Raises ValueError if not even one slot fits, TransferError as `attach`
+        does.
         """
         staging = int(self._settings.staging_size)
         headroom = staging // StagingPool.stride_of(slot_bytes) // _HEADROOM
@@ -287,9 +296,9 @@ class MooncakeStore:
         return pool
 
     def attach(self, pool: StagingPool) -> None:
-        """Register `pool`'s memory for transfers, now or as soon as the store opens. Raises TransferError if that is refused.
+        """Registers the memory of `pool` for transfers, now or as soon as the store opens.
 
-        A host client takes only a `SharedStagingPool`, and no other client takes one (ValueError).
+        Raises TransferError if Mooncake refuses it now. Raises ValueError unless exactly the host clients get a `SharedStagingPool`.
         """
         if isinstance(pool, SharedStagingPool) is not self._shared:
             raise ValueError(f"a {self._settings.client} client cannot use a {type(pool).__name__}")
@@ -300,8 +309,8 @@ class MooncakeStore:
                 self._lost()
 
     def close(self) -> None:
-        """Drain the calls under way, unmount the segment, forget the pool. Idempotent; never raises."""
-        if self._forked:  # its locks may be held by threads that do not exist here
+        """Drains the calls under way, unmounts the segment and forgets the pool. Idempotent; never raises."""
+        if self._forked:  # threads that do not exist here may hold its locks
             return
         with self._changed:
             if self._state in ("closing", "closed"):
@@ -312,7 +321,7 @@ class MooncakeStore:
         drained = True
         for threads in (self._gets, self._puts, self._control):
             drained &= threads.close(max(0.0, end - time.monotonic()))
-        # the keeper may be inside setup() or a probe: closing beside it would be use after free
+        # the keeper may be inside setup() or a probe; to close the client meanwhile would be a use after free
         self._keeper.join(max(0.0, end - time.monotonic()))
         drained &= not self._keeper.is_alive()
         if drained and self._mounted:
@@ -320,7 +329,7 @@ class MooncakeStore:
                 pool.unregister_from(self._client)
             self._client.close()
         elif not drained:
-            log.warning("a call into Mooncake outlived close(); its client is left to the end of the process")
+            log.warning("a call into Mooncake outlived close(); its client stays open until this process ends")
             _undrained.append((self._client, list(self._regions)))
         with self._changed:
             self._state = "closed"
@@ -335,9 +344,9 @@ class MooncakeStore:
     # --- calls ---------------------------------------------------------------------------------------------------
 
     def batch_exist(self, keys: list[str], *, timeout: float) -> list[Status]:
-        """Returns OK or MISSING for each key, with one request to the master; any other status says why the answer is unknown.
+        """Returns OK or MISSING for each key, with one request to the master. Any other status says why the answer is unknown.
 
-        The master leases every key that it finds: ask only for what will be read.
+        The master leases every key that it finds, so ask only for keys that will be read.
         """
         if not keys:
             return []
@@ -356,7 +365,7 @@ class MooncakeStore:
         return [_EXISTS.get(code) or status_of(code) for code in codes]
 
     def start_get(self, keys: list[str], slots: Sequence[Slot], *, timeout: float) -> Pending[GetResult]:
-        """Begin to read each key into its slot, as far as the slot reaches.
+        """Begins to read each key into its slot, as far as the slot reaches.
 
         The slots are retained until the call has really ended, however long that takes.
         """
@@ -375,18 +384,20 @@ class MooncakeStore:
         timeout: float,
         placement: Placement | None = None,
     ) -> Pending[Status]:
-        """Begin to write the first `sizes[i]` bytes of each slot as key i. `placement`, or else the store's own, says where to; if
-        there is no room, Mooncake takes another segment without reporting it.
+        """Begins to write the first `sizes[i]` bytes of slot i under key i.
 
-        OK: the pool holds the object. It may have been there before; its key names its contents, so the bytes are the same. BUSY:
-        another writer has begun the key and not ended it (a host client cannot tell this, and returns OK).
+        `placement`, or else that of the store, says where the objects go. If there is no room, Mooncake takes another segment without
+        reporting it.
+
+        OK means that the pool holds the object. It may have been there before; its key names its contents, so the bytes are the same. BUSY
+        means that another writer has begun the key and not ended it. A host client cannot detect this, and returns OK.
 
         The slots are retained until the call has really ended; then they are settled.
         """
         self._check_batch(keys, slots)
         lengths = list(sizes)
         if len(lengths) != len(keys) or any(n < 1 or n > slot.size for n, slot in zip(lengths, slots, strict=True)):
-            raise ValueError("start_put needs one size per key, between 1 and its slot's size")
+            raise ValueError("start_put expects one size for each key, between 1 and the size of its slot")
 
         config = self._put_config if placement is None else self._config_of(placement)
 
@@ -394,23 +405,23 @@ class MooncakeStore:
             return self._bulk.put(keys, taken, lengths, config, deadline)
 
         def let_go(slot: Slot) -> None:
-            slot.settle()  # other tiers may keep it
+            slot.settle()  # other tiers may still hold it
             slot.release()
 
         return Pending(self, self._start(self._puts, put, slots, timeout, let_go), len(keys), lambda status, _: status)
 
     def remove(self, keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:
-        """Remove keys; BUSY for one that is leased, unless `force`."""
+        """Removes keys. The status of a leased key is BUSY, unless `force`."""
         codes = self._call(lambda: self._client.batch_remove(keys, force), timeout)
         return [Status.TIMEOUT] * len(keys) if codes is None else [status_of(code) for code in codes]
 
     def put_small(self, key: str, value: bytes, *, timeout: float) -> Status:
-        """Write a control object, never to be evicted, through Mooncake's own buffer; OK also if it was there before."""
+        """Writes a control object, which is never evicted, through Mooncake's own buffer. Returns OK also if it was there before."""
         code = self._call(lambda: self._client.put(key, value, self._pinned), timeout)
         return Status.TIMEOUT if code is None else status_of(code)
 
     def get_small(self, key: str, *, timeout: float) -> bytes | None:
-        """Read a control object; None if it is missing or the pool did not answer in time."""
+        """Returns a control object; None if it is missing or the pool did not answer in time."""
         value = self._call(lambda: self._client.get(key), timeout)
         return value or None
 
@@ -424,7 +435,9 @@ class MooncakeStore:
 
     def _check_batch(self, keys: Sequence[str], slots: Sequence[Slot]) -> None:
         if not keys or len(keys) != len(slots) or len(keys) > MAX_TRANSFERS:
-            raise ValueError(f"{len(keys)} keys and {len(slots)} slots: one slot each, 1 to {MAX_TRANSFERS} of them")
+            raise ValueError(
+                f"got {len(keys)} keys and {len(slots)} slots; expected one slot for each key, 1 to {MAX_TRANSFERS} of them"
+            )
 
     def _start(
         self,
@@ -452,13 +465,13 @@ class MooncakeStore:
         self._puts.drop_overdue()
 
     def _suspect(self) -> None:
-        """Called when a transfer's deadline passed; nobody waits for the outcome."""
+        """Looks for silent peers, in the background. Called when a transfer's deadline has passed."""
         if self.available and self._gets.late:
             patience = self._settings.timeouts.exist_ms / 1000
             self._control.submit(self._bulk.suspect_slow_peers, time.monotonic() + patience)
 
     def _forfeit(self, slots: Sequence[Slot]) -> None:
-        """Called when a transfer may still use these slots although its call has returned."""
+        """Gives up slots that a transfer may still use although its call has returned."""
         if self._sharing is not None:
             self._sharing.lose("it gave up a transfer that may go on")
             return
@@ -466,7 +479,7 @@ class MooncakeStore:
             pool.forfeit(slots, self._client)
 
     def _call(self, function: Callable[[], R], timeout: float) -> R | None:
-        """Run a control call; None if the pool is not available or did not answer in time."""
+        """Runs a control call. Returns its result; None if the pool is not available or did not answer in time."""
         if not self.available:
             return None
         call = self._control.submit(lambda: [function()], time.monotonic() + timeout)
@@ -485,9 +498,9 @@ class MooncakeStore:
         return Status.OVERLOADED if self.available else Status.POOL_DOWN
 
     def _judged(self, what: str, function: Callable[[], list[int]]) -> Callable[[], list[int]]:
-        """Returns `function` so wrapped that it reports its outcome to the breaker, whether or not anybody still waits for it.
+        """Returns a function that calls `function` and reports the outcome to the breaker, even if no caller waits any more.
 
-        It failed if every key's code means `pool_down`. A failed transfer says nothing about the master.
+        The call counts as failed if every key's code means `pool_down`. A failed transfer says nothing about the master.
         """
 
         def call() -> list[int]:
@@ -505,7 +518,7 @@ class MooncakeStore:
         if failed:
             if self._breaker.failed():
                 log.warning(
-                    "pool %s counts as down: %s failed; it is asked again every %d ms",
+                    "pool %s counts as down: %s failed; trying again every %d ms",
                     self._master,
                     what,
                     self._settings.breaker.probe_interval_ms,
@@ -514,12 +527,15 @@ class MooncakeStore:
             log.info("pool %s is back", self._master)
 
     def _timed_out(self, what: str, call: Call[list[R]]) -> None:
-        """Called when a deadline passed. That says something about the pool only if the call had a fair time to run."""
+        """Counts a call whose deadline has passed as failed, if it had a fair time to run."""
         if call.had_s >= _FAIR * self._settings.timeouts.exist_ms / 1000:
-            self._settle(f"{what} (no answer in {call.had_s:.3g} s)", failed=True)
+            self._settle(f"{what} (no answer within {call.had_s:.3g} s)", failed=True)
 
     def _register(self, pool: StagingPool) -> bool:
-        """Whether the pool's memory can be used now. Raises TransferError if it never can be; a host client just tries again."""
+        """Registers the pool's memory. Returns whether it can be used now.
+
+        Raises TransferError if Mooncake refuses the memory of a full client. A host client returns False and tries again later.
+        """
         code = pool.register_with(self._client)
         if code != 0 and not self._shared:
             raise TransferError(
@@ -537,21 +553,21 @@ class MooncakeStore:
                     continue
                 if self._state == "open" and self._breaker.down and self._client.is_exist("pdc1/probe") >= 0:
                     self._settle("probe", failed=False)
-            except TransferError as error:  # nothing that waiting will mend
+            except TransferError as error:  # waiting will not help
                 log.error("pool %s: %s", self._master, error)
                 with self._changed:
                     self._setup_error = str(error)
                     if self._state == "opening":
                         self._state = "failed"
                     self._changed.notify_all()
-            except Exception as error:  # whatever the error is, only close() ends this thread
+            except Exception as error:  # only close() may end this thread
                 if self._setup_error != (text := f"{type(error).__name__}: {error}"):
-                    log.exception("pool %s: trying again", self._master)
+                    log.exception("pool %s: an unexpected error; trying again", self._master)
                 self._setup_error = text
             self._pause(interval)
 
     def _lost(self) -> None:
-        """Called when the memory that a host client shares must not be used again: the keeper opens the store anew, with other memory."""
+        """Makes the keeper open the store anew with other memory. Called when the memory that a host client shares must not be used again."""
         with self._changed:
             self._retire()
             if self._state == "open":
@@ -564,7 +580,7 @@ class MooncakeStore:
                 pool.retire()
 
     def _pause(self, seconds: float) -> None:
-        """Wait for the given time, or until the state changes."""
+        """Waits for the given time, or until the state changes."""
         with self._changed:
             before = self._state
             self._changed.wait_for(lambda: self._state != before, seconds)
@@ -584,7 +600,7 @@ class MooncakeStore:
         )
         if code != 0:
             if self._setup_error != (error := f"setup() answered {code}"):
-                log.warning("%s: setup failed (%d), trying again until it comes", self._peer, code)
+                log.warning("%s: setup failed (%d); trying again until it succeeds", self._peer, code)
             self._setup_error = error
             return False
         self._mounted = True
@@ -601,7 +617,7 @@ class MooncakeStore:
             if self._state == "opening":
                 if not all(self._register(pool) for pool in self._regions):
                     self._retire()
-                    self._setup_error = "its mooncake_client does not take our staging memory"
+                    self._setup_error = "mooncake_client refused our staging memory"
                     return False
                 self._state = "open"
                 self._changed.notify_all()
@@ -609,8 +625,10 @@ class MooncakeStore:
         return True
 
     def _probe_segment(self) -> Any | None:
-        """Returns where a small object lands in the fresh segment: at its first address. Mooncake's client reports neither that nor the
-        address of its transport."""
+        """Returns the descriptor of a small object put into the fresh segment, whose address is that of the segment; None if that failed.
+
+        Mooncake's client reports neither the segment's address nor that of its transport.
+        """
         key = f"pdc1/probe/{os.getpid()}-{uuid.uuid4().hex}"
         here = load_mooncake().ReplicateConfig()
         here.preferred_segment = self._client.get_hostname()

@@ -1,4 +1,4 @@
-"""One interface to both kinds of discovery: the file itself, and etcd."""
+"""The interface to both kinds of discovery: the file itself, and etcd."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _PROMISE_S = 10.0
 
 
 class Directory:
-    """The nodes of the file, always."""
+    """Has the nodes of the file, always."""
 
     def __init__(self, config: ClusterConfig, on_change: OnChange | None = None) -> None:
-        """`on_change` gets each new view, the first one included; it must return quickly."""
+        """`on_change` gets each new view, including the first one. It must return quickly."""
         self._view = View(tuple(sorted(file_records(config), key=lambda record: record.name)))
         if on_change is not None:
             on_change(self._view)
@@ -48,7 +48,7 @@ class Directory:
         return self._view
 
     def wait_synced(self, timeout: float) -> bool:
-        """Waits until the view comes from a better source than the file, if there is one. Returns False after `timeout` s."""
+        """Waits until the view comes from a better source than the file, if there is one. Returns False after `timeout` seconds."""
         return True
 
     def close(self) -> None:
@@ -62,10 +62,10 @@ class Directory:
 
 
 class EtcdDirectory(Directory):
-    """The nodes that are registered in etcd; those of the file until it was read for the first time."""
+    """Has the nodes that are registered in etcd, and those of the file until etcd was first read."""
 
     def __init__(self, config: ClusterConfig, settings: EtcdDiscovery, on_change: OnChange | None = None) -> None:
-        """Raises ConfigError for a password or certificate that cannot be read."""
+        """Raises ConfigError if a password or certificate cannot be read."""
         from launch.discovery.etcd import EtcdWatch
 
         seeds = [record for record in file_records(config) if not record.address.endswith(":0")]
@@ -91,10 +91,10 @@ def open_directory(config: ClusterConfig, on_change: OnChange | None = None) -> 
 
 
 class Member:
-    """This process's own place in the cluster: taken when it is ready, given up when it ends."""
+    """Announces this process's node to the cluster when it is ready, and leaves when it ends."""
 
     def __init__(self, config: ClusterConfig, node: Node) -> None:
-        """Nothing is announced yet. Raises ConfigError for a password or certificate that cannot be read."""
+        """Announces nothing yet. Raises ConfigError if a password or certificate cannot be read."""
         self._config = config
         self._node = node
         self._registration: Any = None
@@ -102,19 +102,19 @@ class Member:
         self.namespace: Namespace | None = None
         """Set it before `announce`, on a node that keeps a cache and knows its namespace."""
         self.master: str | None = None
-        """Where a client of the pool expects the master. Set it before `announce`."""
+        """The address at which a client of the pool expects the master. Set it before `announce`."""
         if isinstance(config.discovery, EtcdDiscovery):
             from launch.discovery.etcd import EtcdRegistration
 
             self._registration = EtcdRegistration(config.discovery, config.name)
 
     def about(self) -> dict[str, Any]:
-        """Returns version and namespace, for a node's `/health`: with static discovery, other nodes learn them from there."""
+        """Returns version and namespace for a node's `/health`. With static discovery, other nodes learn them from there."""
         namespace = self.namespace.described() if self.namespace is not None else {}
         return {"version": pd_cache.__version__, **namespace}
 
     def announce(self, address: str) -> None:
-        """Announces that this node can be used, at `address`. Returns immediately, whatever etcd does."""
+        """Announces that this node can be used at `address`. Returns immediately, even if etcd does not answer."""
         record = describe_node(self._config, self._node, address, self.namespace)
         record = msgspec.structs.replace(record, master=self.master)
         if self._registration is not None and not self._announced:
@@ -177,16 +177,16 @@ def _url_known(config: ClusterConfig, node: CacheServerNode) -> bool:
 
 
 def known_master(config: ClusterConfig) -> str | None:
-    """Returns the master's address for Mooncake's clients, as far as the file alone gives it."""
+    """Returns the master's address for Mooncake's clients; None if the file alone does not give it."""
     written = any(isinstance(node, MasterNode) and node.port for node in config.nodes)
     return config.master_address if config.masters.ha or written else None
 
 
 def find_master(config: ClusterConfig, timeout_s: float) -> ClusterConfig:
-    """Returns the same cluster with its masters in it: the file's own, or those that registered.
+    """Returns the same cluster with its masters in it: those of the file, or those that registered.
 
-    Raises ConfigError if no master is found within `timeout_s`. Clients find elected masters by themselves, but not their promises; it
-    waits for those, too, but at most a few seconds.
+    Raises ConfigError if no master is found within `timeout_s`. Clients find elected masters by themselves, but not how long these protect a
+    key. So it waits for elected masters, too, but only for a few seconds, and without an error.
     """
     discovery, elected = config.discovery, config.masters.ha
     if not isinstance(discovery, EtcdDiscovery) or (config.by_role("master") if elected else known_master(config)):
@@ -197,7 +197,7 @@ def find_master(config: ClusterConfig, timeout_s: float) -> ClusterConfig:
             if time.monotonic() > deadline:
                 if elected:
                     log.warning(
-                        "no elected master has registered yet; each is taken to protect a key for %d ms",
+                        "no elected master has registered yet; assuming that each protects a key for %d ms",
                         config.lease_ttl_ms,
                     )
                     return config

@@ -1,9 +1,9 @@
-"""Whether a master and etcd agree on which master leads.
+"""Finds out whether a master and etcd agree on which master leads.
 
 Mooncake's masters elect a leader by a key in etcd, which lives as long as the leader renews its lease. An etcd that dies and comes back
 costs an election. An etcd that loses data can leave masters in a state that never ends (measured; docs/mooncake.md). A leader whose key
 is gone still says that it leads, but no client finds it. A standby that has followed a lost log of operations takes the key again and
-again, and refuses to serve. Master and etcd then disagree for good. A master that is restarted takes part in a new election.
+again, and refuses to serve. In both cases master and etcd disagree for good. A master that is restarted takes part in a new election.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from launch.discovery.etcd import _EtcdOpener, _Lost
 from pd_cache.cluster import EtcdDiscovery
 
 DISAGREES_S = 30.0
-"""How long they may disagree. In an election that goes well it is a second or two, and longer if the next leader has many keys to take
-over; a restart then would lose these keys."""
+"""How long they may disagree. In an election that goes well they disagree for a second or two, and for longer if the next leader has many
+keys to take over. A restart then would lose these keys."""
 _POLL_S = 1.0
 
 
 class ElectionWatch:
-    """Compares the leader's key with what our master says, on a thread of its own that runs while the context is entered."""
+    """Compares the leader's key with what our master says. Its thread runs while the context is entered."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class ElectionWatch:
         leads: Callable[[], bool | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`address`: `host:port` of our master. `leads`: returns whether it says that it leads, or prepares to; None if it does not
-        answer. `clock`: seconds. Raises ConfigError as `EtcdRegistration` does."""
+        """`address`: `host:port` of our master. `leads` returns whether the master says that it leads or prepares to lead; None if it does
+        not answer. `clock` returns seconds. Raises ConfigError for the same reasons as `EtcdRegistration`."""
         self._connector = _EtcdOpener(settings)
         self._key = f"mooncake-store/{cluster}/master_view"
         self._address = address
@@ -41,7 +41,7 @@ class ElectionWatch:
         self._clock = clock
         self._at_odds_since: float | None = None
         self._revision = 0
-        """The key's revision when it was read last."""
+        """The key's revision when it was last read."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="election-watch", daemon=True)
 
@@ -76,7 +76,7 @@ class ElectionWatch:
         before, self._revision = self._revision, about.mod_revision
         if value.decode(errors="replace") == self._address:
             return leads
-        # masters that refuse to lead take turns: each is named for a second
+        # masters that refuse to lead take turns: the key names each for a second
         return not leads and self._revision == before
 
     def _run(self) -> None:

@@ -1,6 +1,6 @@
-"""Registration and watching in etcd, each on a thread of its own that outlives every outage.
+"""Registers and watches nodes in etcd, each on its own thread, which outlives every outage.
 
-Of the package etcd3, its client and its stubs are used, but not its `Watcher`: that reconnects for ever, also after `close()`, and does
+We use the client and the stubs of the package etcd3, but not its `Watcher`: that reconnects for ever, even after `close()`, and does
 not report when a stream breaks. Ours lists, watches from the revision of the list on, and begins again after any failure. So a lost
 stream, a compaction and an etcd that came back empty are one case.
 """
@@ -30,7 +30,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _LONGEST_TICK_S = 1.0
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # etcd is in our own network
-    ("grpc.use_local_subchannel_pool", 1),  # a new client connects at once, whatever the last one met
+    ("grpc.use_local_subchannel_pool", 1),  # a new client connects at once, even if the last one failed
     ("grpc.max_receive_message_length", 64 << 20),  # grpc's 4 MiB would hold three large values, but no list
 )
 
@@ -43,7 +43,7 @@ class _EtcdOpener:
     """Opens clients, at the next endpoint each time."""
 
     def __init__(self, settings: EtcdDiscovery) -> None:
-        """Raises ConfigError for a password or certificate that cannot be read."""
+        """Raises ConfigError if a password or certificate cannot be read."""
         self._etcd3 = load_etcd3()
         self._settings = settings
         self._turn = random.randrange(len(settings.endpoints))
@@ -57,13 +57,13 @@ class _EtcdOpener:
         self._files = {"ca_cert": tls.ca_file, "cert_cert": tls.cert_file, "cert_key": tls.key_file} if tls else {}
         for file in filter(None, self._files.values()):
             if not Path(file).is_file():
-                raise ConfigError(f"discovery.tls: {file} is no file on this machine")
-        # an interval of keep-alives must leave time for a call that fails
+                raise ConfigError(f"discovery.tls: {file} is not a file on this machine")
+        # the interval of keep-alives must leave time for a call that fails
         self.timeout_s = min(settings.timeout_s, settings.ttl_s / 3)
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Any]:
-        """Yields a client, logged in if there is a user. Inside, every failure between us and etcd becomes `_Lost`."""
+        """Yields a client, logged in if there is a user. Turns every failure between us and etcd into `_Lost`."""
         endpoint = self._settings.endpoints[self._turn % len(self._settings.endpoints)]
         etcd3 = self._etcd3
         client = None
@@ -78,7 +78,7 @@ class _EtcdOpener:
                 grpc_options=_OPTIONS,
                 **self._files,
             )
-            # the token goes with every call as metadata; grpc refuses the other way, as credentials, without TLS
+            # etcd3 sends the token with every call as metadata and as credentials; without TLS, grpc refuses the latter
             client.call_credentials = None
             yield client
         except etcd3.Etcd3Exception as error:
@@ -111,7 +111,7 @@ class _Pause:
 
 
 def prefix_of(cluster: str, folder: str = "nodes") -> str:
-    """Returns the prefix in etcd of a cluster's nodes, or of other entries of the cluster; the name of each follows."""
+    """Returns the prefix in etcd of a cluster's nodes or of its other entries. The name of the entry follows it."""
     return f"/pd-cache/{cluster}/{folder}/"
 
 
@@ -119,7 +119,7 @@ class EtcdRegistration:
     """Keeps one node's record in etcd under a lease, until closed. Thread-safe."""
 
     def __init__(self, settings: EtcdDiscovery, cluster: str, *, folder: str = "nodes") -> None:
-        """Nothing is sent yet. `folder`: see `prefix_of`. Raises ConfigError for files of the settings that cannot be read."""
+        """Sends nothing yet. `folder`: see `prefix_of`. Raises ConfigError if a password or certificate cannot be read."""
         self._connector = _EtcdOpener(settings)
         self._ttl_s = settings.ttl_s
         self._prefix = prefix_of(cluster, folder)
@@ -128,18 +128,18 @@ class EtcdRegistration:
         self._lease: int | None = None
         self._away = False
         self._double = ""
-        """Instance of the last node that was found under our name."""
+        """The instance of the last other node that was found under our name."""
         self.registered = threading.Event()
         """Set while the record is in etcd, as far as we know."""
 
     def announce(self, record: NodeRecord) -> None:
-        """Registers now, and again whenever the lease is lost. Returns at once; call it once."""
-        assert self._thread is None, "announced already"
+        """Registers now, and again whenever the lease is lost. Returns at once. Call it only once."""
+        assert self._thread is None, "already announced"
         self._thread = threading.Thread(target=self._run, args=(record,), name="discovery-register", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Deregisters. Waits for etcd no longer than two or three calls may take; after that, the lease ends by itself."""
+        """Deregisters. Waits for etcd no longer than two or three calls may take. After that, the lease ends by itself."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -161,11 +161,11 @@ class EtcdRegistration:
             except _Lost as error:
                 self.registered.clear()
                 level = logging.DEBUG if self._away else logging.WARNING
-                log.log(level, "cannot register in etcd: %s; serving goes on", error)
+                log.log(level, "cannot register in etcd: %s; still serving, and trying again", error)
                 self._away = True
                 pause.wait()
-            except Exception:  # the edge: if registration ended, no process would find the node
-                log.exception("registering in etcd failed; it is tried again")
+            except Exception:  # if registration ended, no process would find the node
+                log.exception("registering in etcd failed unexpectedly; trying again")
                 pause.wait()
 
     def _keep(self, client: Any, record: NodeRecord) -> None:
@@ -186,7 +186,7 @@ class EtcdRegistration:
         client.put(self._prefix + record.name, record.encode(), lease=self._lease)
 
     def _stays(self, found: bytes, record: NodeRecord) -> bool:
-        """Returns whether a value stays. One that is not a record does not. Another process's record does: two must not overwrite each
+        """Returns whether to leave a value that was found under our name. A record stays, because two processes must not overwrite each
         other."""
         try:
             other = decode_record(found)
@@ -197,7 +197,7 @@ class EtcdRegistration:
         if other.instance not in (record.instance, self._double):
             self._double = other.instance
             log.warning(
-                "another process registered as %s, at %s (this one is at %s): a name belongs to one node",
+                "another process registered as %s, at %s (this one is at %s); give each node its own name",
                 record.name, other.address, record.address,
             )  # fmt: skip
         return True
@@ -212,13 +212,15 @@ class EtcdRegistration:
         self.registered.clear()
         try:
             if self._lease is not None:
-                client.revoke_lease(self._lease)  # and with it our record, but not another's under the same name
+                client.revoke_lease(
+                    self._lease
+                )  # removes our record, but not that of another process under the same name
         except (load_etcd3().Etcd3Exception, grpc.RpcError) as error:
             log.warning("could not deregister (%s); the lease ends by itself within %d s", error, self._ttl_s)
 
 
 class EtcdWatch:
-    """Follows the records of a cluster. `view` returns immediately what is known. Thread-safe."""
+    """Follows the records of a cluster. Thread-safe."""
 
     def __init__(
         self,
@@ -231,13 +233,13 @@ class EtcdWatch:
     ) -> None:
         """Begins to follow. `folder`: see `prefix_of`. `seeds`: nodes to assume until etcd has been read for the first time.
 
-        `on_change` is called with each new view, one after the other, on the watch's own threads: it must return quickly.
+        The watch's own threads call `on_change` with each new view, one after the other. It must return quickly.
         """
         self._connector = _EtcdOpener(settings)
         self._prefix = prefix_of(cluster, folder)
         self._tick_s = min(_LONGEST_TICK_S, settings.ttl_s / 4)
         self._on_change = on_change
-        # a live node registers again within two pauses and a call; its lease allows it that much time anyway
+        # a live node registers again within two pauses and a call, which is less than this
         self._membership = Membership(settings.ttl_s + _LONGEST_PAUSE_S, seeds)
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -252,7 +254,7 @@ class EtcdWatch:
             thread.start()
 
     def view(self) -> View:
-        """Returns what is known."""
+        """Returns what is known now, without waiting."""
         with self._lock:
             return self._membership.view()
 
@@ -261,7 +263,7 @@ class EtcdWatch:
         return self._synced.wait(timeout)
 
     def close(self) -> None:
-        """Ends the threads; calls under way are cut off."""
+        """Ends the threads, and cuts off calls under way."""
         self._closed.set()
         self._break_off()
         for thread in self._threads:
@@ -284,8 +286,8 @@ class EtcdWatch:
                     self._read(client, pause)
             except _Lost as error:
                 self._lost(str(error))
-            except Exception:  # the edge: if the watch ended, the view would never be fresh again
-                log.exception("following etcd failed; it is tried again")
+            except Exception:  # if the watch ended, the view would never be fresh again
+                log.exception("following etcd failed unexpectedly; trying again")
                 self._lost("see above")
             finally:
                 self._client = self._stream = None
@@ -308,7 +310,7 @@ class EtcdWatch:
             stream.cancel()
 
     def _tick(self) -> None:
-        """Checks on etcd and the doubted nodes: a stream of changes is silent when its other end is gone."""
+        """Checks etcd and the doubted nodes. A check is needed because a stream of changes is silent when its other end is gone."""
         while not self._closed.wait(self._tick_s):
             client = self._client
             if client is not None and self._stream is not None:
@@ -359,18 +361,18 @@ class EtcdWatch:
                 if not isinstance(found, NodeRecord):
                     self._membership.spoil(name, found)
                 elif not self._membership.put(found):
-                    log.warning("%s: left out: there are too many nodes", name)
+                    log.warning("left out node %s: there are too many nodes", name)
             self._publish(before)
 
     def _lost(self, why: str) -> None:
         with self._lock:
             if not self._closed.is_set() and self._membership.outage(time.monotonic()):
                 count = len(self._membership.view().nodes)
-                log.warning("etcd does not answer (%s); the last known view, of %d nodes, stays", why, count)
+                log.warning("etcd does not answer (%s); keeping the last known view, of %d nodes", why, count)
                 self._publish()
 
     def _publish(self, before: View | None = None) -> None:
-        """Publishes the view, under the lock, so that views arrive in order. Logs what became unreadable since `before`."""
+        """Publishes the view, and logs what became unreadable since `before`. Call with the lock held, so that views arrive in order."""
         view = self._membership.view()
         if before is not None:
             for name, why in sorted(set(view.unreadable) - set(before.unreadable)):
@@ -393,7 +395,7 @@ def _name(key: bytes, prefix: str) -> str:
 
 
 def _read(kv: Any, prefix: str) -> tuple[str, NodeRecord | str]:
-    """Returns a pair's name, and its record or the reason why it is not one."""
+    """Returns an entry's name, and its record or the reason why it has none."""
     name = _name(kv.key, prefix)
     try:
         record = decode_record(kv.value)

@@ -1,10 +1,10 @@
-"""The nodes of the cluster, as far as is known. Pure: the time comes from the caller.
+"""Keeps track of the nodes of the cluster. Pure: the time comes from the caller.
 
-1. The source of the truth may be away. Then the last known view stays, and is marked stale.
-2. What vanished *because* the source was away is not gone: leases ran out that no node could keep alive, or the source came back
-   empty. Nodes that are missing right after an outage are kept as *doubted* for `grace_s`, within which they register again.
+1. The source of the view may be away. Then the last known view stays, and is marked stale.
+2. A node that vanished *because* the source was away is not gone: its lease ran out because no node could keep one alive, or the source
+   came back empty. Nodes that are missing right after an outage are kept as *doubted* for `grace_s`, in which they register again.
 3. Otherwise a node that vanishes is gone at once.
-4. A record that cannot be read changes nothing: the node of its name stays as it was last known, and the view names the record.
+4. A record that cannot be read changes nothing: the node of its name stays as it was last known, and the view lists the record.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class View:
     stale_since: float | None = None
     """The `time.monotonic()` of the last answer from the source of the view; None while it answers."""
     doubted: frozenset[str] = frozenset()
-    """Names of nodes that are missing since an outage."""
+    """The names of nodes that have been missing since an outage."""
     unreadable: tuple[tuple[str, str], ...] = ()
-    """Names of entries that are not readable records, each with the reason; sorted, at most `MAX_NODES`."""
+    """The names of entries that are not readable records, each with the reason; sorted, at most `MAX_NODES`."""
 
     def by_role(self, *roles: str) -> list[NodeRecord]:
         """Returns the nodes of these roles."""
@@ -96,7 +96,7 @@ class Membership:
             self._doubted.discard(name)
 
     def expire(self, now: float) -> bool:
-        """Drops doubted nodes whose grace is over; never while the source is away. Returns True if any was dropped."""
+        """Drops doubted nodes whose grace is over, but none while the source is away. Returns True if any was dropped."""
         if not self._doubted or self._stale_since is not None or now < self._settled_at:
             return False
         for name in self._doubted:

@@ -1,15 +1,15 @@
 """Imports etcd3 next to a current protobuf.
 
-etcd3 0.12.0 contains stubs that protobuf has refused to run since its version 4. There were two ways around that:
+etcd3 0.12.0 contains stubs that protobuf has refused to run since its version 4. There are two ways around that:
 
 - `PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python` makes protobuf accept them, if it is set before *anything* in the process
-  imports protobuf. The whole process then uses the slow implementation, and the variable would have to be kept from every
-  child, or vLLM inherits it.
+  imports protobuf. The whole process then uses the slow implementation, and so does every child, such as vLLM, that inherits
+  the variable.
 - The stubs hold their own descriptors in serialized form, which every protobuf reads. Message classes made from those are
   what a new `protoc` would generate.
 
-We do the latter. Nothing is set or inherited, the order of imports does not matter, and the descriptors live in a pool of their own,
-where they cannot clash with another `rpc.proto`. The stubs' files are read, never run.
+We do the latter. Nothing is set or inherited, the order of imports does not matter, and the descriptors live in a separate pool, where
+they cannot clash with another `rpc.proto`. The stubs' files are read, never run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 _FILES = ("kv_pb2", "auth_pb2", "rpc_pb2")
-"""Each imports those before it."""
+"""Each file imports those before it."""
 
 
 _SERIALIZED = re.compile(r"""serialized_pb=_b\('((?:[^'\\]|\\.)*)'\)""")
@@ -32,7 +32,7 @@ _lock = threading.Lock()
 
 
 def load_etcd3() -> Any:
-    """Returns the module `etcd3`. Raises ImportError if it, or what it needs, is not installed. Thread-safe."""
+    """Returns the module `etcd3`. Raises ImportError if it or a package that it needs is not installed. Thread-safe."""
     with _lock:
         if "etcd3" not in sys.modules:
             sys.modules.update(_message_modules())
@@ -71,5 +71,5 @@ def _serialized(file: Path) -> bytes:
     """Returns the argument `serialized_pb=_b('...')` of a stub."""
     found = _SERIALIZED.search(file.read_text(encoding="utf-8"))
     if found is None:
-        raise ImportError(f"{file} is not a stub as etcd3 0.12 has them: it holds no serialized descriptor")
+        raise ImportError(f"{file}: expected a stub of etcd3 0.12, but it holds no serialized descriptor")
     return found[1].encode("latin1").decode("unicode_escape").encode("latin1")

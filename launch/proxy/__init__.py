@@ -1,10 +1,10 @@
-"""The proxy that clients post their completions to. It sends each first to a prefill node, then to a decode node.
+"""The proxy to which clients post their completions. It sends each first to a prefill node, then to a decode node.
 
-What it promises:
+It guarantees:
 
 1. A request is answered within `request_timeout_s`, whatever the nodes do.
 2. The prefill hop is an optimisation: if it fails, the decode node computes the prompt itself. It is skipped if it would gain
-   nothing (`direct`). Only what the prefill node says about the *request* (4xx) is final.
+   nothing (`direct`). Only a prefill node's refusal of the *request* (4xx) is final.
 3. Until the first byte of the answer, a node that fails is replaced by another; after it, the client gets an error.
 4. What the prefill node hands over (`kv_transfer_params`) is forwarded unread, and never accepted from a client.
 5. A client that goes away takes its upstream connections with it.

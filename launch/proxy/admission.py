@@ -1,4 +1,4 @@
-"""How many requests may be under way at a time. Pure."""
+"""Limits how many requests may be under way at a time. Pure."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Admission:
         if self.closing:
             raise overloaded("The proxy is shutting down")
         if self.running() >= self._max_requests:
-            raise overloaded(f"{self._max_requests} requests are in flight, the most that this proxy takes")
+            raise overloaded(f"{self._max_requests} requests are in flight, and this proxy takes no more at a time")
         if client and self._max_per_key is not None and self._running[client] >= self._max_per_key:
             raise ApiError(
                 429,
-                f"{self._max_per_key} requests of this key are in flight, the most that one may have",
+                f"{self._max_per_key} requests of this key are in flight, and a key may have no more at a time",
                 code="rate_limit_exceeded",
                 retry_after=1,
             )

@@ -31,7 +31,7 @@ class ApiError(PdCacheError):
         """In seconds."""
 
     def body(self) -> bytes:
-        """`{"error": {...}}`"""
+        """Returns `{"error": {...}}` as JSON."""
         return msgspec.json.encode(error_body(self.message, self.status, param=self.param, code=self.code))
 
     def response(self) -> web.Response:

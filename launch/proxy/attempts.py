@@ -47,7 +47,7 @@ class Attempts:
         self._failures = 0
         self._over = False
         self.out_of_budget = False
-        """Whether another node would have been tried if there had been a retry left."""
+        """Whether another node would have been tried if the budget had allowed a retry."""
 
     @property
     def blamed(self) -> bool:
@@ -83,7 +83,7 @@ class Attempts:
             self._trial.lost += trusted and reason == "disconnected"
 
     def answered(self, node: str, now: float, *, well: bool) -> None:
-        """Notes that the node that `next` returned answered: `well`, or with a refusal, which proves nothing about the nodes before."""
+        """Notes that the node that `next` returned answered: `well`, or with a refusal, which proves nothing about earlier nodes."""
         if not well:
             self._pool.reached(node)
             return

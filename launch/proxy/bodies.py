@@ -1,4 +1,4 @@
-"""Bodies of requests while they arrive: how long that may take, and how much memory all of them may hold."""
+"""Reads the bodies of requests, and limits how long that may take and how much memory all bodies may hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launch.proxy.answers import ApiError, overloaded
 from launch.proxy.exchange import ClientGone
 
 _SMALL = 256 << 10
-"""Bytes up to which a body is small: 64k tokens of text, or a chat of many turns."""
+"""The most bytes of a small body: 64k tokens of text, or a chat of many turns."""
 
 
 class Body:
@@ -34,28 +34,28 @@ class Body:
 
 
 class BodyBudget:
-    """Bytes for all bodies together. Pure.
+    """Shares a number of bytes among all bodies. Pure.
 
     Two rules keep room for others, even while complete bodies hold their memory for long:
 
     - Large bodies together get three quarters of the bytes. The rest is kept for small ones.
     - One client's bodies of a kind, small or large, may take as much as they leave free for that kind. So a client that is alone gets half
-      of the room, each of two clients a third, and so on: there is always room for one more client, however many there are.
+      of the room, each of two clients a third, and so on. There is always room for one more client.
 
     The bytes received so far determine the kind of a body. If one does not fit, a body of its kind that is still arriving is given up:
     the largest one of the client that holds most.
     """
 
     def __init__(self, limit: int) -> None:
-        """`limit`: bytes for all bodies."""
+        """`limit`: the most bytes of all bodies together."""
         self._limit = limit
         self._bodies: set[Body] = set()
         self._by_client: Counter[tuple[str, bool]] = Counter()
-        """Bytes of each client, in small (False) and in large bodies (True)."""
+        """How many bytes each client has in small (False) and in large bodies (True)."""
         self._large = 0
-        """Bytes in large bodies."""
+        """How many bytes are in large bodies."""
         self.used = 0
-        """Bytes in use."""
+        """How many bytes are in use."""
 
     @contextmanager
     def opened(self, client: str) -> Iterator[Body]:
@@ -69,7 +69,7 @@ class BodyBudget:
             self.release(body)
 
     def grow(self, body: Body, count: int) -> bool:
-        """Notes `count` more bytes of an arriving body. Returns False if this body itself has to be given up."""
+        """Notes `count` more bytes of an arriving body. Returns False if this body itself must be given up."""
         if body.given_up:
             return False
         self._resize(body, body.size + count)
@@ -97,7 +97,7 @@ class BodyBudget:
         return fits
 
     def release(self, body: Body) -> None:
-        """Gives back a body's memory, because the body is not needed any more."""
+        """Gives back the memory of a body that is no longer needed."""
         self._resize(body, 0)
 
     def _fits(self, body: Body, spare: int = 1) -> bool:
@@ -123,7 +123,7 @@ class BodyBudget:
 async def read_body(request: web.Request, body: Body, budget: BodyBudget, most: int, limit_s: float) -> bytes:
     """Returns the whole body of a request, of at most `most` bytes, within `limit_s`.
 
-    Raises ApiError: 413 if it is larger, 408 if it comes too slowly, 503 if the budget has no room for it, 400 if it cannot be read.
+    Raises ApiError 413 if the body is larger, 408 if it comes too slowly, 503 if the budget has no room for it, 400 if it cannot be read.
     Raises ClientGone if the client hung up.
     """
     if (request.content_length or 0) > most:
@@ -140,7 +140,7 @@ async def read_body(request: web.Request, body: Body, budget: BodyBudget, most: 
             reading.exception()  # retrieved even if the client's disconnect came first
         body.complete = True
     if body.given_up:
-        raise overloaded("The bodies of other requests take the memory that there is for this client's")
+        raise overloaded("Other requests take all the memory for bodies that this client may use")
     if reading.cancelled():
         raise ApiError(408, f"The body did not arrive within {limit_s:.3g} s", code="timeout")
     return reading.result()
@@ -150,7 +150,7 @@ async def _read(request: web.Request, body: Body, budget: BodyBudget, most: int)
     parts: list[bytes] = []
     total = 0
     try:
-        # not `request.read()`, which keeps the bytes for as long as the request lasts
+        # not `request.read()`, which would keep the bytes for as long as the request lasts
         while data := await request.content.readany():
             total += len(data)
             if total > most:

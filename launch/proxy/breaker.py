@@ -1,4 +1,4 @@
-"""When to leave a node alone. Pure: the time comes from the caller."""
+"""NodeBreaker: decides when to leave a node alone. Pure: the time comes from the caller."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ class Blame(Enum):
     """How bad a failed request looks for its node."""
 
     UNREACHABLE = "unreachable"
-    """No connection could be made: it is skipped immediately."""
+    """No connection could be made. The node is skipped immediately."""
     FAILED = "failed"
-    """It failed this request, which may be the request's fault: it is skipped after several in a row."""
+    """The node failed this request, which may be the request's fault. The node is skipped after several failures in a row."""
 
 
 class NodeBreaker:
-    """Skips a node for 1, 2, 4 … 10 s; then one request a second is let through, until one is answered."""
+    """Skips a node for 1, 2, 4 … 10 s, then lets through one request a second until one is answered."""
 
     def __init__(self, failures: int) -> None:
-        """`failures` in a row open it."""
+        """`failures`: how many in a row open the breaker."""
         self._limit = failures
         self._failures = 0
         self._opened = 0
         self._skip_until = 0.0
         self._on_trial = False
         self.unreachable = False
-        """Whether it is open because no connection could be made."""
+        """Whether the breaker is open because no connection could be made."""
 
     def allows(self, now: float) -> bool:
         """Returns whether a request may be sent at `now`."""
         return now >= self._skip_until
 
     def wait(self, now: float) -> float:
-        """Returns the seconds until it allows a request."""
+        """Returns the seconds until the breaker allows a request."""
         return max(0.0, self._skip_until - now)
 
     def sent(self, now: float) -> None:
-        """Notes that a request is sent: while the node is on trial, the next one may follow a second later."""
+        """Notes that a request is sent. If the breaker is open, the node is on trial, and the next request may follow a second later."""
         if self._opened:
             self._on_trial = True
             self._skip_until = now + _FIRST_SKIP_S

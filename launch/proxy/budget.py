@@ -11,7 +11,7 @@ class RetryBudget:
     """
 
     def __init__(self, burst: int, *, fraction: float = 0.2, per_second: float = 10.0) -> None:
-        """`burst`: the most retries that can be saved up. The bucket starts full."""
+        """`burst`: the most retries that the bucket holds. It starts full."""
         self._burst = float(burst)
         self._fraction = fraction
         self._per_second = per_second

@@ -1,4 +1,4 @@
-"""How many requests and connections fit under the limit of open files. Pure."""
+"""Computes how many requests and connections fit under the limit of open files. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def fitted(config: ProxyConfig, descriptors: int) -> tuple[ProxyConfig, int]:
-    """Returns the configuration with as many requests as `descriptors` allow, and how many clients may be connected."""
+    """Returns the configuration with as many requests as `descriptors` allow, and the most connections of clients."""
     usable = descriptors - min(RESERVED, descriptors // 4)
     most = max(1, min(config.max_requests, usable // PER_REQUEST))
     if most < config.max_requests:

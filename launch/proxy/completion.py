@@ -1,4 +1,4 @@
-"""What a completion request says, and what each hop gets of it. Pure.
+"""Parses completion requests, and makes the body for each hop. Pure.
 
 Only the fields that matter here are decoded. All others keep their bytes: a prompt of 128k token ids is not turned into
 Python numbers and back, and no number changes its spelling.
@@ -39,10 +39,10 @@ _UNTOLD = (
     "reasoning_effort",
     "truncate_prompt_tokens",
 )
-"""Fields that determine the prompt, too, but that `/tokenize` does not accept."""
+"""Other fields that determine the prompt. `/tokenize` does not accept them."""
 _ISOLATION = ("model", "cache_salt")
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens")
-"""Fields that contradict `stream: false` and `max_tokens: 1`; nodes refuse them together with those."""
+"""Fields that contradict `stream: false` and `max_tokens: 1`. Nodes refuse requests with both."""
 
 
 class HandedOver(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ class Completion:
         except ValueError as error:
             what = "must be a JSON object" if body.lstrip()[:1] != b"{" else "is not valid JSON"
             raise ApiError(400, f"The body {what}: {error}", code="invalid_json") from None
-        self._fields.pop(_TRANSFER, None)  # it says which memory to read, and is for nodes only
+        self._fields.pop(_TRANSFER, None)  # it says which memory to read, so it is only for nodes
         self.tokens: PromptTokens | None = None
         """The prompt's, if nodes may get them in place of its text."""
         self._chat = prompt == "messages"
@@ -100,11 +100,11 @@ class Completion:
             )
 
     def prompt(self) -> RoutedPrompt:
-        """Returns what routing needs to know of the prompt."""
+        """Returns what routing needs to know about the prompt."""
         return read_prompt(self._prompt, b"\0".join(bytes(self._fields.get(name, b"")) for name in _ISOLATION))
 
     def plain(self) -> bool:
-        """Returns whether the tokens that `/tokenize` returns identify the prompt: it has no images and no documents."""
+        """Returns whether the tokens of `/tokenize` identify the prompt. They do not if it has images or documents."""
         if any(bytes(self._fields.get(name, b"null")) != b"null" for name in _UNTOLD):
             return False
         try:
@@ -121,7 +121,7 @@ class Completion:
         return all(raw == b"null" or (name, raw) == ("echo", b"false") for name, raw in others.items())
 
     def token_ids(self) -> list[int] | None:
-        """Returns the prompt's token ids, if it is given as token ids."""
+        """Returns the prompt's token ids if it is given as token ids, otherwise None."""
         if not is_token_ids(self._prompt):
             return None
         try:
@@ -130,14 +130,14 @@ class Completion:
             return None
 
     def model(self) -> str | None:
-        """Returns the model that should answer; None if none is named, or not by a string."""
+        """Returns the model that should answer; None if the request names none, or not by a string."""
         try:
             return decode_json(bytes(self._fields.get("model", b"null")), str | None)
         except UndecodableError:
             return None
 
     def cache_salt(self) -> str | None:
-        """Returns the salt that keeps the request's cache apart from others'. Raises ValueError if it is not a valid salt."""
+        """Returns the salt that separates the request's cache from others; None without one. Raises ValueError if it is not text."""
         return decode_json(bytes(self._fields.get("cache_salt", b"null")), str | None)
 
     def for_tokenize(self) -> bytes:

@@ -1,4 +1,4 @@
-"""A completion on its way through a prefill node and a decode node."""
+"""Takes completions through a prefill node and a decode node."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHAT = "/v1/chat/completions"
 _MAX_ANSWER = 4 << 20
 """The most bytes of a prefill node's answer."""
 _LARGE = 1 << 18
-"""Size in bytes from which reading a body takes too long for the event loop."""
+"""The size in bytes from which parsing a body takes too long for the event loop."""
 _REFUSED = (400, 413, 422)
 """Statuses of a refusal that may have to do with the form of the prompt."""
 _NO_TOKENIZE_S = 30.0
@@ -53,21 +53,21 @@ class Completions:
         self._prefill_timeout_s = prefill_timeout_s
         self._large = asyncio.Semaphore(1)
         self._tokenize_after = 0.0
-        """Until then, no node is asked for tokens."""
+        """The time until which no node is asked for tokens."""
         self._slow_to_tokenize = 0
-        """How many texts in a row got no tokens in time."""
+        """For how many texts in a row the tokens did not come in time."""
 
     async def serve(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
-        """Answers the request. Raises ApiError for a request that no node could answer, HopError if the answer breaks off."""
+        """Answers the request. Raises ApiError if no node could answer it, HopError if the answer breaks off."""
         prepared = await self._prepare(exchange, body)
         if isinstance(prepared, Refusal):
             return passed_on(prepared)
         decoding = self._decode(exchange, prepared)
-        del body, prepared  # they take memory until a decode node has them, and no longer
+        del body, prepared  # so that they take memory only until a decode node has them
         return await decoding
 
     async def _prepare(self, exchange: Exchange, body: bytes) -> HopBody | Refusal:
-        """Returns the body for the decode node, after the prefill node did its part; or a prefill node's refusal."""
+        """Does the prefill hop. Returns the body for the decode node, or a prefill node's refusal."""
         field: Literal["messages", "prompt"] = "messages" if exchange.path == CHAT else "prompt"
         nbytes = len(body)
         completion = await self._computed(nbytes, lambda: Completion(body, prompt=field))
@@ -100,7 +100,7 @@ class Completions:
         return HopBody(text, with_tokens, tokens.node, tokens.fingerprint)
 
     async def _computed(self, nbytes: int, function: Callable[[], T]) -> T:
-        """Returns what the function returns. For a large body it runs on another thread, one at a time: other requests go on meanwhile."""
+        """Returns what the function returns. For a large body, it runs on another thread, one at a time, so that other requests go on."""
         if nbytes < _LARGE:
             return function()
         async with self._large:
@@ -108,7 +108,7 @@ class Completions:
 
     async def _ask(self, exchange: Exchange, hop: Hop, node: str, body: HopBody) -> aiohttp.ClientResponse:
         """Returns the answer of a node that gets the prompt's tokens if it may, otherwise the text. Raises HopError if none came."""
-        tokens = body.tokens_for(hop, node, self._fleet.fingerprint(node))
+        tokens = body.tokens_for(hop, node, self._node_pools.fingerprint(node))
         if tokens is not None:
             answer = await self._nodes.send(exchange, hop, node, "POST", tokens)
             if answer.status not in _REFUSED:
@@ -128,7 +128,7 @@ class Completions:
                 with pool.working(node, prompt):
                     answer = await asyncio.wait_for(self._prefill_at(exchange, node, body), left)
             except TimeoutError:
-                # a second node that had only the rest of the first one's time is not to blame
+                # a second node is not to blame if the first one left it too little time
                 whole = left > self._prefill_timeout_s / 2
                 failure = HopError("timeout", f"no answer within {left:.3g} s")
                 self._nodes.failed(exchange, "prefill", node, attempts if whole else None, failure)
@@ -188,7 +188,7 @@ class Completions:
         if attempts.blamed:
             if "error" in refusals:
                 return passed_on(refusals["error"])
-            raise ApiError(502, "This request failed on two nodes; it is tried on no other", code="node_failed")
+            raise ApiError(502, "This request failed on two nodes and is not tried on others", code="node_failed")
         for reason in ("busy", "error"):
             if reason in refusals:
                 return passed_on(refusals[reason])
@@ -201,7 +201,7 @@ class Completions:
     async def _relay(
         self, exchange: Exchange, node: str, answer: aiohttp.ClientResponse, first: bytes
     ) -> web.StreamResponse:
-        """Passes on the node's answer as it comes, from its first bytes on. Raises HopError if it breaks off."""
+        """Passes on the node's answer as it comes, beginning with `first`. Raises HopError if it breaks off."""
         response = web.StreamResponse(status=answer.status, headers=client_headers(answer))
         response.headers[ID_HEADER] = exchange.id
         exchange.response = response
@@ -222,13 +222,13 @@ class Completions:
     # --- a text's tokens -----------------------------------------------------------------------------------------
 
     async def _tokenize(self, exchange: Exchange, completion: Completion) -> list[int] | None:
-        """Returns a prompt's token ids, from a decode node; None if it does not return them. Nodes may get them, too, if the client's
+        """Returns a prompt's token ids from a decode node, or None if there are none to be had. Nodes may get them, too, if the client's
         share of the memory has room for them."""
         now = time.monotonic()
         node = self._pools["decode"].out_of_turn(now, exchange.model)
         if node is None or now < self._tokenize_after:
             return None
-        fingerprint = self._fleet.fingerprint(node)
+        fingerprint = self._node_pools.fingerprint(node)
         try:
             answer = await self._nodes.post(exchange, f"{node}/tokenize", completion.for_tokenize())
             try:
@@ -244,13 +244,13 @@ class Completions:
             finally:
                 answer.close()
         except asyncio.CancelledError:
-            if exchange.request.transport is not None:  # it was too slow; else the client went away
-                self._slow_to_tokenize += 1  # a single time may be that text's own fault
+            if exchange.request.transport is not None:  # the node was too slow; otherwise the client went away
+                self._slow_to_tokenize += 1  # once may be that text's own fault
                 if self._slow_to_tokenize == _MOST_SLOW:
                     self._slow_to_tokenize = 0
                     self._tokenize_after = now + _NO_TOKENIZE_S
             raise
         except (HopError, ValueError) as error:
             self._tokenize_after = now + _NO_TOKENIZE_S
-            log.info("request %s: node %s does not tell a text's tokens: %s", exchange.id, node, error)
+            log.info("request %s: node %s did not return a text's tokens: %s", exchange.id, node, error)
             return None

@@ -1,7 +1,7 @@
-"""Clients' connections: how many there may be, and how long each may keep us waiting. Pure: the time comes from the caller.
+"""Limits the number of clients' connections, and how long each may keep us waiting. Pure: the time comes from the caller.
 
-The HTTP server has one deadline, for a connection without a request. It has none for a head that comes byte by byte after that, none
-for a client that does not read, and no limit on the number of connections.
+The HTTP server has one deadline, for a connection without a request. It has none for a head that comes byte by byte, none for a client
+that does not read, and no limit on the number of connections.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable, Hashable
 from enum import Enum
 
 _PATIENCE_S = 3.0
-"""How long a client that owes us a request is not cut off to make room for another."""
+"""How long a client may owe us a request before its connection may be closed to make room for another."""
 
 
 class Why(Enum):
-    """Why a connection is closed."""
+    """The reason why the proxy closes a connection."""
 
     TOO_MANY = "too_many"
     NO_HEAD = "no_head"
@@ -26,7 +26,7 @@ class _ConnectionStage(Enum):
     HEAD = "head"
     """It is waiting for the rest of a request's head."""
     BODY = "body"
-    """It is waiting for the rest of a request's body; another module keeps that deadline."""
+    """It is waiting for the rest of a request's body. `bodies` keeps that deadline."""
     BUSY = "busy"
     """A request is being answered."""
     IDLE = "idle"
@@ -59,8 +59,11 @@ class Connections:
         write_s: float = 30.0,
         on_close: Callable[[Why], None] = lambda why: None,
     ) -> None:
-        """`limit`: connections at a time. At the limit, a new connection takes the place of the one whose client has owed a request for
-        longest, if it has owed it for a while. Otherwise the new one has to wait."""
+        """`limit`: the most connections at a time.
+
+        At the limit, a new connection takes the place of the one whose client has owed a request for longest, if it has owed it for a
+        while. Otherwise the new one has to wait.
+        """
         self._limit = limit
         self._header_s = header_s
         self._idle_s = idle_s
@@ -68,7 +71,7 @@ class Connections:
         self.on_close = on_close
         self._all: set[Connection] = set()
         self._waiting: dict[Connection, None] = {}
-        """Connections whose client owes us a request, or the rest of one; the one that has owed it for longest comes first."""
+        """Connections whose client owes us a request or the rest of one. The one that has owed it for longest comes first."""
         self._by_transport: dict[Hashable, Connection] = {}
 
     def __len__(self) -> int:
@@ -103,20 +106,20 @@ class Connections:
             connection.stage, connection.since = _ConnectionStage.HEAD, now
 
     def began(self, transport: Hashable, now: float) -> None:
-        """Notes that a request's head is complete. Unknown transports are ignored, here and below."""
+        """Notes that a request's head is complete. Ignores unknown transports, as the methods below do."""
         connection = self._by_transport.get(transport)
         if connection is not None:
             connection.stage, connection.since = _ConnectionStage.BODY, now
 
     def arrived(self, transport: Hashable) -> None:
-        """Notes that a request is complete: from now on the client waits for us."""
+        """Notes that a request is complete. From now on the client waits for us."""
         connection = self._by_transport.get(transport)
         if connection is not None:
             connection.stage = _ConnectionStage.BUSY
             self._waiting.pop(connection, None)
 
     def ended(self, transport: Hashable, now: float) -> None:
-        """Notes that a request was answered; its last bytes may still be on their way."""
+        """Notes that a request was answered. The last bytes may still be on their way."""
         connection = self._by_transport.get(transport)
         if connection is not None:
             connection.stage, connection.since, connection.waiting_since = _ConnectionStage.IDLE, now, now
@@ -124,7 +127,7 @@ class Connections:
             self._waiting[connection] = None
 
     def writing(self, transport: Hashable, now: float) -> None:
-        """Notes that bytes are about to be written, which waits if the client does not read."""
+        """Notes that bytes are about to be written. The write waits if the client does not read."""
         connection = self._by_transport.get(transport)
         if connection is not None:
             connection.writing_since = now

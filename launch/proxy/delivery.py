@@ -1,4 +1,4 @@
-"""A request between its arrival and its last byte: its deadline, its client's connection, and how it ends when it cannot end well."""
+"""Ends each request: at its deadline, with its client's connection, or with an error that the client can read."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ class Deliveries:
     ) -> web.StreamResponse:
         """Runs `serving` within `limit_s`, and ends it with the client's connection. Raises ApiError for the client."""
         task = self._task(serving)
-        # A task of its own, so that the deadline, a shutdown (`drain` cancels it) and the client's disconnect (cancels us)
-        # can be told apart.
+        # a separate task, to tell apart the deadline, a shutdown (`drain` cancels the task) and the client's disconnect (cancels us)
         try:
             done, _ = await asyncio.wait({task}, timeout=limit_s)
         finally:
@@ -51,7 +50,7 @@ class Deliveries:
             return await self._cut(exchange, ApiError(502, what, code="node_failed"))
         except ClientGone:
             raise
-        except Exception:  # the edge: whatever went wrong, the client gets an error in OpenAI's shape
+        except Exception:  # the client gets an error in OpenAI's shape for every failure
             log.exception("request %s: unexpected error", exchange.id)
             return await self._cut(exchange, ApiError(500, "Internal error of the proxy", code="internal_error"))
 

@@ -1,8 +1,8 @@
-"""Conditional disaggregation: which prompts need no prefill node.
+"""Conditional disaggregation: decides which prompts need no prefill node.
 
 A decode node can compute a prompt itself. That is quicker if there is little to compute: the prompt is short, or the pool holds its
-prefix. A single lookup finds the latter; for a text, a node is asked for the tokens (`/tokenize`, as in vLLM). If either fails, the
-prompt takes the usual way.
+prefix. A single lookup finds out whether the pool does. For a text, the proxy first asks a node for the tokens (`/tokenize`, as in
+vLLM). If either fails, the prompt takes the usual way.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _THREADS = 4
 _MAX_WAITING = 32
 """The most lookups under way. Further prompts take the usual way without a lookup."""
 _MAX_TOKENS = 1 << 18
-"""The most tokens of a prompt that is looked up: naming the chunks of a longer one would take this process too long."""
+"""The most tokens of a prompt that is looked up. To name the chunks of a longer one would take this process too long."""
 
 
 class Pool(NamedTuple):
-    """Where to look up, and under which names."""
+    """The pool to look up in, and the names of its chunks."""
 
     namespace: Namespace
     master: str
     model: str | None = None
-    """The `model` in clients' requests for it. The KV of others, such as a LoRA adapter, has other names. None for all."""
+    """The `model` that requests for it name; requests for others, such as a LoRA adapter, have KV of other names. None for all."""
 
 
 OpenLookup = Callable[[Pool], LookupClient]
-"""Must return quickly; may raise anything."""
+"""Opens a client of a pool. Must return quickly; may raise any exception."""
 
 
 class _Eyes(NamedTuple):
@@ -53,7 +53,7 @@ class _Eyes(NamedTuple):
     model: str | None
 
     def find(self, tokens: list[int], salt: str | None, request_id: str) -> int:
-        """Returns how long a prefix the pool holds, in tokens."""
+        """Returns the length of the prefix that the pool holds, in tokens."""
         if self.hasher is None:
             return self.client.lookup(tokens, request_id, {"extra_keys": salt_keys(salt)})
         return self.client.lookup(None, request_id, block_hashes=self.hasher.hashes(tokens, salt))
@@ -70,8 +70,10 @@ class DirectRule:
         timeout_s: float = 0.6,
         seeds: Collection[str] = (),
     ) -> None:
-        """With 0 `tokens`, no prompt goes directly. `timeout_s` bounds all lookups and requests for tokens of a prompt. `seeds`: those
-        that vLLM's block hashes may start from, besides this process's own."""
+        """With 0 `tokens`, no prompt goes directly. `timeout_s` bounds the lookup and the request for tokens of a prompt together.
+
+        `seeds`: other seeds, besides this process's own, from which vLLM's block hashes may start.
+        """
         self._tokens = tokens
         self._open = open_lookup
         self._timeout_s = timeout_s
@@ -79,13 +81,13 @@ class DirectRule:
         self._pool: Pool | None = None
         self._eyes: _Eyes | None = None
         self.blind = "nothing is known of the pool yet"
-        """Why no prompt is looked up; empty while prompts are."""
+        """The reason why no prompt is looked up; empty while prompts are."""
         self._waiting = 0
         self._closed = False
         self._executor: ThreadPoolExecutor | None = None
 
     def use(self, pool: Pool | str) -> None:
-        """Looks up in this pool from now on, or, given a reason why that is impossible, in none."""
+        """Looks up in this pool from now on. If given a reason why that is impossible instead, looks up in none."""
         if self._closed:
             return
         if self._open is None or self._tokens == 0:
@@ -109,7 +111,7 @@ class DirectRule:
         if blind != self.blind:
             self.blind = blind
             if self._tokens:
-                log.info("prompts are looked up" if not blind else f"no prompt is looked up: {blind}")
+                log.info("looking up prompts in the pool" if not blind else f"looking up no prompts: {blind}")
 
     async def why(
         self,
@@ -118,7 +120,7 @@ class DirectRule:
         request_id: str,
         tokenize: Callable[[], Awaitable[list[int] | None]],
     ) -> Why | None:
-        """Returns why a prompt needs no prefill node; None if it does need one. `tokenize` is called if the prompt is text."""
+        """Returns why a prompt needs no prefill node, or None if it needs one. Calls `tokenize` if the prompt is text."""
         if prompt.tokens < self._tokens:
             return "short"
         eyes = self._eyes
@@ -163,7 +165,7 @@ class DirectRule:
         self._eyes = self._pool = None
 
     def close(self) -> None:
-        """Closes the client, for good. Waits for lookups under way, which have deadlines of their own."""
+        """Closes the client for good. Waits for lookups under way, which have their own deadlines."""
         self._closed = True
         self._retire()
         if self._executor is not None:

@@ -44,7 +44,7 @@ class Edge:
             self._connections.ended(transport, time.monotonic())
 
     async def _told(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Returns what the handler returns; turns what it raises into an error that OpenAI's clients understand."""
+        """Returns what the handler returns. Turns every exception into an error that OpenAI's clients understand."""
         response: web.StreamResponse
         try:
             response = await handler(request)
@@ -55,7 +55,7 @@ class Edge:
             response = ApiError(error.status, what, code=error.reason.lower().replace(" ", "_")).response()
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
-        except Exception:  # the edge: whatever went wrong, the client gets an error in OpenAI's shape
+        except Exception:  # the client gets an error in OpenAI's shape for every failure
             log.exception("request %s: unexpected error", request_id.get())
             response = ApiError(500, "Internal error of the proxy", code="internal_error").response()
         if not response.prepared:

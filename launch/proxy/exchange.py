@@ -1,4 +1,4 @@
-"""One request on its way through the proxy, and which parts of it and of its answer each side may see."""
+"""Exchange: one request on its way through the proxy."""
 
 from __future__ import annotations
 
@@ -49,14 +49,13 @@ class Exchange:
         return " ".join(f"{name}={value}" for name, value in parts.items())
 
     def headers(self, guarded: bool, node_key: str | None) -> dict[str, str]:
-        """Returns the headers for a node. If the proxy is `guarded` by keys, clients' keys are not passed on. Nodes with a key get
-        `node_key`."""
+        """Returns the headers for a node. If the proxy is `guarded` by keys, leaves out the client's key. Adds `node_key` if there is one."""
         headers = {name: self.request.headers[name] for name in _TO_NODE if name in self.request.headers}
         if guarded:
             headers.pop("Authorization", None)
         if node_key is not None:
             headers["Authorization"] = f"Bearer {node_key}"
-        # bytes are passed on as they come: the client might not accept every encoding that we would
+        # bytes are passed on as they come, and the client might not accept every encoding
         return {**headers, ID_HEADER: self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
 
     async def write(self, data: bytes) -> None:

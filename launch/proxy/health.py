@@ -29,7 +29,7 @@ class HealthChecks:
         timeout_s: float,
         on_namespace: Callable[[str, Namespaced], None],
     ) -> None:
-        """`on_namespace` gets a node's URL and what the node says about its cache, at every check that the node answers."""
+        """`on_namespace` gets a node's URL and what the node says about its cache, each time the node answers a check."""
         self._pools = list(pools)
         self._interval_s = interval_s
         self._timeout_s = timeout_s
@@ -43,8 +43,8 @@ class HealthChecks:
             await asyncio.sleep(self._interval_s)
             checks = (self._check(session, places, pool, url) for pool in self._pools for url in pool.urls())
             for ended in await asyncio.gather(*checks, return_exceptions=True):
-                if isinstance(ended, Exception):  # nothing may end the checks of all nodes
-                    log.error("a check failed", exc_info=ended)
+                if isinstance(ended, Exception):  # one check must not end the checks of all nodes
+                    log.error("a health check failed unexpectedly", exc_info=ended)
             known = {url for pool in self._pools for url in pool.urls()}
             self._well = {url: well for url, well in self._well.items() if url in known}
 
@@ -60,7 +60,7 @@ class HealthChecks:
                     return  # our own trouble, which says nothing about the node
                 why = f"{error.reason}: {error}"
             except Exception as error:  # a node that cannot even be asked is not well
-                log.exception("node %s cannot be asked", url)
+                log.exception("node %s: the health check failed unexpectedly", url)
                 why = repr(error)
         if self._well.get(url, True) != (not why):
             log.warning("node %s: %s", url, f"not well: {why}" if why else "well again")

@@ -1,4 +1,4 @@
-"""One request to one node. The client library's exceptions end here."""
+"""Sends one request to one node. Turns the client library's exceptions into HopError."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from launch.proxy.routing import Reason
 from pd_cache.errors import PdCacheError
 
 _KEEPALIVE_S = 4.0
-"""Less than the 5 s after which a uvicorn node closes an idle connection, so that no request meets a closing connection."""
+"""How long an idle connection is kept. A uvicorn node closes one after 5 s, and no request should meet a closing connection."""
 _LARGE_BODY = 1 << 20
 _SILENCE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -29,14 +29,14 @@ _SILENCE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
 )
-"""A host that lost its power or its cable sends nothing, not even the end of the connection. The kernel probes it, and ends the
-connection after 10 s without an answer. The request then fails immediately, and not only at its deadline. A node that merely computes for
-long has a kernel that answers."""
+"""A host that lost its power or its cable sends nothing, not even the end of the connection. With these options the kernel probes the
+host, and ends the connection after 10 s without an answer. The request then fails before its deadline. If a node merely computes for long,
+its kernel answers the probes."""
 
 
 _MAX_REFUSAL = 4 << 20
 _REFUSAL_S = 2.0
-"""How long the body of a refusal may take: there may be another node to ask."""
+"""How long the body of a refusal may take. It is short, because there may be another node to ask."""
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 """The kernel's errors if this process, or this machine, has no file descriptor, memory or port left."""
 _TO_CLIENT = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
@@ -52,7 +52,7 @@ class Refusal(NamedTuple):
 
 
 class HopError(PdCacheError):
-    """A node that failed a request; `reason` says how, and `refusal` has its answer, if that is fit for the client."""
+    """A node failed a request. `reason` says how. `refusal` is the node's answer, if it may be passed on to the client."""
 
     def __init__(self, reason: Reason, message: str, refusal: Refusal | None = None) -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ class HopError(PdCacheError):
 
 
 def new_session(connections: int, connect_timeout_s: float) -> aiohttp.ClientSession:
-    """Returns the session for all nodes: at most `connections` in all, no limit per node, answers' bytes left as they are."""
+    """Returns the session for all nodes: at most `connections` in all, and no limit per node. It does not decompress answers."""
     return aiohttp.ClientSession(
         connector=_PatientConnector(
             connect_timeout_s, limit=connections, keepalive_timeout=_KEEPALIVE_S, socket_factory=_socket
@@ -73,7 +73,7 @@ def new_session(connections: int, connect_timeout_s: float) -> aiohttp.ClientSes
 
 
 class _PatientConnector(aiohttp.TCPConnector):
-    """Makes connections within a deadline that allows for a busy machine. aiohttp's own would blame the node for the proxy's delays."""
+    """Makes connections within a deadline that allows for a busy machine. aiohttp's deadline would blame the node for the proxy's delays."""
 
     def __init__(self, connect_timeout_s: float, **options: Any) -> None:
         super().__init__(**options)
@@ -82,7 +82,7 @@ class _PatientConnector(aiohttp.TCPConnector):
     async def _create_connection(
         self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
     ) -> ResponseHandler:
-        """Returns a new connection. Looking up the host's name is part of it."""
+        """Returns a new connection. The deadline includes the lookup of the host's name."""
         connecting = asyncio.ensure_future(super()._create_connection(req, traces, timeout))
         try:
             return await within(connecting, self._connect_timeout_s)
@@ -107,21 +107,21 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
 async def send(
     session: aiohttp.ClientSession, method: str, url: str, headers: Mapping[str, str], body: bytes | None
 ) -> aiohttp.ClientResponse:
-    """Returns a node's answer, its body unread. The caller closes it. Raises HopError if none came."""
-    # the library warns about large bodies that are not files
+    """Returns a node's answer, with its body unread. The caller must close it. Raises HopError if none came."""
+    # aiohttp warns about large bodies that are not files
     data = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY else body
     with _mapped():
         return await session.request(method, url, data=data, headers=headers, allow_redirects=False)
 
 
 async def read_some(answer: aiohttp.ClientResponse) -> bytes:
-    """Returns what has arrived of the body, at least a byte; empty at its end. Raises HopError if it broke off."""
+    """Returns the bytes of the body that have arrived, at least one; empty at the end. Raises HopError if the body broke off."""
     with _mapped():
         return await answer.content.readany()
 
 
 async def read_all(answer: aiohttp.ClientResponse, limit: int) -> bytes:
-    """Returns the whole body. Raises HopError if it broke off or is longer than `limit` bytes."""
+    """Returns the whole body. Raises HopError if it breaks off or is longer than `limit` bytes."""
     body = bytearray()
     while data := await read_some(answer):
         body += data
@@ -136,12 +136,12 @@ def client_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
 
 
 async def refusal_of(answer: aiohttp.ClientResponse) -> Refusal:
-    """Returns a whole answer, to be passed on. Raises HopError if it breaks off or is too long."""
+    """Returns a whole answer to pass on. Raises HopError if it breaks off or is too long."""
     return Refusal(answer.status, client_headers(answer), await read_all(answer, _MAX_REFUSAL))
 
 
 async def check_status(answer: aiohttp.ClientResponse) -> None:
-    """Returns if the node answered the request, even with a 4xx. Raises HopError if the status says that the node failed."""
+    """Raises HopError if the status says that the node failed. A 4xx is an answer, not a failure."""
     status = answer.status
     if 200 <= status < 300 or 400 <= status < 500:
         return
@@ -161,7 +161,7 @@ def _exhausted(error: BaseException) -> bool:
 def _mapped() -> Iterator[None]:
     try:
         yield
-    except (aiohttp.InvalidURL, UnicodeError) as error:  # not a name that can be looked up, though it looked like one
+    except (aiohttp.InvalidURL, UnicodeError) as error:  # a host name that cannot be looked up
         raise HopError("unreachable", _told(error)) from error
     except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
         raise HopError("exhausted" if _exhausted(error) else "unreachable", _told(error)) from error

@@ -19,9 +19,9 @@ _MAX_KEYS = 100_000
 
 
 def read_keys(file: str, field: str = "api_keys_file") -> dict[str, bytes]:
-    """Reads the names of clients, and a digest of each one's key. A line is `NAME KEY`; `#` begins a comment.
+    """Returns the names of clients, each with a digest of its key. A line is `NAME KEY`; `#` begins a comment.
 
-    Raises ConfigError, which says which line cannot be used. The keys themselves are not kept.
+    The keys themselves are not kept. Raises ConfigError, which names the line, if the file cannot be used.
     """
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
@@ -36,11 +36,11 @@ def read_keys(file: str, field: str = "api_keys_file") -> dict[str, bytes]:
         where = f"proxy.{field}: {file}:{number}"
         if len(fields) != 2 or not _NAME.fullmatch(fields[0]) or not _KEY.fullmatch(fields[1]):
             raise ConfigError(
-                f"{where}: a line is `NAME KEY`, the name of letters, digits, . _ - and the key of 16 to 512 visible "
+                f"{where}: expected `NAME KEY`: a name of up to 64 letters, digits, . _ - and a key of 16 to 512 visible "
                 "ASCII characters"
             )
         if fields[0] in keys or _digest(fields[1]) in digests:
-            raise ConfigError(f"{where}: the name {fields[0]} or its key stands there twice")
+            raise ConfigError(f"{where}: the name {fields[0]} or its key is already on another line")
         keys[fields[0]] = _digest(fields[1])
         digests.add(keys[fields[0]])
     if not 1 <= len(keys) <= _MAX_KEYS:
@@ -49,7 +49,7 @@ def read_keys(file: str, field: str = "api_keys_file") -> dict[str, bytes]:
 
 
 def read_node_key(file: str) -> str:
-    """Reads the one key that a file holds. Raises ConfigError if the file holds anything else."""
+    """Returns the only key in a file. Raises ConfigError if the file holds anything else."""
     try:
         key = Path(file).read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
@@ -67,8 +67,10 @@ class Keys:
     """The keys in force."""
 
     def __init__(self, config: ProxyConfig, files: WatchedFiles) -> None:
-        """Reads the files that the configuration names, and again whenever `files` sees a change. Raises ConfigError for an unusable
-        file."""
+        """Reads the files that the configuration names, and reads them again whenever `files` sees a change.
+
+        Raises ConfigError if a file cannot be used.
+        """
         self._config = config
         self._clients: Mapping[bytes, str] | None = None
         self._monitors: Mapping[bytes, str] | None = None
@@ -94,11 +96,11 @@ class Keys:
 
     @property
     def credentials(self) -> Credentials:
-        """What nodes learn about the client."""
+        """What nodes learn about the client's key, and their own key."""
         return Credentials(self._clients is not None, self._node_key)
 
     def client(self, authorization: str | None) -> str:
-        """Returns the client's name, which is empty if clients need no keys. Raises ApiError 401 for a missing or unknown key."""
+        """Returns the client's name, empty if clients need no keys. Raises ApiError 401 if the key is missing or unknown."""
         if self._clients is None:
             return ""
         name = _find(self._clients, authorization)
@@ -113,7 +115,7 @@ class Keys:
         return self._clients is None or _find(self._clients, authorization) is not None
 
     def check_watcher(self, authorization: str | None) -> None:
-        """Raises ApiError 401 for a client that may not see answers that name nodes."""
+        """Raises ApiError 401 if the client may not see answers that name nodes."""
         if not self.may_watch(authorization):
             raise _refused()
 
@@ -125,7 +127,7 @@ def _by_digest(file: str | None, field: str) -> dict[bytes, str]:
 
 def _find(keys: Mapping[bytes, str], authorization: str | None) -> str | None:
     scheme, _, key = (authorization or "").partition(" ")
-    # found by its digest, so that the time this takes reveals nothing about a nearly right key
+    # looked up by digest, so that the time it takes reveals nothing about a nearly right key
     name = keys.get(_digest(key.strip()))
     return name if scheme.lower() == "bearer" else None
 

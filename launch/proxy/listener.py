@@ -23,7 +23,7 @@ _NO_ROOM_S = 0.02
 _SHUTDOWN: dict[str, Any] = {"ssl_shutdown_timeout": 2.0} if sys.version_info >= (3, 11) else {}
 """How long a client may take to confirm the end of a TLS connection."""
 _LINGER_S = 2.0
-"""How long the rest of an unwanted body is read, so that the client reads the answer."""
+"""How long the rest of an unwanted body is read. A client may not read its answer before it has sent the body."""
 
 
 class Listener:
@@ -36,8 +36,10 @@ class Listener:
         tls: Callable[[], ssl.SSLContext] | None,
         header_timeout_s: float,
     ) -> None:
-        """`tls` is called for each connection. `setup` calls `make_app` when the event loop runs. `header_timeout_s` bounds a TLS
-        handshake; all other deadlines are those of `connections`."""
+        """`tls` is called for each connection. `setup` calls `make_app` when the event loop runs.
+
+        `header_timeout_s` bounds a TLS handshake. `connections` has all other deadlines.
+        """
         self._make_app = make_app
         self._runner: web.AppRunner | None = None
         self._connections = connections
@@ -46,7 +48,7 @@ class Listener:
         self._socket: socket.socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._handshakes: set[asyncio.Task[None]] = set()
-        """Handshakes under way; the event loop alone would forget them."""
+        """Handshakes under way. The event loop keeps only weak references to them."""
 
     async def start(self, host: str, port: int) -> str:
         """Accepts connections from now on. Returns the base URL. Raises OSError if the address cannot be bound."""
@@ -85,7 +87,7 @@ class Listener:
             self._connections.close_overdue(time.monotonic())
 
     async def _accept(self, listening: socket.socket) -> None:
-        """Accepts connections, for ever. While there is no room, the kernel keeps new ones waiting: none is accepted only to be dropped."""
+        """Accepts connections for ever. While there is no room, the kernel keeps new ones waiting."""
         loop = asyncio.get_running_loop()
         while True:
             while not self._connections.has_room(time.monotonic()):
@@ -95,13 +97,13 @@ class Listener:
             except (
                 OSError
             ) as error:  # the client is gone again; or no descriptor is left, in this process or the machine
-                log.debug("a connection could not be taken: %s", error)
+                log.debug("could not accept a connection: %s", error)
                 await asyncio.sleep(_NO_ROOM_S)
                 continue
             try:
                 await loop.connect_accepted_socket(self._protocol, taken)
             except OSError as error:
-                log.debug("a connection ended as it was taken: %s", error)
+                log.debug("a connection ended as it was accepted: %s", error)
                 taken.close()
 
     def _protocol(self) -> asyncio.Protocol:
@@ -115,7 +117,7 @@ class Listener:
 
 
 class _Served(asyncio.Protocol):
-    """Between a transport and the HTTP server's protocol: notes what arrives."""
+    """Stands between a transport and the HTTP server's protocol, and notes what arrives."""
 
     def __init__(self, inner: asyncio.Protocol, connections: Connections) -> None:
         self._inner = inner
@@ -124,7 +126,7 @@ class _Served(asyncio.Protocol):
         self._early: list[bytes] = []
 
     def serve(self, connection: Connection, transport: asyncio.BaseTransport) -> None:
-        """Notes that requests come over `transport` from now on."""
+        """Passes requests that come over `transport` to the HTTP server from now on."""
         self._connections.carries(connection, transport)
         self._inner.connection_made(transport)
         self._connection = connection
@@ -134,7 +136,7 @@ class _Served(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._connection is None:
-            self._early.append(data)  # it came with the end of the handshake
+            self._early.append(data)  # came together with the end of the handshake
             return
         self._connections.received(self._connection, time.monotonic())
         self._inner.data_received(data)

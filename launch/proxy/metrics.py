@@ -1,4 +1,4 @@
-"""What the proxy counts."""
+"""The proxy's metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class ProxyMetrics:
-    """Metrics in a registry of the proxy's own, so that several proxies can live in one process."""
+    """Keeps metrics in its own registry, so that several proxies can live in one process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

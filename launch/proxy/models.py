@@ -1,6 +1,6 @@
-"""`/v1/models`: the models that decode nodes say they serve, in one list.
+"""Serves `/v1/models`: the models that decode nodes say they serve, in one list.
 
-The answer says nothing about how a node computes, so it never counts for or against the node. Only a refused connection does.
+The answer says nothing about how a node computes, so it never counts for or against the node. Only a refused connection counts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ LIST_S = 10.0
 _AT_ONE_S = 3.0
 _MAX_ANSWER = 4 << 20
 _AT_A_TIME = 16
-"""Models that are asked for at a time, by all clients together."""
+"""How many models nodes are asked for at a time, for all clients together."""
 _MOST = 4
-"""Most nodes that are asked for one model."""
+"""The most nodes that are asked for one model."""
 
 
 class ModelList:
@@ -36,7 +36,7 @@ class ModelList:
         self._places = asyncio.Semaphore(_AT_A_TIME)
 
     async def serve(self, exchange: Exchange) -> web.Response:
-        """Returns one node's answer for each model. A model none of whose nodes answers is left out."""
+        """Returns one node's answer for each model. Leaves out a model if none of its nodes answers."""
         models: list[str | None] = [*sorted(self._pool.models())] or [None]
         answers = await asyncio.gather(*(self._in_turn(exchange, model) for model in models))
         found = [entry for entries in answers if isinstance(entries, list) for entry in entries]
@@ -49,12 +49,12 @@ class ModelList:
         raise overloaded("No decode node could answer", self._pool.retry_after(time.monotonic()))
 
     async def _in_turn(self, exchange: Exchange, model: str | None) -> list[msgspec.Raw] | Refusal | None:
-        """Does the same as `_of_one`, for a few models at a time: connections to nodes are for completions, too."""
+        """Does the same as `_of_one`, for a few models at a time, because completions need connections to nodes, too."""
         async with self._places:
             return await self._of_one(exchange, model)
 
     async def _of_one(self, exchange: Exchange, model: str | None) -> list[msgspec.Raw] | Refusal | None:
-        """Returns the list of a node that serves `model`, or its refusal; None if none of them answers."""
+        """Returns the list of a node that serves `model`, or its refusal; None if no such node answers."""
         until = time.monotonic() + LIST_S / 2
         tried: set[str] = set()
         said: Refusal | None = None

@@ -1,4 +1,4 @@
-"""The nodes that the proxy knows: what discovery and the nodes themselves say, turned into pools to route over."""
+"""The nodes that the proxy knows. Turns what discovery and the nodes say into pools to route over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pd_cache.tokens import Namespace
 log = logging.getLogger(__name__)
 
 _REMEMBERED_S = 300.0
-"""How long a model whose nodes have all left is expected back: meanwhile it gives 503, not 404."""
+"""How long a model whose nodes have all left is expected back. Meanwhile requests for it get 503, not 404."""
 _HOPS: tuple[Hop, ...] = ("prefill", "decode")
 
 
@@ -43,13 +43,13 @@ class NodePools:
         self._fingerprints: dict[str, str | None] = {}
         self._differences: dict[str, str] = {}
         self._seen: dict[str, float] = {}
-        """Models, and when a node was last known to serve them."""
+        """For each model, when a node was last known to serve it."""
 
     def update(self, view: View) -> None:
         """Uses the view's nodes from now on."""
         before, now = _addresses(self._view), _addresses(view)
         for name, address in sorted(now.items() - before.items()):
-            log.info("node %s is there, at %s", name, address)
+            log.info("node %s has come, at %s", name, address)
         for name in sorted(before.keys() - now.keys()):
             log.info("node %s is gone", name)
         self._view = view
@@ -60,7 +60,7 @@ class NodePools:
         self._compare()
 
     def told_namespace(self, url: str, told: Namespaced) -> None:
-        """Notes what a node says about its cache, or that it says nothing, in case its record does not say it."""
+        """Notes what a node itself says about its cache. It is used if the node's record says nothing."""
         if self._told.get(url, Namespaced()) != told:
             self._told[url] = told
             self._compare()
@@ -70,9 +70,10 @@ class NodePools:
         return self._fingerprints.get(url)
 
     def served(self, model: str | None, now: float) -> str | None:
-        """Returns `model` if nodes say that they serve it, or did so lately: only those are asked. Returns None if every node may be
-        asked, because all serve the same model: another name may be that of an adapter. Raises ApiError 404 if the nodes serve several
-        models, none of that name.
+        """Returns the model that a node must serve to be asked, or None if every node may be asked.
+
+        It is `model` if nodes say that they serve it, or did so lately. If all nodes serve one model, every node may be asked, because
+        another name may be that of an adapter. Raises ApiError 404 if the nodes serve several models, none of that name.
         """
         here = set().union(*(pool.models() for pool in self.pools.values()))
         self._seen = {name: at for name, at in self._seen.items() if now - at < _REMEMBERED_S} | dict.fromkeys(
@@ -104,7 +105,7 @@ class NodePools:
         self._differences = found
         usual, master = _usual(records), self._master(self._view)
         if usual is None:
-            self._direct.use("no decode node tells how its chunks are named")
+            self._direct.use("no decode node reports its namespace")
         elif master is None:
             self._direct.use("no master of the pool is known")
         else:
@@ -119,7 +120,7 @@ class NodePools:
 
 
 def _usual(records: list[NodeRecord]) -> tuple[Namespace, str | None] | None:
-    """Returns the namespace and model of most decode nodes: only they could load what a lookup found."""
+    """Returns the namespace and model of most decode nodes, because only these nodes could load what a lookup found."""
     known = [
         (space, record.model)
         for record in records

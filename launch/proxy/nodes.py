@@ -1,4 +1,4 @@
-"""Requests to nodes, and what they show about the nodes."""
+"""Sends requests to the nodes of a fleet, and learns from them about the nodes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class Credentials(NamedTuple):
-    """What nodes learn about the client."""
+    """What nodes learn about the client's key, and their own key."""
 
     guarded: bool
-    """Whether clients' keys are the proxy's own, and stay here."""
+    """Whether clients' keys are for the proxy only and are not passed on."""
     node_key: str | None
     """The nodes' own key."""
 
@@ -45,14 +45,14 @@ class Nodes:
     async def send(
         self, exchange: Exchange, hop: Hop, node: str, method: str, body: bytes | None
     ) -> aiohttp.ClientResponse:
-        """Returns a node's answer to the client's request, its body unread. The caller closes it. Raises HopError if none came."""
+        """Returns a node's answer to the client's request, with its body unread. The caller must close it. Raises HopError if none came."""
         exchange.nodes[hop] = node
         return await self.post(exchange, node + exchange.path, body, method)
 
     async def post(
         self, exchange: Exchange, url: str, body: bytes | None, method: str = "POST"
     ) -> aiohttp.ClientResponse:
-        """Returns the answer to a request of our own, made for the client. Otherwise like `send`."""
+        """Does the same as `send` for a request of our own, made for the client."""
         assert self.session is not None
         return await send(self.session, method, url, exchange.headers(*self._credentials()), body)
 

@@ -1,4 +1,4 @@
-"""What the proxy says about itself and the nodes: `/health`, `/metrics`, `/peers`.
+"""Serves `/health`, `/metrics` and `/peers`, which report on the proxy and the nodes.
 
 If clients need keys, a client without one learns from `/health` only whether the proxy can serve.
 """

@@ -1,4 +1,4 @@
-"""Deadlines for nodes, which do not run while the proxy itself stands still."""
+"""Deadlines for nodes. They do not run while the proxy itself stands still."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _SLICE_S = 0.1
-"""A turn of the event loop counts as no more than this, however long it took."""
+"""The most that one turn of the event loop counts, even if it took longer."""
 
 
 async def within(work: Awaitable[T], seconds: float) -> T:
@@ -28,7 +28,7 @@ async def within(work: Awaitable[T], seconds: float) -> T:
             task.cancel()
             await asyncio.wait({task})
         if not task.cancelled():
-            task.exception()  # retrieved even if nothing waits for it any more
+            task.exception()  # retrieved, so that asyncio does not log it
     if task.cancelled():
         raise TimeoutError
     return task.result()

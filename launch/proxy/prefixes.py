@@ -1,7 +1,7 @@
-"""Which node has seen the beginning of a prompt before. Pure.
+"""Remembers which node has seen the beginning of a prompt before. Pure.
 
-The proxy has no tokenizer and needs none: the same bytes make the same tokens. So a prompt is cut into blocks of its JSON text, and each
-block is named by a hash over everything up to its end. If two clients spell the same prompt differently, it is merely not recognized.
+The proxy needs no tokenizer, because the same bytes make the same tokens. It cuts a prompt's JSON text into blocks, and names each block by
+a hash over everything up to its end. If two clients spell the same prompt differently, it is merely not recognised.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import NamedTuple
 _BLOCK_BYTES = 2048
 """About 350 token ids, or 500 tokens of text."""
 _BYTES_A_TOKEN = 4
-"""Roughly, for text; token ids are counted."""
+"""An estimate for text. Token ids are counted."""
 _LEAST_BLOCK_TOKENS = 64
-"""The least that a block counts, so that the size of an index is bounded whatever prompts look like."""
+"""The least that a block counts, so that the size of an index is bounded for every kind of prompt."""
 
 
 class RoutedPrompt(NamedTuple):
-    """What routing knows of a prompt."""
+    """What routing knows about a prompt."""
 
     tokens: int
     """The prompt's length: counted if it is token ids, otherwise estimated."""
     blocks: Sequence[Hashable] = ()
-    """Names of its blocks; each stands for everything up to its end."""
+    """The names of its blocks. Each stands for everything up to the block's end."""
     block_tokens: float = _LEAST_BLOCK_TOKENS
-    """Tokens per block."""
+    """The number of tokens per block."""
 
 
 def read_prompt(text: bytes, isolation: bytes = b"") -> RoutedPrompt:
-    """Returns what routing needs of the prompt whose JSON is `text`. Prompts of different `isolation` (model, salt) share nothing."""
+    """Returns what routing needs to know about a prompt. `text` is its JSON. Prompts of different `isolation` (model, salt) share nothing."""
     tokens = count_tokens(text)
     digest = hashlib.blake2b(isolation, digest_size=8)
     digest.update(len(isolation).to_bytes(8, "little"))
@@ -49,26 +49,26 @@ def is_token_ids(text: bytes) -> bool:
 
 
 def count_tokens(text: bytes) -> int:
-    """Returns the number of tokens of a prompt's JSON, at least 1."""
+    """Returns the number of tokens of a prompt's JSON, at least 1: counted for token ids, otherwise estimated."""
     if is_token_ids(text):
         return text.count(b",") + 1
     return max(1, len(text) // _BYTES_A_TOKEN)
 
 
 class PrefixIndex:
-    """The blocks that a node's own cache most likely holds: those last sent to it, as many as it has room for."""
+    """Remembers the blocks that a node's own cache probably holds: those last sent to the node, as many as it has room for."""
 
     def __init__(self, capacity_tokens: int) -> None:
         self._capacity = capacity_tokens
         self._blocks: OrderedDict[Hashable, int] = OrderedDict()
         self._tokens = 0
-        """The tokens of all blocks together; whole numbers, so that no rounding error adds up."""
+        """The tokens of all blocks together. An integer, so that rounding errors do not add up."""
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def match(self, prompt: RoutedPrompt) -> int:
-        """Returns how many tokens from the start of the prompt the node has seen; at most all of them."""
+        """Returns how many tokens from the start of the prompt the node has seen."""
         known = self._blocks
         matched = 0
         for block in prompt.blocks:
@@ -80,7 +80,7 @@ class PrefixIndex:
     def add(self, prompt: RoutedPrompt) -> None:
         """Notes that the node computes this prompt."""
         known, size = self._blocks, max(_LEAST_BLOCK_TOKENS, round(prompt.block_tokens))
-        # last block first: what is evicted first is then the end of a prompt, not the beginning that others share
+        # last block first, so that the end of a prompt is evicted first, and not the beginning that others share
         for block in reversed(prompt.blocks):
             self._tokens += size - known.pop(block, 0)
             known[block] = size

@@ -44,11 +44,10 @@ class Proxy:
         peers: Peers | None = None,
         connections: Connections | None = None,
     ) -> None:
-        """The proxy knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node; by default none.
+        """Makes a proxy that knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node; by default all need one.
 
-        `master`: returns the address of the pool's master, for lookups. `files`: the watcher of files, to which the proxy adds its key
-        files. `peers` returns the content of `/peers`. `connections`: those of the listener, if it counts them. Raises ConfigError for a
-        key file that cannot be used.
+        `master` returns the address of the pool's master, for lookups. `files` watches the key files. `peers` returns the content of
+        `/peers`. `connections`: those of the listener, if it counts them. Raises ConfigError if a key file cannot be used.
         """
         self.metrics = ProxyMetrics()
         self.connections = Connections(0) if connections is None else connections

@@ -1,4 +1,4 @@
-"""Limits how many similar lines the log gets. Pure: the time comes from the caller."""
+"""Limits how many similar lines are logged. Pure: the time comes from the caller."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class Quiet:
     """Passes a few lines of each kind per period, and counts the rest."""
 
     def __init__(self, lines: int = 10, seconds: float = 10.0) -> None:
-        """At most `lines` of a kind in `seconds`."""
+        """Passes at most `lines` of each kind in `seconds`."""
         self._lines = lines
         self._seconds = seconds
         self._kinds: dict[Hashable, tuple[float, int, int]] = {}
         """For each kind, when its present period began, the lines since then, and how many of those were left out."""
 
     def says(self, kind: Hashable, now: float) -> int | None:
-        """Returns how many lines of the kind were left out before this one; None if this one is left out, too."""
+        """Returns how many lines of the kind were left out since the last one that passed, or None if this one is left out, too."""
         began, said, left_out = self._kinds.get(kind, (now, 0, 0))
         if now - began >= self._seconds:
             began, said = now, 0

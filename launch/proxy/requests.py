@@ -1,4 +1,4 @@
-"""A client's request inside the edge: its key, the admission, its body, its deadline; counted and logged."""
+"""Takes a client's request from its key to its last byte: admission, body, deadline. Counts and logs it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Requests:
     async def _answered(
         self, request: web.Request, answer: Callable[[Exchange], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Runs `answer` for a client with a key, counted and logged."""
+        """Checks the client's key and runs `answer`. Counts and logs the request."""
         exchange = Exchange(request, request_id.get(), self._retries, self._connections)
         status = 499
         try:
@@ -96,7 +96,7 @@ class Requests:
             with self._admission.admitted(exchange.client):
                 left = config.request_timeout_s - (time.monotonic() - exchange.started)
                 serving = self._completions.serve(exchange, body)
-                del body  # it takes memory until the decode node has it, and no longer
+                del body  # so that it takes memory only until the decode node has it
                 return await self._deliveries.finish(exchange, serving, max(0.0, left))
 
     async def _admit_and_list(self, exchange: Exchange) -> web.StreamResponse:

@@ -1,6 +1,6 @@
-"""Which node to try next. Pure: the time comes from the caller.
+"""Decides which node to try next. Pure: the time comes from the caller.
 
-A policy is a cost. The node that costs least is taken; among equals, the one that was not taken for longest:
+A policy is a cost. The node that costs least is taken, and among equals, the one that has not been taken for longest:
 
 - `round_robin`: all cost the same;
 - `least_loaded`: the work that this proxy has given it and that is not done;
@@ -23,7 +23,7 @@ from launch.proxy.prefixes import PrefixIndex, RoutedPrompt
 Hop = Literal["prefill", "decode"]
 Policy = Literal["round_robin", "least_loaded", "prefix_aware"]
 Reason = Literal["unreachable", "disconnected", "timeout", "busy", "error", "garbage", "exhausted"]
-"""How a node can fail a request: no connection; it broke before the answer; too slow; 503; another error status; an invalid answer.
+"""How a node can fail a request: no connection; a connection that broke; too slow; 503; another error status; an invalid answer.
 `exhausted` is the proxy's own failure: it has no file descriptor or port left for a connection."""
 
 NO_PROMPT = RoutedPrompt(1)
@@ -33,7 +33,7 @@ class Target(NamedTuple):
     """A node to send requests to."""
 
     url: str
-    """Base URL, without a slash at its end."""
+    """The base URL, without a slash at its end."""
     instance: str = ""
     """Differs from one start of the node to the next."""
     kv_tokens: int = 0
@@ -51,10 +51,10 @@ class _RoutedNode:
         self.alive = True
         """The result of the last health check."""
         self.load = 0.0
-        """The work that it has been given and has not done."""
+        """The work that it has been given and has not done yet."""
         self.turn = 0
         self.suspicions = 0
-        """How many requests it has failed since it last answered one well, whatever the cause."""
+        """How many requests it has failed since it last answered one well, for any cause."""
         self.prefixes = PrefixIndex(target.kv_tokens or cache_tokens)
 
     def takes(self, model: str | None) -> bool:
@@ -84,7 +84,7 @@ class NodePool:
         self._turns = 0
 
     def update(self, targets: Iterable[Target]) -> None:
-        """Uses these nodes from now on. What is known about a node is kept, unless the node was started anew."""
+        """Uses these nodes from now on. Keeps what is known about a node, unless the node was started anew."""
         wanted = {target.url: target for target in targets}
         self._nodes = {
             url: known
@@ -106,7 +106,7 @@ class NodePool:
         return sum(node.takes(model) for node in self._nodes.values())
 
     def health(self, now: float) -> dict[str, bool]:
-        """Returns the nodes that would be tried at `now`."""
+        """Returns, for each node, whether it would be tried at `now`."""
         return {url: node.alive and node.breaker.allows(now) for url, node in self._nodes.items()}
 
     def loads(self) -> Mapping[str, float]:
@@ -122,10 +122,10 @@ class NodePool:
         *,
         proven_first: bool = False,
     ) -> str | None:
-        """Returns the node that costs least, of those that take `model`, are not skipped and not in `tried`; None if there is none.
+        """Returns the cheapest node that takes `model`, is not skipped and is not in `tried`; None if there is none.
 
-        `proven_first`: nodes that have failed fewer requests since their last good answer come first, before cost. Only such a node can
-        show by its answer whether the request or the node that failed it is at fault.
+        `proven_first`: prefer nodes that have failed fewer requests since their last good answer, and only then cheaper ones. The answer
+        of a proven node shows whether the request or the node that failed it is at fault.
         """
         allowed = [
             node
@@ -148,8 +148,10 @@ class NodePool:
     def out_of_turn(
         self, now: float, model: str | None = None, tried: frozenset[str] | set[str] = frozenset()
     ) -> str | None:
-        """Returns a node that takes `model`, is not skipped and not in `tried`; None if there is none. It changes no state: use it for
-        requests other than completions."""
+        """Returns a node that takes `model`, is not skipped and is not in `tried`; None if there is none.
+
+        Changes no state, so use it for requests other than completions.
+        """
         allowed = [
             node
             for url, node in self._nodes.items()
@@ -160,7 +162,7 @@ class NodePool:
 
     @contextmanager
     def working(self, url: str, prompt: RoutedPrompt = NO_PROMPT) -> Iterator[None]:
-        """Counts the request as the node's while the block runs."""
+        """Counts the request as work of the node while the block runs."""
         node = self._nodes.get(url)
         if node is None:  # it left since it was picked
             yield
@@ -181,8 +183,10 @@ class NodePool:
             node.breaker.failed(Blame.UNREACHABLE if reason == "unreachable" else Blame.FAILED, now)
 
     def suspect(self, url: str) -> bool:
-        """Notes a failure that may be the request's fault. Returns whether the node was trustworthy until then: it had failed fewer
-        requests in a row than open its breaker."""
+        """Notes a failure that may be the request's fault. Returns whether the node was trustworthy until then.
+
+        A node is trustworthy if it has failed fewer requests in a row than open its breaker.
+        """
         node = self._nodes.get(url)
         if node is None:
             return False
@@ -197,13 +201,13 @@ class NodePool:
             node.breaker.succeeded()
 
     def reached(self, url: str) -> None:
-        """Notes that the node answered at all, for example with a refusal. A node can do that and still fail every good request."""
+        """Notes that the node answered, perhaps with a refusal. A node can do that and still fail every good request."""
         node = self._nodes.get(url)
         if node is not None and node.breaker.unreachable:
             node.breaker.succeeded()
 
     def checked(self, url: str, alive: bool) -> None:
-        """Notes the result of a health check. A node that could not be connected to, and now can, is used again."""
+        """Notes the result of a health check. If the node was skipped because no connection could be made, a good check ends that."""
         node = self._nodes.get(url)
         if node is not None:
             node.alive = alive
@@ -211,7 +215,7 @@ class NodePool:
                 node.breaker.succeeded()
 
     def retry_after(self, now: float, model: str | None = None) -> int:
-        """Returns whole seconds, at least 1, until a node that takes `model` would be tried again."""
+        """Returns the whole seconds, at least 1, until a node that takes `model` would be tried again."""
         wait = min((node.breaker.wait(now) for node in self._nodes.values() if node.takes(model)), default=0.0)
         return max(1, -int(-wait // 1))
 

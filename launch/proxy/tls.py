@@ -12,10 +12,10 @@ from pd_cache.errors import ConfigError
 
 
 class ServerTls:
-    """A context for new connections, replaced when the files change."""
+    """Keeps the TLS context for new connections, and replaces it when the files change."""
 
     def __init__(self, config: ServerTlsConfig, files: WatchedFiles) -> None:
-        """Raises ConfigError, which says which file cannot be used, and why."""
+        """Raises ConfigError, which names the file and the reason, if a file cannot be used."""
         self._config = config
         self.context = _fresh()
         files.add("proxy.tls", [config.cert_file, config.key_file], self._load)
@@ -28,7 +28,7 @@ class ServerTls:
         config, context = (
             self._config,
             _fresh(),
-        )  # the one in use is not changed: handshakes continue with it on other threads
+        )  # a new one, because handshakes on other threads use the present one
         try:
             context.load_cert_chain(config.cert_file, config.key_file, password=_no_pass_phrase)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
@@ -43,7 +43,7 @@ def _fresh() -> ssl.SSLContext:
 
 
 def _no_pass_phrase() -> NoReturn:
-    """Called if a key is encrypted; without it, OpenSSL would ask on the terminal."""
+    """Raises ValueError. Called if a key is encrypted; otherwise OpenSSL would ask on the terminal."""
     raise ValueError("the key needs a pass phrase")
 
 
@@ -60,7 +60,7 @@ def _why(config: ServerTlsConfig, error: OSError | ValueError) -> str:
             kind = "certificate" if field == "cert_file" else "private key"
             return f"proxy.tls.{field}: {file}: holds no {kind} in PEM format (a line `-----BEGIN …`)"
         if field == "key_file" and "ENCRYPTED" in text:
-            return f"proxy.tls.key_file: {file}: the key needs a pass phrase; write one without: openssl pkey -in FILE"
+            return f"proxy.tls.key_file: {file}: the key needs a pass phrase; remove it with: openssl pkey -in FILE"
     if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
         return f"proxy.tls: {config.key_file} is not the key of the first certificate in {config.cert_file}"
     return f"proxy.tls: {config.cert_file} and {config.key_file} cannot be used: {error}"

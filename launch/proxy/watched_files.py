@@ -1,4 +1,4 @@
-"""Files that are read again when they change: keys and certificates."""
+"""Reads files again when they change: keys and certificates."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class _WatchedFile(NamedTuple):
 
 
 class WatchedFiles:
-    """Loads files, and loads them again when they change. If a file cannot be used, that is logged, and what was loaded before stays."""
+    """Loads files, and loads them again when they change. If a file cannot be used, logs that and keeps what was loaded before."""
 
     def __init__(self) -> None:
         self._watches: list[_WatchedFile] = []
         self._seen: dict[str, _Signature] = {}
         self._said: dict[str, str] = {}
-        """What was logged about files that cannot be used: it is logged once, and they are tried again at each look."""
+        """What was logged about unusable files. It is logged once, and the files are tried again at each look."""
 
     def add(self, what: str, files: Sequence[str], load: Callable[[], None]) -> None:
         """Calls `load` now, and on another thread whenever one of `files` changes.
 
         `load` must raise ConfigError if a file cannot be used, and then change nothing. `what` names the files in the log.
         """
-        self._seen[what] = _signature(files)  # first: a file that changes while it is read is read again
+        self._seen[what] = _signature(files)  # first, so that a file that changes while it is read is read again
         load()
         self._watches.append(_WatchedFile(what, files, load))
 
@@ -52,16 +52,16 @@ class WatchedFiles:
             except ConfigError as error:
                 if self._said.get(watch.what) != str(error):
                     log.error(
-                        "%s changed and cannot be used; what was read before stays in force: %s", watch.what, error
+                        "%s changed and cannot be used; the previous contents stay in force: %s", watch.what, error
                     )
                 self._said[watch.what] = str(error)
             else:
                 self._seen[watch.what] = signature
                 self._said.pop(watch.what, None)
-                log.info("%s changed, and was read again", watch.what)
+                log.info("%s changed and was read again", watch.what)
 
     async def follow(self) -> None:
-        """Looks every two seconds, for ever. Looks on a thread, because a file may be on a server that does not answer."""
+        """Looks every two seconds, for ever. Looks on another thread, because a file may be on a server that does not answer."""
         while self._watches:
             await asyncio.sleep(_LOOK_S)
             await asyncio.to_thread(self.look)

@@ -1,4 +1,4 @@
-"""Where chunk objects live: one interface, and the tiers behind it."""
+"""Storage for chunk objects: one interface, and the tiers behind it."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""StorageBackend: where chunk objects live. Batch-first, zero-copy, and never an exception for the storage's troubles.
+"""StorageBackend: storage for chunk objects. Batch-first and zero-copy. Trouble of the storage is a status, never an exception.
 
-1. A payload is opaque bytes of one size per backend; the backend seals and checks it.
+1. A payload is opaque bytes. All payloads of a backend have one size. The backend seals and checks them.
 2. Writers fill memory that the backend lends (`stage`), so that nothing is copied on the way out.
-3. Readers get views of memory that the backend owns, in the order of the keys, while later ones are still on their way;
-   each view is theirs until `release()`.
+3. Readers get views of memory that the backend owns, in the order of the keys, while later ones are still on their way.
+   Each view is theirs until `release()`.
 4. An object that is damaged, late or gone reads as a miss with a reason.
-5. A key names its contents: putting a key that is there already changes nothing and is OK.
+5. A key names its contents: a put of a key that is already there changes nothing and returns OK.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class Staged(Protocol):
-    """Memory for one payload, lent by `stage`. Either given to `batched_put` or released."""
+    """Memory for one payload, lent by `stage`. The caller gives it to `batched_put` or releases it."""
 
     @property
     def payload(self) -> memoryview:
-        """The payload's bytes, writable."""
+        """A writable view of the payload's bytes."""
 
     def seal(self, key: str) -> int:
-        """Seal the payload as whole and as `key`'s: any later change is damage. Returns the object's size in bytes."""
+        """Marks the payload as complete and as `key`'s. Any later change is damage. Returns the object's size in bytes."""
 
     def release(self) -> None:
-        """Give the memory back unused."""
+        """Gives the memory back unused."""
 
 
 class Fetched(Protocol):
@@ -39,21 +39,21 @@ class Fetched(Protocol):
 
     @property
     def payload(self) -> memoryview | None:
-        """The checked payload, valid until `release()`; None if it is a miss."""
+        """The checked payload, valid until `release()`; None for a miss."""
 
     @property
     def reason(self) -> str:
-        """Why there is no payload: a `Status` or `Damage` value; empty if there is one."""
+        """The reason for a miss: a `Status` or `Damage` value. Empty for a hit."""
 
     def release(self) -> None:
-        """Give the payload back: it is not needed any more. Idempotent."""
+        """Gives the payload's memory back. Idempotent."""
 
 
 class PutOutcome(Protocol):
     """A write under way."""
 
     def results(self) -> list[Status]:
-        """Returns one status for each key. Waits for the write, at most until its deadline."""
+        """Waits for the write, at most until its deadline. Returns one status for each key."""
 
 
 class Settled:
@@ -67,34 +67,34 @@ class Settled:
 
 
 class StorageBackend(ABC):
-    """A place for chunk objects. Thread-safe."""
+    """Stores chunk objects. Thread-safe."""
 
     payload_bytes: int
-    """Bytes of every payload."""
+    """The size of every payload in bytes."""
     memory: ObjectMemory
     """The memory that `stage` lends from and that payloads are read into."""
     batch_size: int
-    """How many payloads are best handed over together."""
+    """How many payloads a caller should best hand over together."""
     settles_at_once: bool = False
     """Whether a write has ended when `batched_put` returns."""
 
     @property
     @abstractmethod
     def available(self) -> bool:
-        """False while it is known to be unusable: calls then return at once."""
+        """False while the backend is known to be unusable: calls then return at once."""
 
     @abstractmethod
     def wait_available(self, timeout: float) -> None:
-        """Wait until it is open. Raises PoolUnavailableError after `timeout` seconds."""
+        """Waits until the backend is open. Raises PoolUnavailableError after `timeout` seconds."""
 
     @abstractmethod
     def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
-        """Returns OK or MISSING for each key; another status if the backend cannot tell."""
+        """Returns OK or MISSING for each key, or another status if the backend cannot find out."""
 
     def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
-        """As `batched_contains`, for a caller that is about to put: MISSING if a put would be of use.
+        """Does the same as `batched_contains` for a caller that is about to put: MISSING means that a put would be of use.
 
-        The two differ if there are several tiers: a key may be in one of them, and still be missing in the tier that other nodes read.
+        The two differ if there are several tiers: a key may be in one tier and missing in the tier that other nodes read.
         """
         return self.batched_contains(keys, timeout=timeout)
 
@@ -102,43 +102,42 @@ class StorageBackend(ABC):
     def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
         """Yields each key's outcome, in order. No key may occur twice. Closing the iterator early gives up the rest.
 
-        The caller releases each outcome. `timeout` (s) bounds the whole call; without it each transfer has the configured
-        one.
+        The caller must release each outcome. `timeout` (s) bounds the whole call; without it, the configured timeout bounds each transfer.
         """
 
     @abstractmethod
     def stage(self, *, timeout: float | None = None) -> Staged | None:
-        """Returns memory for one payload; None if none came free in time."""
+        """Returns memory for one payload, or None if none came free in time."""
 
     def wait_room(self, timeout: float | None = None) -> bool:
-        """Wait until a put would be accepted. For callers that hold no memory. Returns False after `timeout` seconds."""
+        """Waits until a put would be accepted. Returns False after `timeout` seconds. The caller must hold no staged memory."""
         return True
 
     @abstractmethod
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
-        """Begin to write each payload under its key. The staged memory is the backend's from here on.
+        """Begins to write each payload under its key. Takes over the staged memory.
 
-        Raises ValueError for memory that this backend's `stage` did not lend, and unless there is one piece for each key.
+        Raises ValueError if this backend's `stage` did not lend the memory, or if there is not one piece for each key.
         """
 
     @abstractmethod
     def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
-        """Remove keys. Returns MISSING for a key that is not there, BUSY for one that a reader uses."""
+        """Removes keys. The status is MISSING for a key that is not there, and BUSY for one that a reader uses."""
 
     def pin(self, keys: Sequence[str]) -> Sequence[str]:
-        """Keep keys from being evicted from local tiers; returns which of them are pinned now, each until one `unpin`.
+        """Protects keys from eviction from local tiers, each until one `unpin`. Returns the keys that are pinned now.
 
-        Other keys are kept in other ways, if at all: `batched_contains` renews the lease of the pool's objects.
+        It does not protect the pool's objects; `batched_contains` does, by renewing their lease.
         """
         return ()
 
     def unpin(self, keys: Sequence[str]) -> None:  # noqa: B027 - a backend that never pins has nothing to undo
-        """Undo one `pin` of each key."""
+        """Undoes one `pin` of each key."""
 
     @abstractmethod
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
-        """Leave a small object for people and tools, such as a namespace's manifest."""
+        """Leaves a small object for people and tools, such as a namespace's manifest."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finish or abandon what is under way, by a deadline. Idempotent."""
+        """Finishes what is under way, or abandons it at a deadline. Idempotent."""

@@ -1,4 +1,4 @@
-"""From `cache.tiers` to one backend."""
+"""Opens the backend that `cache.tiers` describes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from transfer.staging import Pin, StagingPool
 def open_backend(
     settings: NodeSettings, payload_bytes: int, *, pin: Pin | None = None, metrics: CacheMetrics | None = None
 ) -> StorageBackend:
-    """The backend that the `cache.tiers` of the settings describe, for payloads of one size.
+    """Returns the backend that `cache.tiers` describes, for payloads of one size.
 
     Waits neither for the pool nor for a disk. `pin` page-locks the memory for a GPU. Raises ValueError if `transfer.staging_size`
-    holds no chunk.
+    is too small for one chunk.
     """
     tiers = settings.cache.tiers
     metrics = metrics or CacheMetrics()
     reserve = sum(_reserved(tier, payload_bytes) for tier in tiers)
     if not slots_of(settings.transfer.staging_size, payload_bytes):
-        # a local tier's slots in the same memory are no substitute: once it is full, none of them is free
+        # the slots that local tiers reserve are no substitute: once a tier is full, none of them is free
         slot = StagingPool.stride_of(payload_bytes + TRAILER_BYTES)
-        raise ValueError(f"it holds no slot of {payload_bytes + TRAILER_BYTES} bytes; make it at least {slot}")
+        raise ValueError(
+            f"the staging memory holds no slot of {payload_bytes + TRAILER_BYTES} bytes; make it at least {slot} bytes"
+        )
     opened: list[StorageBackend] = []
     try:
         names = _names([str(tier.__struct_config__.tag) for tier in tiers])
@@ -98,12 +100,12 @@ def _open_tier(
 
 
 def _reserved(tier: object, payload_bytes: int) -> int:
-    """Bytes of the shared memory that a tier keeps objects in."""
+    """Returns the bytes of shared memory in which a tier keeps objects."""
     if not isinstance(tier, LocalTier) or tier.device != "cpu":
         return 0
     return slots_of(tier.capacity, payload_bytes) * StagingPool.stride_of(payload_bytes + TRAILER_BYTES)
 
 
 def _names(kinds: list[str]) -> list[str]:
-    """A name for each tier: its kind, and a number from the second of that kind on."""
+    """Returns a name for each tier: its kind, with a number from the second tier of that kind on."""
     return [f"{kind}-{kinds[:n].count(kind)}" if kind in kinds[:n] else kind for n, kind in enumerate(kinds)]

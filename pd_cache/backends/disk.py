@@ -1,16 +1,16 @@
-"""LocalDiskBackend: objects as files, with a byte budget that survives a restart.
+"""LocalDiskBackend: keeps objects as files, within a byte budget. The files survive a restart.
 
-Reads and writes run on threads of their own, bounded and with deadlines (`transfer.calls`). The index knows which object lies in which
-file, without a system call.
+Reads and writes run on their own threads, with bounded queues and deadlines (`transfer.calls`). The index knows which object lies in
+which file, without a system call.
 
 1. A file that cannot be read leaves the index, and the next put of its key writes another file. Only trouble of the folder itself
    switches the tier off (`disk_health.py`). Every call then returns at once, until the keeper finds that the folder works again.
-2. The budget is what fits: if the file system has less room than `capacity`, the oldest objects make room, and the budget grows
-   again when there is room. A file that cannot be deleted keeps its place (`disk_sweeper.py`).
+2. If the file system has less room than `capacity`, objects are evicted and the budget shrinks. It grows again when there is room.
+   A file that cannot be deleted keeps its place in the budget (`disk_sweeper.py`).
 3. A disk that hangs holds a bounded share of the memory: usually a quarter of the slots for reads, and half of them for writes.
    No caller waits for a deletion.
-4. Pins, and places in the budget, are taken on the tier's own threads, which no user interrupts. A caller holds memory and a place
-   among the reads or writes (`places.py`), which come back when it forgets them.
+4. The tier's own threads take pins and places in the budget; no user interrupts these threads. A caller holds only memory and a place
+   among the reads or writes (`places.py`). Both come back when the caller forgets them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BATCH_BYTES = 64 << 20
 
 
 class _Writes:
-    """What became of a put; see `base.PutOutcome`."""
+    """A put under way; see `base.PutOutcome`."""
 
     def __init__(self, writer: DiskWriter, parts: list[Status | WriteUnderWay]) -> None:
         self._writer = writer
@@ -59,14 +59,14 @@ class _Writes:
 
 
 class _Read(NamedTuple):
-    """A key that was asked for: a read into `staged` that is under way, or the reason why there is no read."""
+    """A read into `staged` that is under way, or the reason why there is none."""
 
     call: Call[str] | None
     staged: StagedObject | None
     reason: str = ""
 
     def release(self) -> None:
-        """To be called when nobody waits for it any more. A call that runs keeps a reference of its own until it ends."""
+        """Gives up the read. A call that runs keeps its own reference to the memory until it ends."""
         if self.call is not None:
             self.call.abandon()
         if self.staged is not None:
@@ -91,9 +91,10 @@ class LocalDiskBackend(StorageBackend):
         metrics: TierMetrics,
         slots: int | None = None,
     ) -> None:
-        """Begin to open the folder; does not wait for it. `capacity`: bytes of files. `threads`: for reads, and as many for writes.
+        """Begins to open the folder. Does not wait for it.
 
-        `slots`: how many of the memory's slots are for transfers; this tier may hold a share of those. By default all of them.
+        `capacity`: the bytes of all files. `threads`: for reads, and as many again for writes. `slots`: how many of the memory's slots
+        are for transfers (by default all); this tier may hold a share of them.
         """
         self.memory = memory
         self.payload_bytes = memory.payload_bytes
@@ -108,9 +109,9 @@ class LocalDiskBackend(StorageBackend):
         self._ahead = threads + 1
         self.health = DiskHealth(self.folder, metrics, retry_s)
         if not self._places:
-            log.warning("tier %s holds nothing: its capacity is less than one object", metrics.tier)
+            log.warning("tier %s holds nothing: its capacity is smaller than one object", metrics.tier)
         slots = memory.pool.slots if slots is None else slots
-        # one reader with everything that it reads ahead always fits, unless memory is short
+        # enough for one reader with everything that it reads ahead, unless memory is short
         self._read_slots = Share(
             max(slots // 4, min(self._ahead, slots // 2)), self.health.changed, lambda: self.health.readable
         )
@@ -159,7 +160,7 @@ class LocalDiskBackend(StorageBackend):
             while started < len(keys) or ahead:
                 while started < len(keys) and len(ahead) < self._ahead:
                     seconds = longest if deadline is None else min(longest, max(0.0, deadline - time.monotonic()))
-                    # only a reader that holds nothing waits for memory: two of them can never wait for each other
+                    # only a reader that holds no memory waits for some, so two readers never wait for each other
                     read = self._start_read(keys[started], seconds, 0.0 if ahead else seconds)
                     if isinstance(read, str):
                         refusal = read
@@ -217,13 +218,15 @@ class LocalDiskBackend(StorageBackend):
                 self.sweeper.sweep()
             self.folder.close()
         else:
-            log.warning("tier %s: the disk outlived close(); its folder stays taken", self._metrics.tier)
+            log.warning(
+                "tier %s: calls to the disk outlived close(); this process keeps its folder", self._metrics.tier
+            )
 
     def _put_seconds(self, timeout: float | None) -> float:
         return self._timeouts.put_ms / 1000 if timeout is None else timeout
 
     def _rejection(self) -> Status:
-        """The reason why no thread took a call: the threads are closed, or overloaded."""
+        """Returns why no thread took a call: the threads are closed or overloaded."""
         return Status.CLOSED if self.health.state is DiskState.CLOSED else Status.OVERLOADED
 
     def _put(self, key: str, item: StagedObject, deadline: float) -> Status | WriteUnderWay:
@@ -242,7 +245,7 @@ class LocalDiskBackend(StorageBackend):
     # --- reading -------------------------------------------------------------------------------------------------
 
     def _start_read(self, key: str, seconds: float, patience: float) -> _Read | str:
-        """Begin to read a key. Returns the reason if no memory came free within `patience` seconds."""
+        """Begins to read a key. Returns the reason as text if no memory came free within `patience` seconds."""
         if not self.available:
             return _Read(None, None, self.health.refusal.value)
         digest = digest_of(key)
@@ -270,7 +273,7 @@ class LocalDiskBackend(StorageBackend):
         self._read_slots.give_back(place)
 
     def _read(self, key: str, digest: str, target: StagedObject) -> str:
-        """On a reading thread: read and check an object. Returns what is wrong with it, if anything is."""
+        """Reads and checks an object, on a reading thread. Returns what is wrong with it; empty if nothing is."""
         if self.health.state is DiskState.OFF:
             return Status.TIER_OFF.value
         pin = self.index.pin(digest)
@@ -297,7 +300,7 @@ class LocalDiskBackend(StorageBackend):
         return damage.value
 
     def _unread(self, pin: Pin[str], error: OSError) -> str:
-        """Returns why a file was not read. If the error is the file's own, the index forgets it."""
+        """Returns why a file was not read. The index forgets the file if the error concerns only this file."""
         with contextlib.suppress(OSError):
             if isinstance(error, FileNotFoundError) and self.folder.is_held:
                 self._discard(pin)
@@ -310,7 +313,7 @@ class LocalDiskBackend(StorageBackend):
         return str(status.value)
 
     def _finish(self, key: str, read: _Read) -> Fetched:
-        """Wait for a read. Returns its object, or the reason why there is none."""
+        """Waits for a read. Returns its object, or the reason why there is none."""
         reason = read.reason
         if read.call is not None:
             reason = read.call.outcome(Status.TIMEOUT.value)
@@ -323,7 +326,7 @@ class LocalDiskBackend(StorageBackend):
         return FetchedObject(None, reason)
 
     def _discard(self, pin: Pin[str]) -> None:
-        """Forget a file that is no good, so that the next put of its key writes it again."""
+        """Forgets a useless file, so that the next put of its key writes it again."""
         self.index.discard(pin.entry)
         self.writer.count()
 
@@ -336,7 +339,7 @@ class LocalDiskBackend(StorageBackend):
             try:
                 self._tend()
             except Exception as error:  # nothing but close() ends this thread
-                log.exception("tier %s: its folder could not be looked after", self._metrics.tier)
+                log.exception("tier %s: the keeper of its folder failed; it goes on", self._metrics.tier)
                 health.settle(DiskState.OFF, f"opening the folder failed: {error!r}", Status.INTERNAL.value)
             with health.changed:
                 health.changed.wait_for(lambda: not health.writable or self._is_small)
@@ -345,7 +348,7 @@ class LocalDiskBackend(StorageBackend):
 
     @property
     def _is_small(self) -> bool:
-        """Whether the file system had less room than `capacity`."""
+        """Whether the budget is smaller than `capacity`."""
         return self.index.capacity < self._places
 
     def _tend(self) -> None:
@@ -372,7 +375,7 @@ class LocalDiskBackend(StorageBackend):
         self.sweeper.sweep()
 
     def _take_in(self, found: FolderContents) -> None:
-        """Fill the index with what was there, oldest first."""
+        """Fills the index with the objects that the folder holds, oldest first."""
         for digest, name in found.objects:
             room, evicted, place = self.index.reserve(digest)
             self.sweeper.litter.extend(evicted if room is not Room.NONE else (*evicted, name))

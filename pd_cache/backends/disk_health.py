@@ -1,8 +1,8 @@
-"""DiskHealth: what a disk tier may be used for, and whether an error concerns one file or the whole folder.
+"""DiskHealth: decides what a disk tier may be used for, and whether an error concerns one file or the whole folder.
 
-1. An error of one file concerns that file only. The error's number shows that, or a check does: a page is written to the folder
-   and read back. But three errors in a row that could be a dead disk's switch the tier off.
-2. A folder that can only be read is still read. One that is in trouble is switched off; the tier's keeper tries it again.
+1. An error of one file leaves the tier on. The error's number shows that it is one, or a check does: it writes a page to the folder
+   and reads it back. But three errors in a row that a dead disk could have caused switch the tier off.
+2. A read-only folder is still read. A folder in trouble is switched off, and the tier's keeper tries it again.
 3. Callers that meet an error can only make the state worse. Only the keeper makes it better.
 """
 
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 _STRIKES = 3
 _FAIR_S = 2.0
-"""A disk that has not answered within this hangs."""
+"""A disk that has not answered within this time hangs."""
 _FAIR = 0.9
-"""The part of that time which a call must have had."""
+"""The part of that time that a call must have had."""
 
 
 class DiskState(enum.Enum):
@@ -32,7 +32,7 @@ class DiskState(enum.Enum):
     OPENING = "opening"
     ON = "on"
     FULL = "full"
-    """It can be read. Nothing can be written, and there is no object of ours to evict."""
+    """The folder can be read. Nothing can be written, and there is no object of ours to evict."""
     READ_ONLY = "read-only"
     OFF = "off"
     CLOSED = "closed"
@@ -69,26 +69,28 @@ class DiskHealth:
 
     @property
     def refusal(self) -> Status:
-        """The reason why calls are not begun in the present state."""
+        """The status of calls that the present state does not allow."""
         return _REFUSALS.get(self.state, Status.TIER_OFF)
 
     def worked(self) -> None:
-        """To be called when a file was read or written."""
+        """Ends a row of errors. Call it after a file was read or written."""
         self._strikes = 0
 
     def late(self, what: str, had_s: float, usual_ms: int) -> None:
-        """To be called when a deadline passed. A disk that hangs counts as failed; a long queue or an impatient caller proves nothing:
-        `had_s` is how long the disk itself has had."""
+        """Switches the tier off if the disk hangs. Call it when a deadline has passed.
+
+        `had_s` is how long the disk itself has had: a long queue or an impatient caller proves nothing.
+        """
         if had_s >= _FAIR * min(_FAIR_S, usual_ms / 1000):
-            self._worsen(DiskState.OFF, f"{what} got no answer in {had_s:g} s", Status.TIMEOUT.value)
+            self._worsen(DiskState.OFF, f"{what} got no answer within {had_s:g} s", Status.TIMEOUT.value)
 
     def judge(self, what: str, error: OSError, *, writing: bool) -> Status:
-        """Returns what an error means for its call: INTERNAL if it concerns one file. An error of the folder changes the state."""
+        """Returns the status of a call that met an error: INTERNAL if it concerns one file. An error of the folder changes the state."""
         fault = fault_of(error)
         if fault in (DiskFault.OBJECT, DiskFault.UNCLEAR):
             trouble = self._asked(writing)
             if trouble is not None:
-                what, error, fault = f"{what} failed, and then a check", trouble, fault_of(trouble)
+                what, error, fault = f"{what} failed, and then a check of the folder", trouble, fault_of(trouble)
             elif fault is DiskFault.OBJECT or self._strike() < _STRIKES:
                 self._metrics.spoiled(what, name_of(error), str(error))
                 return Status.INTERNAL
@@ -99,7 +101,7 @@ class DiskHealth:
         return self.refusal
 
     def settle(self, state: DiskState, trouble: str = "", reason: str = "") -> None:
-        """Set what the keeper found when it tried the folder. A closed tier stays closed."""
+        """Sets the state that the keeper found when it tried the folder. A closed tier stays closed."""
         with self.changed:
             if self.state in (state, DiskState.CLOSED):
                 return
@@ -113,7 +115,7 @@ class DiskHealth:
             self._say(state, trouble, reason)
 
     def close(self) -> bool:
-        """Begin nothing any more. Returns False if it was closed before."""
+        """Sets the state to closed, for good. Returns False if it was closed before."""
         with self.changed:
             return self._switch(DiskState.CLOSED, "closed") is not DiskState.CLOSED
 
@@ -147,10 +149,10 @@ class DiskHealth:
     def _say(self, state: DiskState, trouble: str, reason: str) -> None:
         self._metrics.switched_off(reason)
         log.warning(
-            "tier %s: %s; %s until it works again, which is tried every %g s",
+            "tier %s: %s; %s until its folder works again (next try in %g s)",
             self._metrics.tier,
             trouble,
-            "it is not used" if state is DiskState.OFF else "nothing is written",
+            "the tier is not used" if state is DiskState.OFF else "nothing is written",
             self._retry_s,
         )
 

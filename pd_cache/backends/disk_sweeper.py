@@ -1,7 +1,6 @@
-"""DiskSweeper: deletes the files of a disk tier, and keeps its budget at what is really there.
+"""DiskSweeper: deletes the files of a disk tier, and keeps its budget true to the files that are there.
 
-A file that was to be deleted and cannot be takes a place of the budget with it. The keeper tries again, and the place comes back when
-the file is gone.
+A file that cannot be deleted costs the budget a place. The keeper tries again, and the place comes back when the file is gone.
 """
 
 from __future__ import annotations
@@ -26,31 +25,33 @@ class DiskSweeper:
     def __init__(
         self, folder: ObjectFolder, index: EvictingIndex[str], places: int, health: DiskHealth, metrics: TierMetrics
     ) -> None:
-        """`places`: the index's capacity if no file is left that cannot be deleted."""
+        """`places`: the index's capacity while every file can be deleted."""
         self.litter: deque[str] = deque()
-        """Files that are still to be deleted. Whatever adds one here need not sweep: the next write does, before it uses any room."""
+        """Files that are still to be deleted. Code that adds one need not sweep: the next write does, before it uses any room."""
         self._folder = folder
         self._index = index
         self._places = places
         self._health = health
         self._metrics = metrics
         self._sweeping = threading.Lock()
-        # a thread of its own: deletions go on even if late calls hold all other threads
+        # its own thread, so that deletions go on even if late calls hold all other threads
         self._deletions = CallThreads(f"{metrics.tier}-delete", 1, limit=2)
 
     def unlink(self, names: Sequence[str], seconds: float) -> None:
-        """Have files deleted by `sweep_soon`."""
+        """Puts files on the list and calls `sweep_soon`."""
         self.litter.extend(names)
         self.sweep_soon(seconds)
 
     def sweep_soon(self, seconds: float) -> None:
-        """Sweep on another thread: a disk that hangs must not hold up callers that read, put or remove."""
-        # refused if another sweep is queued, which finds the same files
+        """Sweeps on another thread, so that a disk that hangs does not hold up callers that read, put or remove."""
+        # refused if another sweep is already queued; that one finds the same files
         self._deletions.submit(self.sweep, time.monotonic() + seconds)
 
     def sweep(self) -> Status:
-        """Delete the files that are to be deleted. Returns NO_SPACE if some of them cannot be deleted and keep their places, and
-        another status if the disk is in trouble; the files then stay on the list."""
+        """Deletes the files on the list. Returns NO_SPACE if some of them could not be deleted and keep their places.
+
+        Returns another status if the disk is in trouble; the files then stay on the list.
+        """
         with self._sweeping:
             some_stay = False
             while self.litter:
@@ -62,7 +63,7 @@ class DiskSweeper:
             return Status.NO_SPACE if some_stay else Status.OK
 
     def fit(self) -> None:
-        """Take a place from the budget for each file that could not be deleted."""
+        """Takes a place from the budget for each file that could not be deleted."""
         most = self._places - self._folder.left
         if self._index.capacity > most:
             self._index.shrink(most)
@@ -70,13 +71,15 @@ class DiskSweeper:
                 self._health.changed.notify_all()  # the keeper tries again to delete them
 
     def grow(self) -> None:
-        """Try again to delete what could not be deleted, and let the budget grow as far as the file system has room. Raises OSError if
-        that cannot be found out."""
+        """Tries again to delete the files that are left, and lets the budget grow as far as the file system has room.
+
+        Raises OSError if the room cannot be found out.
+        """
         self._folder.unlink_left()
         self._index.grow(self._folder.room(), self._places - self._folder.left)
 
     def close(self, seconds: float) -> bool:
-        """Returns False if a deletion still runs after that time."""
+        """Stops the deleting thread. Returns False if a deletion still runs after `seconds`."""
         return self._deletions.close(seconds)
 
     def _delete(self, name: str) -> Status:

@@ -1,7 +1,7 @@
 """DiskWriter: puts objects into the folder of a disk tier. Two puts of one key are one write.
 
-The caller seals an object and hands it over; it holds nothing but memory and a place among the writes. All else happens on the writing
-threads, which no user interrupts: an object is given room in the index, what it displaces is deleted, it is written and published.
+The caller seals an object and hands it over; it holds only memory and a place among the writes. The writing threads, which no user
+interrupts, do the rest: they make room in the index, delete the objects that were evicted, and write and publish the new one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transfer.locks import Condition
 T = TypeVar("T")
 
 _EVICTED_FOR_ONE = 8
-"""At most this many objects make room for one of the same size: if that is not enough, another program takes the space they leave."""
+"""The most objects that are evicted for one of the same size. If they are not enough, another program takes the space they leave."""
 
 
 class _Write:
@@ -41,17 +41,17 @@ class _Write:
         self.deadline = deadline
         self.call: Call[None] | None = None
         self.begun: float | None = None
-        """When a thread took it up."""
+        """When a thread began it, by `time.monotonic()`."""
         self.status = Status.TIMEOUT
         self.ended = False
 
 
 class WriteUnderWay(NamedTuple):
-    """What one caller waits for: a write that it, or another caller, has begun."""
+    """A write that a caller waits for. The caller or another one has begun it."""
 
     write: _Write
     deadline: float
-    """This caller's own."""
+    """The deadline of this caller."""
     joined: bool
 
 
@@ -71,7 +71,7 @@ class DiskWriter:
         limit: int,
         usual_ms: int,
     ) -> None:
-        """`slots`: how many slots writes may hold. `limit`: how many calls may be queued. `usual_ms`: the time that a write usually has."""
+        """`slots`: how many slots writes may hold. `limit`: how many calls may be queued. `usual_ms`: the usual time limit of a write."""
         self._folder = folder
         self._index = index
         self._sweeper = sweeper
@@ -85,7 +85,7 @@ class DiskWriter:
         self._threads = CallThreads(f"{metrics.tier}-write", threads, limit=limit)
 
     def begin(self, key: str, digest: str, item: StagedObject, deadline: float) -> Status | WriteUnderWay:
-        """Begin to write an object, or join the write of the same key; a key names its content, so those are the same bytes."""
+        """Begins to write an object, or joins the write of the same key. A key names its content, so both have the same bytes."""
         if not self._health.writable:
             return self._health.refusal
         with self._changed:
@@ -108,7 +108,7 @@ class DiskWriter:
             return WriteUnderWay(write, deadline, joined=False)
 
     def outcome(self, waiting: WriteUnderWay) -> Status:
-        """Waits for a write until the caller's own deadline."""
+        """Waits for a write until the caller's own deadline. Returns its status."""
         write, deadline, joined = waiting
         with self._changed:
             if self._changed.wait_for(lambda: write.ended, max(0.0, deadline - time.monotonic())):
@@ -120,19 +120,19 @@ class DiskWriter:
         return Status.TIMEOUT
 
     def remove(self, digest: str) -> Removal:
-        """Take an object out of the index, and put its file on the sweeper's list. One that is being written is not published."""
+        """Takes an object out of the index, and puts its file on the sweeper's list. An object that is being written is not published."""
         with self._changed:
             if self._under_way.pop(digest, None) is not None:
                 return Removal.REMOVED
             return self._index.remove(digest, self._sweeper.litter.append)
 
     def note(self, key: str, value: bytes, deadline: float) -> Status:
-        """Leave a small text for people in the folder."""
+        """Begins to leave a small text for people in the folder."""
         call = self._threads.submit(functools.partial(self._note, key, value), deadline)
         return self._rejection() if call is None else Status.OK
 
     def with_room(self, write: Callable[[], T]) -> T:
-        """Carry out a write. If the file system is full, the oldest objects make room for it, and their places in the budget go."""
+        """Calls `write`, and returns its result. If the file system is full, evicts objects and shrinks the budget, then tries again."""
         for _ in range(_EVICTED_FOR_ONE):
             try:
                 return write()
@@ -142,15 +142,15 @@ class DiskWriter:
         return write()
 
     def count(self) -> None:
-        """Report how much the tier holds."""
+        """Reports how much the tier holds."""
         self._metrics.holds(len(self._index) * self._folder.file_bytes)
 
     def close(self, seconds: float) -> bool:
-        """Carry out what was begun. Returns False if some of it still runs after that time."""
+        """Finishes the writes that were begun. Returns False if some still run after `seconds`."""
         return self._threads.close(seconds)
 
     def _rejection(self) -> Status:
-        """The reason why no thread took a call: the threads are closed, or overloaded."""
+        """Returns why no thread took a call: the threads are closed or overloaded."""
         return Status.CLOSED if self._health.state is DiskState.CLOSED else Status.OVERLOADED
 
     # --- on the writing threads ----------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class DiskWriter:
             place.release()
 
     def _make_room(self, digest: str) -> Place | Status:
-        """Returns a place in the budget, with nothing of ours left on the disk that was to make room for it."""
+        """Returns a place in the budget, after the files that were evicted for it are deleted; or the reason why there is none."""
         for _ in range(_EVICTED_FOR_ONE):
             room, evicted, place = self._index.reserve(digest)
             self._sweeper.litter.extend(evicted)
@@ -194,11 +194,11 @@ class DiskWriter:
         try:
             name = self.with_room(lambda: self._folder.write(write.digest, write.staged.slot.pages))
         except OSError as error:
-            self._sweeper.fit()  # what was begun may not have been deleted
+            self._sweeper.fit()  # the incomplete file may still be there
             return self._health.judge("a write", error, writing=True)
         self._health.worked()
         with self._changed:
-            # leaves the list in the same step in which it enters the index, so that a removal finds it in one of them
+            # leaves the list and enters the index in one step, so that a removal finds it in one of them
             published = self._leave(write) and self._index.fill(place, write.digest, name)
         if not published:
             self._sweeper.unlink([name], self._usual_ms / 1000)
@@ -219,7 +219,7 @@ class DiskWriter:
         return True
 
     def _leave(self, write: _Write) -> bool:
-        """Take a write off the list. Returns False if its key was removed meanwhile."""
+        """Takes a write off the list. Returns False if its key was removed meanwhile."""
         if self._under_way.get(write.digest) is not write:
             return False
         del self._under_way[write.digest]

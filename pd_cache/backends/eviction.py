@@ -1,7 +1,7 @@
-"""Which entry goes when there is no room: LRU, LFU and S3-FIFO behind one interface. Every step is O(1), amortized.
+"""Eviction policies: LRU, LFU and S3-FIFO behind one interface. Every step is O(1), amortized.
 
 A policy knows only keys. The index reports which keys come, are used and go, and asks for the next victim. A policy is not
-thread-safe, the index is. Pinned entries are passed over, and count as used where the order is one of use.
+thread-safe; the index is. A policy passes over pinned entries. LRU and LFU then treat them as just used.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ Pinned = Callable[[str], bool]
 
 
 class EvictionPolicy(ABC):
-    """The order in which entries go."""
+    """Decides the order in which entries go."""
 
     @abstractmethod
     def added(self, key: str) -> None:
-        """A key that the policy does not hold came in."""
+        """Notes a new key. The policy must not hold it yet."""
 
     @abstractmethod
     def used(self, key: str) -> None:
-        """A key that the policy holds was read."""
+        """Notes that a key that the policy holds was read."""
 
     @abstractmethod
     def removed(self, key: str) -> None:
-        """A key that the policy holds went for another reason than eviction."""
+        """Forgets a key that the policy holds and that went for another reason than eviction."""
 
     @abstractmethod
     def evict(self, pinned: Pinned) -> str:
-        """Choose a victim and forget it. At least one key that the policy holds must not be pinned."""
+        """Chooses a victim, forgets it and returns it. At least one key must not be pinned."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every key, also if a user interrupted another of these methods half-way."""
+        """Forgets every key, even if a user interrupted another method half-way."""
 
     def resize(self, capacity: int) -> None:  # noqa: B027 - most orders do not depend on it
-        """Expect at most `capacity` keys from now on."""
+        """Expects at most `capacity` keys from now on."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -47,10 +47,10 @@ class EvictionPolicy(ABC):
 
 
 class LRU(EvictionPolicy):
-    """The least recently used one."""
+    """Evicts the least recently used key."""
 
     def __init__(self) -> None:
-        # not a plain dict: finding the first key of one whose head was deleted again and again takes ever longer
+        # not a plain dict: to find its first key takes ever longer when its head is deleted again and again
         self._order: OrderedDict[str, None] = OrderedDict()
 
     def added(self, key: str) -> None:
@@ -73,7 +73,7 @@ class LRU(EvictionPolicy):
 
 
 class LFU(EvictionPolicy):
-    """The least frequently used one, and the least recently used among equals. Uses are counted up to 63."""
+    """Evicts the least frequently used key, and the least recently used among equals. Counts up to 63 uses."""
 
     _MOST = 63
 
@@ -107,14 +107,14 @@ class LFU(EvictionPolicy):
                     self.removed(key)
                     return key
                 keys.move_to_end(key)
-        raise AssertionError("evict() without an entry that may go")
+        raise AssertionError("evict() expects an entry that is not pinned")
 
     def __len__(self) -> int:
         return len(self._uses)
 
 
 class S3FIFO(EvictionPolicy):
-    """Three queues: a small one for what is new, a main one for what was used there, a ghost of what was not.
+    """Keeps three queues: a small one for new keys, a main one for keys that were used there, and a ghost queue of keys that were not.
 
     "FIFO queues are all you need for cache eviction", Yang et al., SOSP 2023. One-off prompts pass through the small queue
     without pushing out what is used again and again.
@@ -123,7 +123,7 @@ class S3FIFO(EvictionPolicy):
     _MOST = 3
 
     def __init__(self, capacity: int) -> None:
-        """`capacity`: how many entries there will be at most; the small queue gets a tenth of it."""
+        """`capacity`: the most entries that there will be. The small queue gets a tenth of it."""
         self._small: OrderedDict[str, int] = OrderedDict()
         self._main: OrderedDict[str, int] = OrderedDict()
         self._ghost: OrderedDict[str, None] = OrderedDict()
@@ -187,7 +187,7 @@ class S3FIFO(EvictionPolicy):
 
 
 def make_policy(name: EvictionName, capacity: int) -> EvictionPolicy:
-    """The policy of that name, for at most `capacity` entries."""
+    """Returns the policy of that name, for at most `capacity` entries."""
     if name == "lru":
         return LRU()
     if name == "lfu":
@@ -201,4 +201,4 @@ def _first_unpinned(order: OrderedDict[str, None], pinned: Pinned) -> str:
         if not pinned(key):
             del order[key]
             return key
-        order.move_to_end(key)  # it is pinned, so it is in use now
+        order.move_to_end(key)  # it is pinned, so it counts as just used

@@ -1,4 +1,4 @@
-"""Whether an OSError of the disk tier concerns one file, the whole folder, or this process. No I/O."""
+"""Classifies an OSError of the disk tier: it concerns one file, the whole folder, or this process. No I/O."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import errno
 
 
 class DiskFault(enum.Enum):
-    """What an error says, as far as its number tells."""
+    """What the number of an error says."""
 
     OBJECT = "object"
-    """Something else is where a file should be, or the file may not be touched: this concerns that file only."""
+    """It concerns one file only: something else is in its place, or this process may not touch it."""
     UNCLEAR = "unclear"
-    """One bad block, or a dead disk: a check of the folder decides."""
+    """One bad block or a dead disk: a check of the folder decides."""
     NO_ROOM = "no_room"
     """The file system, or a quota, is full: deleting files helps."""
     TOO_LARGE = "too_large"
     """A limit that deleting files does not change."""
     READ_ONLY = "read_only"
     PROCESS = "process"
-    """This process lacks something; it says nothing about the disk."""
+    """This process lacks something. The error says nothing about the disk."""
 
 
 _FAULTS = {
@@ -39,10 +39,10 @@ MAY_NOT = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 def fault_of(error: OSError) -> DiskFault:
-    """Returns what an error, met at one file, says."""
+    """Returns what an error of one file says."""
     return _BY_NUMBER.get(error.errno or 0, DiskFault.UNCLEAR)
 
 
 def name_of(error: OSError) -> str:
-    """The error's symbol in lower case, such as `eio`: a metric's label."""
+    """Returns the error's symbol in lower case, such as `eio`, for a metric's label."""
     return errno.errorcode.get(error.errno or 0, "unknown").lower()

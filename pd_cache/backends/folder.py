@@ -1,20 +1,19 @@
-"""ObjectFolder: files of one size, each an object, in fanned-out folders that one process holds.
+"""ObjectFolder: keeps each object in a file, in fanned-out folders that one process holds. All files have one size.
 
     <path>/<file bytes>/<n>/lock                        locked while a process uses folder n
     <path>/<file bytes>/<n>/tmp/<serial>                being written
     <path>/<file bytes>/<n>/<xx>/<digest>-<serial>      an object; xx are the digest's first two digits
-    <path>/<file bytes>/<n>/stray-<name>-<number>       what was where a folder of ours belongs
+    <path>/<file bytes>/<n>/stray-<name>-<number>       something that was found in the place of a folder of ours
 
-A file is an object (payload and trailer) filled up with zeros to whole pages, so that direct I/O can move it in one piece.
-It is written under a temporary name and renamed when it is whole; the serial keeps two writers of one key apart. The digest
-is of the key, so that any key makes a safe name. Names are not trusted: objects are checked when they are read.
+A file is an object (payload and trailer) padded with zeros to whole pages, so that direct I/O can move it in one piece. It is
+written under a temporary name and renamed when it is whole. The serial keeps two writers of one key apart. The digest is that of
+the key, so that any key makes a safe name. Names are not trusted: objects are checked when they are read.
 
-Processes that share a path each take a folder of their own, the first that is free. When a process ends, in whatever way, its
-folder becomes free, and the next process that starts finds it with its contents. If nothing can be written, a folder that was
-made before can still be taken and read.
+Processes that share a path each take their own folder, the first that is free. However a process ends, its folder becomes free, and
+the next process that starts finds it with its contents. If nothing can be written, an existing folder can still be taken and read.
 
-A path that should be ours is opened without following links and without waiting: a symbolic link, a pipe or a folder in the place
-of a file is an error of that one file.
+Our paths are opened without following links and without waiting. A symbolic link, a pipe or a folder in the place of a file is an
+error of that one file.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ log = logging.getLogger(__name__)
 
 PAGE = 4096
 _FOLDERS = 64
-"""Processes that may share one path."""
+"""The most processes that may share one path."""
 _NAME = re.compile(r"(?P<digest>[0-9a-f]{32})-[0-9a-f]{1,16}")
 _SERIALS = 1 << 56
-"""Our own serials stay below this; counting does not continue from a larger one found in a name."""
+"""The limit of our serials. A larger one in a name is not ours, so counting does not continue from it."""
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
@@ -56,18 +55,18 @@ class FolderContents(NamedTuple):
     """The contents of the folder when it was opened."""
 
     objects: list[tuple[str, str]]
-    """Digest and name of each object, oldest first; of two with one digest only the newer."""
+    """The digest and the name of each object, oldest first. Of two objects with one digest, only the newer is listed."""
     foreign: int
-    """Number of files that are not ours. They are left alone."""
+    """How many files are not ours. They are left alone."""
     torn: int
-    """Number of files with a name of ours that are not whole, and of writes that never ended. They are deleted."""
+    """How many files of ours are not whole, or belong to writes that never ended. They are deleted."""
 
 
 class ObjectFolder:
-    """One process's files. The I/O methods raise OSError; they may run on several threads at once."""
+    """Reads, writes and deletes one process's files. The I/O methods raise OSError. They may run on several threads at once."""
 
     def __init__(self, path: Path, file_bytes: int, *, direct: bool, sync: bool) -> None:
-        """Nothing is touched yet. `file_bytes`: the size of every file, in whole pages. `sync`: flush a file's data before it is named."""
+        """Touches nothing yet. `file_bytes`: the size of every file, in whole pages. `sync`: flush a file's data before it is renamed."""
         assert file_bytes % PAGE == 0
         self._base = path / str(file_bytes)
         self._root = self._base
@@ -79,7 +78,7 @@ class ObjectFolder:
         self._serials = itertools.count(1)
         self._moving_aside = threading.Lock()
         self._left: set[Path] = set()
-        """Files of ours that could not be deleted yet."""
+        """Files of ours that could not be deleted."""
 
     @property
     def root(self) -> Path:
@@ -88,7 +87,7 @@ class ObjectFolder:
 
     @property
     def is_held(self) -> bool:
-        """Whether a folder was opened, and is still there. Raises OSError if that cannot be found out."""
+        """Whether a folder is open and still there. Raises OSError if that cannot be found out."""
         if self._lock < 0:
             return False
         try:
@@ -97,7 +96,7 @@ class ObjectFolder:
             return False
 
     def open(self) -> FolderContents:
-        """Take a folder and list its contents. While a folder is taken, further calls list nothing."""
+        """Takes a folder and returns its contents. While a folder is taken, further calls return empty contents."""
         if self.is_held:
             return FolderContents([], 0, 0)
         self.close()
@@ -110,7 +109,7 @@ class ObjectFolder:
             raise
 
     def write(self, digest: str, pages: memoryview) -> str:
-        """Write an object and publish it. Returns its name."""
+        """Writes an object and publishes it. Returns its name."""
         temporary = self._write_temporary(pages)
         name = f"{digest}-{temporary.name}"
         final = self.path_of(name)
@@ -125,57 +124,59 @@ class ObjectFolder:
         return name
 
     def read(self, name: str, pages: memoryview) -> int:
-        """Read an object. Returns how many bytes there were."""
+        """Reads an object into `pages`. Returns how many bytes it read."""
         return self._read_whole(self.path_of(name), pages)
 
     def unlink(self, name: str) -> None:
-        """Delete an object; nothing happens if it is gone. If it cannot be deleted, it is one of the files `left`."""
+        """Deletes an object, if it is there. If it cannot be deleted, it counts in `left`."""
         self._unlink(self.path_of(name))
 
     @property
     def left(self) -> int:
-        """How many files take room although they were to be deleted: that failed, and has to be tried again."""
+        """How many files still take room because their deletion failed. `unlink_left` tries again."""
         return len(self._left)
 
     def is_left(self, name: str) -> bool:
-        """Whether an object is one of them."""
+        """Returns whether an object counts in `left`."""
         return self.path_of(name) in self._left
 
     def unlink_left(self) -> None:
-        """Try again to delete what is left."""
+        """Tries again to delete the files that are `left`."""
         for path in list(self._left):
             self._discard(path)
 
     def check(self) -> None:
-        """Raises OSError if not only a file but the folder is in trouble: a page written there cannot be read back."""
+        """Writes a page to the folder and reads it back. Raises OSError if that fails: then the folder is in trouble, not only a file."""
         if not self.is_held:
-            raise OSError(errno.ENOENT, "the folder was taken away", str(self._root))
+            raise OSError(errno.ENOENT, "the folder is gone", str(self._root))
         with mmap.mmap(-1, 2 * PAGE) as memory, memoryview(memory) as pages, pages[:PAGE] as page, pages[PAGE:] as back:
             page[:] = os.urandom(PAGE)
             temporary = self._write_temporary(page)
             try:
                 if self._read_whole(temporary, back) != PAGE or page != back:
-                    raise OSError(errno.EIO, "what was written does not come back", str(temporary))
+                    raise OSError(
+                        errno.EIO, "a page was read back with other contents than were written", str(temporary)
+                    )
             finally:
                 self._discard(temporary)
 
     def probe(self) -> None:
-        """Check that an object could be written now. Raises OSError if not."""
+        """Checks that an object can be written now. Raises OSError if not."""
         with mmap.mmap(-1, self.file_bytes) as zeros, memoryview(zeros) as pages:
             temporary = self._write_temporary(pages)
         self._discard(temporary)
         self.unlink_left()
-        if not self._writable:  # it can be written now
+        if not self._writable:  # it has become writable
             self._writable = True
             self._clear()
 
     def room(self) -> int:
-        """Returns how many more objects the file system has room for; a quota may allow fewer."""
+        """Returns how many more objects the file system has room for. A quota may allow fewer."""
         status = os.statvfs(self._root)
         return status.f_bavail * status.f_frsize // self.file_bytes
 
     def note(self, key: str, value: bytes) -> None:
-        """Leave a small text for people, whole or not at all."""
+        """Writes a small text for people into the folder, whole or not at all."""
         self._ensure(self._root / "tmp")
         temporary = self._root / "tmp" / f"note-{next(self._serials):x}"
         try:
@@ -186,7 +187,7 @@ class ObjectFolder:
             raise
 
     def close(self) -> None:
-        """Let go of the folder. Idempotent."""
+        """Lets go of the folder. Idempotent."""
         descriptor, self._lock = self._lock, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -207,7 +208,7 @@ class ObjectFolder:
             except OSError as error:
                 if fault_of(error) is not DiskFault.OBJECT:
                     raise
-                refused = refused or error  # something else is there
+                refused = refused or error  # something else is in its place
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -219,10 +220,12 @@ class ObjectFolder:
                 raise
             self._root = root
             return descriptor
-        raise refused or OSError(errno.EBUSY, f"{_FOLDERS} processes hold folders below it already", str(self._base))
+        raise refused or OSError(
+            errno.EBUSY, f"{_FOLDERS} processes already use it, the most that may", str(self._base)
+        )
 
     def _open_lock(self, root: Path) -> int:
-        """Opens a folder's lock file, and creates it if need be; for reading only if nothing can be written."""
+        """Opens a folder's lock file, and creates it if need be. Opens it for reading only if nothing can be written."""
         flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -250,7 +253,7 @@ class ObjectFolder:
             try:
                 files = list(os.scandir(folder)) if folder.is_dir(follow_symlinks=False) else None
             except OSError as error:
-                log.warning("what is in a folder is not used: %s", error)
+                log.warning("ignoring a folder that cannot be listed: %s", error)
                 files = None
             if files is None:
                 foreign += 1
@@ -277,7 +280,7 @@ class ObjectFolder:
         return FolderContents(list(newest.items()), foreign, torn)
 
     def _clear(self) -> int:
-        """Delete what is left of writes that never ended. Returns how many there were. A file that cannot be deleted stays."""
+        """Deletes what is left of writes that never ended, as far as possible. Returns how many there were."""
         self._ensure(self._root / "tmp")
         left = [entry.path for entry in os.scandir(self._root / "tmp")]
         for path in left:
@@ -285,16 +288,16 @@ class ObjectFolder:
         return len(left)
 
     def _delete_found(self, path: str) -> None:
-        """Delete a useless file, if possible."""
+        """Deletes a useless file, if possible."""
         if self._writable:
             try:
                 self._unlink(Path(path))
             except OSError as error:
-                # The error shows the path as text that can be written; a name that is no UTF-8 is not such a text.
-                log.warning("what was found stays: %s", error)
+                # the error's text escapes the path, which may not be valid UTF-8
+                log.warning("could not delete a useless file: %s", error)
 
     def _ensure(self, folder: Path) -> None:
-        """Make sure that a folder of ours exists. Anything else in its place is not ours, and is moved aside."""
+        """Makes sure that a folder of ours exists. Moves anything else in its place aside."""
         try:
             os.mkdir(folder)
         except FileExistsError:
@@ -303,23 +306,23 @@ class ObjectFolder:
                     self._move_aside(folder)
 
     def _move_aside(self, path: Path) -> None:
-        """Make a folder where something else was; another thread may have done so, or be about to."""
+        """Makes a folder where something else was. Another thread may do the same."""
         if os.path.lexists(path) and not _is_folder(path):
             numbers = (self._root / f"stray-{path.name}-{number}" for number in itertools.count(1))
             aside = next(candidate for candidate in numbers if not os.path.lexists(candidate))
             os.rename(path, aside)
-            log.warning("%s was no folder; it is %s now", path, aside.name)
+            log.warning("%s was not a folder; renamed it to %s", path, aside.name)
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
 
     def _write_temporary(self, pages: memoryview) -> Path:
-        """Writes a new file with these bytes. Its name is a serial that no object has."""
+        """Writes a new file with these bytes. Returns its path; the name is a serial that no object has."""
         try:
             temporary, descriptor = self._new_file()
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 raise
-            # its folder was deleted, or something else is there
+            # its folder was deleted, or something else is in its place
             self._ensure(self._root / "tmp")
             temporary, descriptor = self._new_file()
         try:
@@ -345,7 +348,7 @@ class ObjectFolder:
         self._left.discard(path)
 
     def _discard(self, path: Path) -> None:
-        """Delete a file, if that is possible now."""
+        """Deletes a file, if that is possible now."""
         with contextlib.suppress(OSError):
             self._unlink(path)
 
@@ -354,7 +357,7 @@ class ObjectFolder:
             path = self._root / "tmp" / f"{next(self._serials):x}"
             try:
                 return path, self._create(path)
-            except FileExistsError:  # left from another time, and could not be deleted
+            except FileExistsError:  # an old file that could not be deleted
                 continue
 
     def _create(self, path: Path) -> int:
@@ -365,7 +368,7 @@ class ObjectFolder:
             if error.errno != errno.EINVAL or not self._direct:
                 raise
         self._through_the_page_cache()
-        with contextlib.suppress(FileNotFoundError):  # some file systems refuse after they have created it
+        with contextlib.suppress(FileNotFoundError):  # some file systems create the file before they refuse
             path.unlink()
         return os.open(path, flags, 0o600)
 
@@ -395,7 +398,7 @@ class ObjectFolder:
         try:
             mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
-                raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO, "no regular file", str(path))
+                raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO, "not a regular file", str(path))
         except BaseException:
             os.close(descriptor)
             raise
@@ -404,7 +407,7 @@ class ObjectFolder:
         return descriptor
 
     def _through_the_page_cache(self) -> None:
-        log.info("%s: no direct I/O on this file system, files go through the page cache", self._root)
+        log.info("%s: this file system has no direct I/O; using the page cache", self._root)
         self._direct = False
 
     @staticmethod
@@ -417,7 +420,7 @@ class ObjectFolder:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether a folder is there, not a link to one."""
+    """Returns whether a path is a folder, and not a link to one."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except FileNotFoundError:
@@ -425,17 +428,17 @@ def _is_folder(path: Path) -> bool:
 
 
 def _takes_room(path: Path) -> bool:
-    """Whether a file is there, and not something else in its place."""
+    """Returns whether a path is a regular file."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError:  # a bad block: its bytes may well be there
+    except OSError:  # a bad block: the file may well be there
         return True
 
 
 def _looked_at(files: list[os.DirEntry[str]]) -> Iterator[tuple[os.DirEntry[str], os.stat_result | None]]:
-    """Yields entries with their status; None if that cannot be found out."""
+    """Yields entries with their status, or with None if it cannot be found out."""
     for file in files:
         try:
             yield file, file.stat(follow_symlinks=False)

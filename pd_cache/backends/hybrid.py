@@ -1,12 +1,12 @@
-"""HybridBackend: several tiers as one. A put writes through to all of them; a get reads through, and promotes.
+"""HybridBackend: several tiers as one. A put writes through to all of them. A get reads through, and promotes.
 
 1. All tiers share one memory, so an object is gathered once, written everywhere from there, and promoted without a copy.
 2. A key is read from the first tier that knows it. The last tier, the pool, is asked only for keys that all other tiers lack.
-   A tier that claimed a key wrongly, or holds a damaged object, is counted, and the next tier is asked.
-3. While a reader waits for memory it holds none of its own: only one tier reads ahead for it at a time.
-4. A put waits for the blocking tiers, and its outcome is that of the last tier, the pool if there is one. What another
+   If a tier claims a key wrongly or holds a damaged object, that is counted, and the next tier is asked.
+3. A reader that waits for memory holds none itself: only one tier reads ahead for it at a time.
+4. A put waits for the blocking tiers. Its outcome is that of the last one, the pool if there is one. What another
    tier did not take is counted, but does not change the outcome. Tiers that do not block write behind, within half
-   of the staging memory; what does not fit is dropped and counted.
+   of the staging memory. What does not fit is dropped and counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 Promotion = Literal["always", "second_hit", "never"]
 
 _REMEMBERED = 1 << 16
-"""Keys that a tier remembers to have been read once, for promotion on the second hit."""
+"""How many keys that were read once a tier remembers, for promotion on the second hit."""
 
 
 class Tier(NamedTuple):
@@ -48,18 +48,18 @@ class Tier(NamedTuple):
 
 
 class HybridBackend(StorageBackend):
-    """Tiers as one backend, which owns them."""
+    """Joins tiers into one backend, which owns them."""
 
     def __init__(self, tiers: Sequence[Tier], *, backlog: int | None = None, close_s: float = 5.0) -> None:
-        """`backlog`: how many chunks may be written behind at the same time; half of the memory's slots if not given.
+        """`backlog`: how many chunks may be written behind at the same time. The default is half of the memory's slots.
 
         Raises ValueError if there is no tier, or if the tiers do not share one memory.
         """
         if not tiers:
-            raise ValueError("a hybrid needs at least one tier")
+            raise ValueError("a HybridBackend needs at least one tier")
         first = tiers[0].backend
         if any(tier.backend.memory.pool is not first.memory.pool for tier in tiers):
-            raise ValueError("the tiers of a hybrid must share one memory")
+            raise ValueError("the tiers of a HybridBackend must share one memory")
         self.tiers = tuple(tiers)
         self.memory = first.memory
         self.payload_bytes = first.payload_bytes
@@ -73,7 +73,7 @@ class HybridBackend(StorageBackend):
         return any(tier.backend.available for tier in self.tiers)
 
     def wait_available(self, timeout: float) -> None:
-        """Wait until every tier is open. Raises PoolUnavailableError if the last one is not after `timeout` seconds.
+        """Waits until every tier is open. Raises PoolUnavailableError if the last one is not after `timeout` seconds.
 
         Other tiers may fail; the cache works without them.
         """
@@ -92,13 +92,13 @@ class HybridBackend(StorageBackend):
                 break
             answers = tier.backend.batched_contains([keys[index] for index in lacking], timeout=timeout)
             for index, answer in zip(lacking, answers, strict=True):
-                # a tier that cannot tell might have had it: that is not a plain miss
+                # a tier that could not answer might have the key, so this is not a plain miss
                 if answer is not Status.MISSING or statuses[index] is Status.MISSING:
                     statuses[index] = answer
         return statuses
 
     def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
-        """Returns MISSING for a key that the last tier lacks, or that no tier has while the last one cannot tell."""
+        """Returns MISSING for a key that the last tier lacks, or that no tier has while the last one cannot find out."""
         statuses = self.tiers[-1].backend.batched_wants(keys, timeout=timeout)
         unsure = [index for index, status in enumerate(statuses) if status not in (Status.OK, Status.MISSING)]
         others = [tier.backend for tier in self.tiers[:-1] if tier.backend.available]
@@ -114,10 +114,10 @@ class HybridBackend(StorageBackend):
         yield from self._read(keys, 0, None if timeout is None else time.monotonic() + timeout)
 
     def stage(self, *, timeout: float | None = None) -> Staged | None:
-        """Stages as the last tier does. First it waits, as far as `timeout` allows, for a blocking tier that has enough to write."""
+        """Stages as the last tier does, after waiting, within `timeout`, until no blocking tier has too much to write."""
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self.wait_room(timeout) and timeout == 0.0:
-            return None  # the caller has memory to go on with; what it puts now is written meanwhile
+            return None  # the caller already holds memory; it puts that first
         return self.tiers[-1].backend.stage(timeout=_seconds_to(deadline))
 
     def wait_room(self, timeout: float | None = None) -> bool:
@@ -130,7 +130,7 @@ class HybridBackend(StorageBackend):
             if self._closed:
                 return Settled([Status.CLOSED] * len(keys))
             for key, item in zip(keys, items, strict=True):
-                item.seal(key)  # once, and before anybody else looks at the bytes
+                item.seal(key)  # once, and before any tier reads the bytes
             begun: list[_TierWrite] = []
             for tier in self.tiers:
                 if tier.blocking:
@@ -146,13 +146,13 @@ class HybridBackend(StorageBackend):
         statuses = [Status.MISSING] * len(keys)
         for tier in self.tiers:
             for index, answer in enumerate(tier.backend.batched_remove(keys, timeout=timeout)):
-                # a key removed from one tier is gone, unless another still has it or cannot tell
+                # a key removed from one tier is gone, unless another tier still has it or cannot find out
                 if answer is not Status.MISSING and statuses[index] in (Status.MISSING, Status.OK):
                     statuses[index] = answer
         return statuses
 
     def pin(self, keys: Sequence[str]) -> Sequence[str]:
-        """Pins in the fastest tier only, so that it is clear which tier has a pin."""
+        """Pins in the first tier only, so that it is clear which tier has a pin."""
         return self.tiers[0].backend.pin(keys)
 
     def unpin(self, keys: Sequence[str]) -> None:
@@ -163,7 +163,7 @@ class HybridBackend(StorageBackend):
         return answers[-1]
 
     def flush(self, timeout: float) -> bool:
-        """Wait for the writes behind. Returns False if some are still under way after `timeout` seconds."""
+        """Waits for the writes behind. Returns False if some are still under way after `timeout` seconds."""
         return self._behind.flush(timeout)
 
     def close(self) -> None:
@@ -183,10 +183,10 @@ class HybridBackend(StorageBackend):
             start = stop
 
     def _read_run(self, level: int, keys: Sequence[str], deadline: float | None) -> Generator[Fetched, None, None]:
-        """Reads keys that one tier knows. Keys that it turns out not to have are read from the tiers behind it.
+        """Reads keys that one tier knows. If the tier lacks some of them after all, reads these from the tiers behind it.
 
-        Whatever is missing where, each tier is given each key a constant number of times on average: misses in a row go to the next
-        tier together, and a tier that was wrong is then given one key at first, then two, four, eight.
+        On average, each tier is asked for each key a constant number of times, whatever is missing. Misses in a row go to the next tier
+        together. After a miss, the tier is asked for one key, then for two, four, eight.
         """
         tier = self.tiers[level]
         behind = level + 1 < len(self.tiers)
@@ -202,7 +202,7 @@ class HybridBackend(StorageBackend):
                         lacking.append(key)
                         continue
                     if lacking:
-                        # it is read again: the next tier may have to wait for memory, and a waiting reader must hold none
+                        # it is read again later: the next tier may have to wait for memory, and a waiting reader must hold none
                         fetched.release()
                         break
                     if fetched.payload is not None:
@@ -217,7 +217,7 @@ class HybridBackend(StorageBackend):
                 yield from self._read(lacking, level + 1, deadline)
 
     def _levels(self, keys: Sequence[str], floor: int, timeout: float | None) -> list[int]:
-        """Returns, for each key, the number of the first tier from `floor` on that knows it; the last tier's if no other does."""
+        """Returns, for each key, the number of the first tier from `floor` on that knows it, or the last tier's if no other does."""
         last = len(self.tiers) - 1
         levels = [last] * len(keys)
         unknown = list(range(len(keys)))
@@ -232,7 +232,7 @@ class HybridBackend(StorageBackend):
         return levels
 
     def _promote(self, level: int, key: str, fetched: Fetched) -> None:
-        """Put what was read from one tier into those before it, as their policies say."""
+        """Puts an object that was read from one tier into the tiers before it, as their policies say."""
         for tier, seen in zip(self.tiers[:level], self._seen, strict=False):
             if tier.promote == "never" or (seen is not None and not seen.again(key)):
                 continue
@@ -248,14 +248,14 @@ def _seconds_to(deadline: float | None) -> float | None:
 
 
 class _SecondHit:
-    """Remembers which of the last keys were read before."""
+    """Remembers keys that were read once."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
     def again(self, key: str) -> bool:
-        """Whether this is a key's second read. After that, the next read counts as the first again."""
+        """Notes a read. Returns whether it is the key's second. After that, the next read counts as the first again."""
         with self._lock:
             if key in self._keys:
                 del self._keys[key]
@@ -272,7 +272,7 @@ class _TierWrite(NamedTuple):
     tier: Tier
     outcome: PutOutcome
     places: list[Place]
-    """One in the backlog for each chunk, if nobody waits for it."""
+    """One place in the backlog for each chunk of a write behind."""
 
     def results(self) -> list[Status]:
         """Returns one status for each key, and counts what was dropped."""
@@ -295,7 +295,7 @@ def _begin(
 
 
 class _Through:
-    """A put to the blocking tiers, at least one."""
+    """A put to one or more blocking tiers."""
 
     def __init__(self, begun: Sequence[_TierWrite]) -> None:
         self._begun = begun
@@ -305,9 +305,9 @@ class _Through:
 
 
 class _WriteBehind:
-    """Writes for which no caller waits: begun at once, in order, while at most `limit` chunks are under way.
+    """Writes for which no caller waits. Each begins at once, if no more than `limit` chunks are then under way.
 
-    One thread waits for the outcome of each, which has a deadline, and counts what was dropped.
+    One thread waits for each outcome, which has a deadline, and counts what was dropped.
     """
 
     def __init__(self, limit: int, close_s: float) -> None:
@@ -322,7 +322,7 @@ class _WriteBehind:
         self._thread.start()
 
     def put(self, tier: Tier, keys: Sequence[str], items: Sequence[StagedObject], timeout: float | None) -> None:
-        """Begin to write, or count why not."""
+        """Begins to write the chunks that fit, and counts the others as dropped."""
         if tier.backend.settles_at_once:
             _begin(tier, keys, items, timeout).results()
             return
@@ -338,7 +338,7 @@ class _WriteBehind:
             return wait_for(self._changed, lambda: not self._under_way, timeout)
 
     def close(self) -> None:
-        """Wait for the writes under way, as long as `close_s` allows. Idempotent."""
+        """Waits up to `close_s` seconds for the writes under way. Idempotent."""
         with self._changed:
             if self._closed:
                 return
@@ -350,8 +350,8 @@ class _WriteBehind:
         while (write := self._jobs.get()) is not None:
             try:
                 write.results()
-            except Exception:  # whatever one write raises, the thread goes on
-                log.exception("tier %s: a write behind broke", write.tier.metrics.tier)
+            except Exception:  # an error of one write must not end the thread
+                log.exception("tier %s: a write behind failed", write.tier.metrics.tier)
             finally:
                 with self._changed:
                     for place in write.places:

@@ -1,10 +1,10 @@
-"""What a tier holds: keys, where their bytes are, which of them are being read, and which goes next. No I/O, no waiting.
+"""EvictingIndex: a tier's keys, where their bytes are, which of them are being read, and which goes next. No I/O, no waiting.
 
-Each entry takes one of `capacity` places. `reserve` makes room for an entry that is still to come, by evicting others; `fill` puts it
-in, or the place is released. Pinned entries are being read: they are neither evicted nor removed.
+Each entry takes one of `capacity` places. `reserve` makes room for an entry that is still to come, by evicting others. `fill` puts the
+entry in; without it, the place must be released. Pinned entries are being read: they are neither evicted nor removed.
 
-A user may interrupt any of these methods at any step. Pins and reserved places are objects (`places.py`). `_entries` is changed in
-single steps; if an interrupt leaves the policy behind it, the next call brings them together again.
+A user may interrupt any of these methods at any step. Pins and reserved places are objects (`places.py`). `_entries` changes in single
+steps. If an interrupt comes before the policy has learned of a change, the next call teaches it the keys anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Entry(Generic[R]):
-    """One key. `resource` is where its bytes are, and they stay there for as long as the entry is pinned."""
+    """One key. `resource` says where its bytes are. They stay there for as long as the entry is pinned."""
 
     __slots__ = ("key", "pins", "resource")
 
@@ -35,7 +35,7 @@ class Entry(Generic[R]):
 
 
 class Pin(Place, Generic[R]):
-    """One reader's use of an entry. Ends with `unpin`, or when nothing refers to it any more."""
+    """One reader's use of an entry. It ends with `unpin`, or when nothing refers to it any more."""
 
     __slots__ = ("entry", "use")
 
@@ -51,13 +51,13 @@ class Room(enum.Enum):
 
     RESERVED = "reserved"
     PRESENT = "present"
-    """The key is there already."""
+    """The key is already there."""
     NONE = "none"
     """Every entry is being read, or the capacity is 0."""
 
 
 class Reservation(NamedTuple, Generic[R]):
-    """Outcome of `reserve`, and the resources that nobody needs any more."""
+    """The outcome of `reserve`, and the resources of evicted entries, which the caller must let go of."""
 
     room: Room
     evicted: list[R]
@@ -66,7 +66,7 @@ class Reservation(NamedTuple, Generic[R]):
 
 
 class Removal(enum.Enum):
-    """Outcome of `remove`."""
+    """The outcome of `remove`."""
 
     REMOVED = "removed"
     MISSING = "missing"
@@ -76,7 +76,7 @@ class Removal(enum.Enum):
 def _whole(
     method: Callable[Concatenate[EvictingIndex[R], P], T],
 ) -> Callable[Concatenate[EvictingIndex[R], P], T]:
-    """Runs a method with the lock held. If it is interrupted, the next one begins by mending what it left."""
+    """Runs a method with the lock held. If it is interrupted, the next method first repairs the index."""
 
     @functools.wraps(method)
     def call(self: EvictingIndex[R], /, *arguments: P.args, **options: P.kwargs) -> T:
@@ -93,34 +93,34 @@ def _whole(
 
 
 class EvictingIndex(Generic[R]):
-    """At most `capacity` entries. Thread-safe."""
+    """Holds at most `capacity` entries. Thread-safe."""
 
     def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
         self.capacity = capacity
         self._over = 0
-        """How many entries are still there although their places are gone: see `shrink`."""
+        """How many entries may still be there although their places are gone: see `shrink`."""
         self._policy = policy
         self._entries: dict[str, Entry[R]] = {}
         self._lock = threading.Lock()
         self._torn = False
-        """Whether the last change was interrupted, so that the policy may not know the same keys."""
+        """Whether the last change was interrupted, so that the policy may know other keys than `_entries`."""
         self._reserved: Taken = set()
         self._pins: Taken = set()
-        """One for each pin of any entry, also of those that are gone."""
+        """One for each pin of any entry, including entries that are gone."""
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Which keys are there. Says nothing about use."""
+        """Returns, for each key, whether it is there. Does not count as a use."""
         with self._lock:
             entries = self._entries
             return [key in entries for key in keys]
 
     @_whole
     def pin(self, key: str) -> Pin[R] | None:
-        """Keeps an entry until `unpin`; None if there is none. Counts as a use."""
+        """Keeps an entry until `unpin`. Returns None if there is none. Counts as a use."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -131,7 +131,7 @@ class EvictingIndex(Generic[R]):
 
     @_whole
     def unpin(self, pin: Pin[R]) -> bool:
-        """End one reader's use. Returns True to the last reader of an entry that is gone: it has to let go of the resource."""
+        """Ends one reader's use. Returns True if the entry is gone and this was its last reader, which must then let go of the resource."""
         if not pin.is_held:
             return False
         pin.release()
@@ -140,8 +140,7 @@ class EvictingIndex(Generic[R]):
 
     @_whole
     def reserve(self, key: str) -> Reservation[R]:
-        """Make room for a key that is to come, unless it is there already. The reserved place is for `fill`; if there is nothing to fill in, it
-        is released."""
+        """Makes room for a key that is to come, unless it is already there. The caller must pass the reserved place to `fill` or release it."""
         if key in self._entries:
             self._policy.used(key)
             return Reservation(Room.PRESENT, [])
@@ -157,8 +156,7 @@ class EvictingIndex(Generic[R]):
 
     @_whole
     def fill(self, place: Place, key: str, resource: R) -> bool:
-        """Put a key into a reserved place. Returns False, and does not keep the resource, if the key is there already or it is too
-        late."""
+        """Puts a key into a reserved place. Returns False, without keeping the resource, if the key is already there or the index is closed."""
         place.release()
         if self._closed or key in self._entries:
             return False
@@ -168,8 +166,10 @@ class EvictingIndex(Generic[R]):
 
     @_whole
     def remove(self, key: str, let_go: Callable[[R], object]) -> Removal:
-        """Take a key out, unless somebody reads it. `let_go` gets its resource; if that is a function in C, no interrupt comes between
-        these two steps."""
+        """Takes a key out, unless it is being read, and passes its resource to `let_go`.
+
+        If `let_go` is a function in C, no interrupt comes between these two steps.
+        """
         entry = self._entries.get(key)
         if entry is None:
             return Removal.MISSING
@@ -183,14 +183,14 @@ class EvictingIndex(Generic[R]):
 
     @_whole
     def discard(self, entry: Entry[R]) -> None:
-        """Take out an entry that turned out to be damaged, although the caller has it pinned."""
+        """Takes out a damaged entry, which the caller has pinned."""
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
             self._policy.removed(entry.key)
 
     @_whole
     def give_up(self) -> R | None:
-        """Evict one entry, and lower `capacity` to what is held then. Returns None if every entry is being read."""
+        """Evicts one entry, lowers `capacity` to what is then held, and returns the resource; None if every entry is being read."""
         if self._closed or self._all_are_pinned:
             return None
         resource = self._entries.pop(self._policy.evict(self._is_pinned)).resource
@@ -199,23 +199,23 @@ class EvictingIndex(Generic[R]):
 
     @_whole
     def shrink(self, most: int) -> None:
-        """Leave `most` places at most. Entries too many go with the next reservation, not before: they can be read meanwhile."""
+        """Leaves at most `most` places. Surplus entries can be read until the next reservation evicts them."""
         self._resize(max(0, min(self.capacity, most)))
         self._over = max(0, len(self._entries) + len(self._reserved) - self.capacity)
 
     @_whole
     def grow(self, places: int, most: int) -> None:
-        """Make `capacity` `places` more than what is held, but not less than it was, and not more than `most`."""
+        """Raises `capacity` to `places` more than what is held, but never above `most`."""
         self._resize(min(most, max(self.capacity, len(self._entries) + len(self._reserved) + places)))
 
     @_whole
     def clear(self) -> None:
-        """Forget every entry: their resources are gone. Readers keep what they hold."""
+        """Forgets every entry, because their resources are gone. Readers keep what they hold."""
         self._forget()
 
     @_whole
     def close(self) -> list[R]:
-        """Accept nothing any more, and forget everything. Returns the resources of entries that nobody reads."""
+        """Forgets every entry and accepts no more. Returns the resources of the entries that are not being read."""
         self._closed = True
         resources = [entry.resource for entry in self._entries.values() if not entry.pins]
         self._forget()
@@ -223,13 +223,13 @@ class EvictingIndex(Generic[R]):
 
     @_whole
     def check_integrity(self) -> None:
-        """Assert the invariants (for tests)."""
+        """Asserts the invariants (for tests)."""
         assert len(self._policy) == len(self._entries)
         assert len(self._entries) + len(self._reserved) <= max(self.capacity, 0) + self._over
         assert len(self._pins) >= sum(map(self._is_pinned, self._entries))
 
     def _mend(self) -> None:
-        """Teach the policy the keys that there are. It begins its order anew."""
+        """Teaches the policy the present keys. It begins its order anew."""
         self._policy.clear()
         for key in self._entries:
             self._policy.added(key)

@@ -1,12 +1,12 @@
-"""LocalBackend: objects in this process's memory, on the host or on a GPU.
+"""LocalBackend: keeps objects in this process's memory, on the host or on a GPU.
 
-On the host nothing is copied: an entry is a reference to the slot that its object lies in (see `memory.py`), and a reader
-gets the slot itself. On a device each entry has a place in one slab there, and bytes are copied in and out.
+On the host nothing is copied: an entry is a reference to the slot that its object lies in (see `slots.py`), and a reader
+gets the slot itself. On a device each entry has a row in one slab there, and bytes are copied in and out.
 
-Entries are of one size, so that memory cannot fragment. An entry that is being read is pinned, and never evicted.
+Entries are of one size, so memory cannot fragment. An entry that is being read is pinned, and never evicted.
 
-All of this runs on the caller's thread. So slots, rows, pins and reserved places are objects: what a user interrupts comes back when
-nothing refers to it any more.
+All of this runs on the caller's thread, which a user may interrupt. So slots, rows, pins and reserved places are objects: they come
+back when nothing refers to them any more.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class Shelf(Protocol[H]):
     """Keeps the bytes of entries."""
 
     def keep(self, staged: StagedObject) -> H | None:
-        """Keep a sealed object, and take over its reference. Returns None if there is no room after all."""
+        """Keeps a sealed object, and takes over its reference. Returns None if there is no room after all."""
 
     def show(self, resource: H, key: str, deadline: float) -> StagedObject | None:
-        """Returns the object in memory that a reader may use until it releases it; None if no memory came free in time."""
+        """Returns the object in host memory, until the reader releases it; None if no memory came free in time."""
 
     def drop(self, resource: H) -> None:
-        """To be called when nobody needs the object any more. Idempotent."""
+        """Gives up the object. Idempotent."""
 
     def close(self) -> None:
-        """Let go of the device's memory."""
+        """Lets go of the device's memory."""
 
 
 class HostShelf:
@@ -69,7 +69,7 @@ class HostShelf:
 
 
 class Row:
-    """Where an object lies on a device, until `drop`, or until nothing refers to this object any more."""
+    """A row of a device's slab, taken until `drop`, or until nothing refers to this object any more."""
 
     __slots__ = ("__weakref__", "number")
 
@@ -78,10 +78,10 @@ class Row:
 
 
 class DeviceShelf:
-    """Keeps objects in one slab on a device. Each copy waits until its bytes have arrived."""
+    """Keeps objects in one slab on a device. Copies are synchronous."""
 
     def __init__(self, memory: ObjectMemory, places: int, device: str) -> None:
-        """Allocate `places` objects' worth on `device`, as torch names it. RuntimeError where torch cannot."""
+        """Allocates memory for `places` objects on `device`, as torch names it. Raises RuntimeError if torch cannot."""
         import torch
 
         self._memory = memory
@@ -90,7 +90,7 @@ class DeviceShelf:
         self._lock = threading.Lock()
         self._free = list(range(places))
         self._taken: dict[int, weakref.ref[Row]] = {}
-        """For each row that is not free, the object that it was last taken as."""
+        """For each row that is taken, its `Row`."""
 
     def keep(self, staged: StagedObject) -> Row | None:
         try:
@@ -130,14 +130,14 @@ class DeviceShelf:
         self._slab = None
 
     def _take(self) -> Row | None:
-        """Returns a row; None if none is free because another thread took an entry out and is about to drop its row."""
+        """Returns a row. Returns None if none is free, because another thread evicted an entry and has not dropped its row yet."""
         with self._lock:
             if not self._free:
                 places = range(0 if self._slab is None else len(self._slab))
                 self._free = [number for number in places if self._holder(number) is None]
             if not self._free:
                 return None
-            # in an order in which an interrupt between any two steps loses nothing, and gives nothing to two
+            # in this order, an interrupt between any two steps neither loses a row nor hands it out twice
             row = Row(self._free[-1])
             self._taken[row.number] = weakref.ref(row)
             self._free.pop()
@@ -162,7 +162,7 @@ class LocalBackend(StorageBackend, Generic[H]):
         timeouts: Timeouts,
         metrics: TierMetrics,
     ) -> None:
-        """Keep at most `capacity` objects on `shelf`."""
+        """Keeps at most `capacity` objects on `shelf`."""
         self.memory = memory
         self._timeouts = timeouts
         self.payload_bytes = memory.payload_bytes
@@ -172,10 +172,10 @@ class LocalBackend(StorageBackend, Generic[H]):
         self._metrics = metrics
         self._closed = False
         self._kept_pins: dict[str, list[Pin[H]]] = {}
-        """The pins that `pin` keeps."""
+        """The pins that `pin` took, by key."""
         self._holding = threading.Lock()
         if not capacity:
-            log.warning("tier %s holds nothing: its capacity is less than one object", metrics.tier)
+            log.warning("tier %s holds nothing: its capacity is smaller than one object", metrics.tier)
 
     @property
     def available(self) -> bool:
@@ -194,11 +194,11 @@ class LocalBackend(StorageBackend, Generic[H]):
         served = 0
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            # all at once, so that what is there now is not evicted by what this reader brings in
+            # all at once, so that what this reader brings in does not evict what it is about to read
             for key in keys:
                 pins.append(self.index.pin(key))
             for key, pin in zip(keys, pins, strict=True):
-                pins[served] = None  # the outcome's from now on
+                pins[served] = None  # from now on the outcome holds it
                 served += 1
                 yield self._missing() if pin is None else self._read(key, pin, deadline)
         finally:
@@ -217,7 +217,7 @@ class LocalBackend(StorageBackend, Generic[H]):
         return [self._remove(key) for key in keys]
 
     def pin(self, keys: Sequence[str]) -> Sequence[str]:
-        """Pins at most half of the entries; the others stay for new objects."""
+        """Pins at most half of the entries, so that new objects find room."""
         pinned = []
         with self._holding:
             for key in keys:
@@ -237,7 +237,7 @@ class LocalBackend(StorageBackend, Generic[H]):
                         del self._kept_pins[key]
 
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
-        return Status.CLOSED if self._closed else Status.OK  # nobody looks for notes in memory
+        return Status.CLOSED if self._closed else Status.OK  # nobody would read a note in memory
 
     def close(self) -> None:
         self._closed = True
@@ -321,7 +321,7 @@ def open_local(
     *,
     device: str = "cpu",
 ) -> StorageBackend:
-    """A local tier of `capacity` bytes. On the CPU they lie in `memory`, which must have slots to spare for them."""
+    """Returns a local tier of `capacity` bytes. On the CPU they lie in `memory`, which must have slots to spare for them."""
     if device == "cpu":
         return LocalBackend(memory, HostShelf(), slots_of(capacity, memory.payload_bytes), policy, timeouts, metrics)
     places = capacity // memory.object_bytes

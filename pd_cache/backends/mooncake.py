@@ -1,6 +1,6 @@
-"""MooncakeBackend: the shared pool. Objects go from staging memory to the network and back without another copy.
+"""MooncakeBackend: the shared pool. Objects move between staging memory and the network without another copy.
 
-Reads run ahead: while the caller scatters one batch of chunks, the next ones are in flight, as far as staging reaches.
+Reads run ahead: while the caller scatters one batch of chunks, the next batches are in flight, as far as staging memory allows.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from transfer.staging import Pin, Quota, Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore, Pending
 
 _BATCH_BYTES = 64 << 20
-"""Bytes of one transfer call: enough for full speed, yet moved in well under a second. A lease must last three times as long as a batch."""
+"""The most bytes of one transfer call: enough for full speed, yet moved in well under a second. A lease must last for three batches."""
 _BATCH_KEYS = 256
 _READ_AHEAD = 4
-"""Batches in flight or being scattered; without `read_ahead` it is one at a time."""
+"""The most batches of one reader that are in flight or being scattered. Without `read_ahead` it is one."""
 _SHARE = 8
-"""A batch takes at most one in this many slots for each transfer thread. So a thread and its spare, both held by a peer that hangs,
-keep a quarter of the slots, and those of the other direction another quarter. Queued calls and readers that wait for them are bounded
-by quotas."""
+"""The batches of all transfer threads together take at most one in this many slots. If a peer hangs, each thread and its spare hold a
+batch: a quarter of the slots in each direction. Quotas bound what queued calls and waiting readers hold."""
 _READS, _PUTS = 5, 4
-"""How many eighths of the slots reads may hold, and puts, for as long as they wait for a peer. Whatever hangs in one direction, an eighth
-is left to the other besides its own late calls, which hold two."""
+"""How many eighths of the slots reads and puts may hold while they wait for a peer. If one direction hangs, the other still has one eighth
+besides the two eighths of its own late calls."""
 
 _DAMAGED = frozenset({*(damage.value for damage in Damage), "other_size", Status.CHECKSUM.value})
-"""Reasons for which an object is removed. `checksum` is Mooncake's own, of an object that another client wrote."""
+"""Reasons to remove an object. `checksum` is that of Mooncake itself, for an object that another client wrote."""
 
 
 class _ReadBatch(NamedTuple):
@@ -41,7 +40,7 @@ class _ReadBatch(NamedTuple):
     slots: deque[Slot]
     call: Pending[GetResult]
     end: float
-    """The deadline for all that concerns its keys (`time.monotonic()`)."""
+    """The deadline for everything that concerns its keys, by `time.monotonic()`."""
 
 
 class MooncakeBackend(StorageBackend):
@@ -57,18 +56,18 @@ class MooncakeBackend(StorageBackend):
         read_ahead: bool = True,
         metrics: TierMetrics | None = None,
     ) -> None:
-        """Map the staging memory and begin to open the store; does not wait for the pool.
+        """Maps the staging memory and begins to open the store. Does not wait for the pool.
 
-        `pin` page-locks the staging memory for a GPU. `reserve` bytes are mapped besides `transfer.staging_size`, for a
-        local tier that keeps objects in the same memory. With `read_ahead` the next batches are fetched while the caller
-        works on the last. ValueError if `transfer.staging_size` holds no chunk.
+        `pin` page-locks the staging memory for a GPU. `reserve` bytes are mapped besides `transfer.staging_size`, for local
+        tiers that keep objects in the same memory. With `read_ahead` the next batches are fetched while the caller works on
+        the last. Raises ValueError if `transfer.staging_size` is too small for one chunk.
         """
         transfer = settings.transfer
         self.payload_bytes = payload_bytes
         self._timeouts = transfer.timeouts
         self._metrics = metrics or CacheMetrics().tier("mooncake")
         self.read_ahead = _READ_AHEAD if read_ahead else 1
-        """Batches that a reader has in flight or scatters."""
+        """How many batches a reader has in flight or scatters."""
         self._closed = False
         placement = next((tier for tier in settings.cache.tiers if isinstance(tier, MooncakeTier)), MooncakeTier())
         self.store = MooncakeStore(
@@ -111,13 +110,13 @@ class MooncakeBackend(StorageBackend):
                 while started < len(keys) and len(ahead) < self.read_ahead:
                     now = time.monotonic()
                     end = now + longest if deadline is None else min(now + longest, deadline)
-                    # only a reader that holds no slot waits for one, so that two readers never wait for each other
+                    # only a reader that holds no slot waits for one, so two readers never wait for each other
                     slots = self._lease(min(self.batch_size, len(keys) - started), now if ahead else end)
                     if not slots:
                         break
                     batch = list(keys[started : started + len(slots)])
                     started += len(slots)
-                    # what is left of one deadline for the memory and the transfer
+                    # the memory and the transfer share one deadline
                     seconds = max(0.0, end - time.monotonic())
                     ahead.append(
                         _ReadBatch(batch, slots, self.store.start_get(batch, list(slots), timeout=seconds), end)
@@ -148,7 +147,7 @@ class MooncakeBackend(StorageBackend):
             seconds = self._seconds(timeout, self._timeouts.put_ms)
             return self.store.start_put(list(keys), [item.slot for item in items], sizes, timeout=seconds)
         finally:
-            # the call in flight holds references of its own
+            # the call in flight holds its own references
             for item in items:
                 item.release()
 
@@ -171,7 +170,7 @@ class MooncakeBackend(StorageBackend):
         return default_ms / 1000 if timeout is None else timeout
 
     def _lease(self, count: int, deadline: float) -> deque[Slot]:
-        """Returns up to `count` slots. Waits for the first until `deadline`; takes the others only if they are free."""
+        """Returns up to `count` slots. Waits for the first until `deadline`, and takes the others only if they are free."""
         slots: deque[Slot] = deque()
         first = self.staging.lease(deadline, self._reads)
         while first is not None and len(slots) < count:
@@ -180,34 +179,35 @@ class MooncakeBackend(StorageBackend):
         return slots
 
     def _checked(self, key: str, slot: Slot, result: GetResult, end: float) -> Fetched:
-        """Returns a key's outcome and takes over its slot. An object that is damaged, also when it is read again, is removed, so that the
-        next writer of its key replaces it.
+        """Returns a key's outcome. Takes over its slot.
+
+        Removes an object that is damaged, also when it is read again, so that the next writer of its key replaces it.
         """
         reason = self._trouble(key, slot, result)
         if reason in _DAMAGED:
-            # It may have been replaced since it was read: other readers found the damage, too. Mooncake has no removal on condition,
-            # so a replacement that comes after the second look is removed. That costs a miss.
+            # Another reader may have found the damage, and a writer may have replaced the object. Mooncake has no conditional removal,
+            # so a replacement that comes after the second read is removed, too. That costs a miss.
             again = self.store.start_get([key], [slot], timeout=max(0.0, end - time.monotonic())).results()[0]
             now = self._trouble(key, slot, again)
             if now == reason:
                 self._heal(key, end)
             reason = now and reason
         if not reason:
-            slot.settle()  # its peer has delivered; from here on it is the reader's
+            slot.settle()  # its peer has delivered, so it leaves the quota
             return FetchedObject(StagedObject(self.memory, slot, key))
         slot.release()
         return FetchedObject(None, reason)
 
     def _trouble(self, key: str, slot: Slot, result: GetResult) -> str:
-        """Returns why a slot does not hold the object of `key` after a read; empty if it does."""
+        """Returns the reason why a slot does not hold the object of `key` after a read; empty if it does."""
         if result.status is Status.OK:
             damage = inspect(key, slot.view[: result.size], self.payload_bytes)
             return "" if damage is None else damage.value
-        # Mooncake does not read what is larger than the slot, and so than a chunk of this namespace
+        # Mooncake refuses to read an object larger than the slot; a chunk of this namespace would fit
         return "other_size" if result.status is Status.INVALID else result.status.value
 
     def _heal(self, key: str, end: float) -> None:
-        """Remove a damaged object, by force: each lookup renews its lease, so it would stay for as long as its prompt is looked up."""
+        """Removes a damaged object by force: each lookup renews its lease, which would keep it as long as its prompt is looked up."""
         seconds = min(self._timeouts.exist_ms / 1000, end - time.monotonic())
         if seconds > 0 and self.store.remove([key], timeout=seconds, force=True) == [Status.OK]:
             self._metrics.healed()

@@ -1,4 +1,4 @@
-"""The bytes of a chunk object: its payload, then a 32-byte trailer. The one home of that format.
+"""The format of a chunk object: its payload, then a 32-byte trailer. Only this module knows it.
 
     offset  size
     0       4     magic "PDC1"
@@ -6,9 +6,9 @@
     6       2     zero
     8       8     payload length
     16      8     XXH3-64 of the payload
-    24      8     XXH3-64 of the key: an object that appears under another key is not that key's
+    24      8     XXH3-64 of the key, so that an object under a wrong key is recognised
 
-All little-endian. An object for which any of these is wrong is never used.
+All fields are little-endian. An object with any wrong field is never used.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Damage(enum.Enum):
     VERSION = "other_version"
     CORRUPT = "corrupt"
     UNREADABLE = "unreadable"
-    """The disk could not read them: a bad block, or something else in the place of the file."""
+    """The disk could not read the object: a bad block, or something other than a file is in its place."""
 
 
 def seal(key: str, buffer: memoryview, payload_bytes: int) -> int:
-    """Write the trailer behind the payload in `buffer`; returns the object's size in bytes."""
+    """Writes the trailer behind the payload in `buffer`. Returns the object's size in bytes."""
     trailer = _TRAILER.pack(
         _MAGIC,
         VERSION,
@@ -51,7 +51,7 @@ def seal(key: str, buffer: memoryview, payload_bytes: int) -> int:
 
 
 def inspect(key: str, data: memoryview, payload_bytes: int) -> Damage | None:
-    """Returns what is wrong with an object of `key`, whose payload should have `payload_bytes`; None if nothing is."""
+    """Returns what is wrong with the object of `key` in `data`, or None if nothing is. Its payload should have `payload_bytes`."""
     if len(data) != payload_bytes + TRAILER_BYTES:
         return Damage.TRUNCATED
     magic, version, zero, length, payload_hash, key_hash = _TRAILER.unpack(data[payload_bytes:])

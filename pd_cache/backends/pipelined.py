@@ -1,10 +1,10 @@
-"""PipelinedBackend: the next chunks are fetched and checked while the caller works on the last. A wrapper of any backend.
+"""PipelinedBackend: wraps a backend, and fetches and checks the next chunks while the caller works on the last.
 
-For backends that work on the caller's thread, such as memory on a device. The pool and the disk have threads of their own
-and run ahead by themselves: `MooncakeBackend` and `LocalDiskBackend` need no wrapper for it.
+It is for backends that work on the caller's thread, such as memory on a device. `MooncakeBackend` and `LocalDiskBackend` need no
+wrapper: they have their own threads and run ahead by themselves.
 
-The first chunk is fetched on the caller's own thread: nothing could overlap with it, and handing it from thread to thread
-would only make it later. From then on a thread of this read runs ahead, by `depth` chunks at most.
+The first chunk is fetched on the caller's own thread, because nothing could overlap with it. From then on, a thread of this read runs
+ahead, by `depth` chunks at most.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Pump:
     """A thread that takes over an iterator of fetches and keeps up to `depth` of them ready, as long as its reader wants them."""
 
     def __init__(self, fetches: Generator[Fetched, None, None], depth: int, wanted: Taken) -> None:
-        """Does not start the thread. `wanted` holds a place that the reader keeps: if it forgets that, the thread ends."""
+        """Does not start the thread. `wanted` holds a place that the reader keeps. If the reader forgets it, the thread ends."""
         self._fetches = fetches
         self._wanted = wanted
         self._depth = depth
@@ -38,13 +38,13 @@ class _Pump:
         self._changed = Condition()
         self._ended = False
         self._error: BaseException | None = None
-        # Python keeps a thread for ever whose start was interrupted; that one must not keep the fetches
+        # Python never frees a thread whose start was interrupted, so the thread must not keep this object alive
         self.thread = threading.Thread(target=_run, args=(weakref.ref(self),), name="read-ahead", daemon=True)
 
     def __iter__(self) -> Iterator[Fetched]:
         while True:
             with self._changed:
-                # the fetch has a deadline of its own, in the backend
+                # needs no timeout: the backend's fetch has a deadline
                 self._changed.wait_for(lambda: self._ready or self._ended)
                 if not self._ready:
                     if self._error is not None:
@@ -55,7 +55,7 @@ class _Pump:
             yield fetched
 
     def stop(self) -> None:
-        """Give up the fetches that were not taken. The thread ends as soon as its present fetch does."""
+        """Gives up the fetches that were not taken. The thread ends as soon as its present fetch does."""
         with self._changed:
             self._wanted.clear()
         self._give_up_ready()
@@ -64,11 +64,11 @@ class _Pump:
 
     def _give_up_ready(self) -> None:
         while self._ready:
-            with contextlib.suppress(IndexError):  # its thread and its reader may both be here
+            with contextlib.suppress(IndexError):  # the thread and the reader may both be here
                 self._ready.popleft().release()
 
     def run(self) -> None:
-        """On its thread."""
+        """Runs on the pump's thread."""
         try:
             for fetched in self._fetches:
                 with self._changed:
@@ -81,7 +81,7 @@ class _Pump:
                 return
             with self._changed:
                 wait_for(self._changed, lambda: not self._wanted or not self._ready, math.inf)
-        except BaseException as error:  # noqa: BLE001 - raised again where the fetches are waited for
+        except BaseException as error:  # noqa: BLE001 - the reader raises it again
             self._error = error
         finally:
             if not self._wanted:
@@ -98,10 +98,10 @@ def _run(pump: weakref.ref[_Pump]) -> None:
 
 
 class PipelinedBackend(StorageBackend):
-    """Wraps and owns a backend. Reads run ahead on a thread of their own."""
+    """Wraps and owns a backend. Each read runs ahead on its own thread."""
 
     def __init__(self, inner: StorageBackend, depth: int = 4) -> None:
-        """Keep at most `depth` chunks ready for each reader, besides those that `inner` reads ahead."""
+        """Keeps at most `depth` chunks ready for each reader, besides those that `inner` reads ahead."""
         self.inner = inner
         self.payload_bytes = inner.payload_bytes
         self.batch_size = inner.batch_size
@@ -151,7 +151,7 @@ class PipelinedBackend(StorageBackend):
                 fetches.close()
             else:
                 pump.stop()
-                del place  # which this generator has kept until here
+                del place  # kept alive until here
 
     def stage(self, *, timeout: float | None = None) -> Staged | None:
         return self.inner.stage(timeout=timeout)

@@ -1,7 +1,7 @@
-"""Places in a budget, counted by the objects that hold them, so that an interrupt cannot lose one.
+"""Places in a budget. An interrupt cannot lose one.
 
-No counter is raised and lowered. What is taken is the number of live objects: a place whose holder forgets it, for example because a
-user interrupts the holder, is free again when nothing refers to the object any more, as a `Slot` is.
+Each place that is taken is an object, and a budget counts these objects. If the holder forgets a place, for example because a user
+interrupts it, the place is free again as soon as nothing refers to the object. A `Slot` works the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transfer.locks import Condition
 Taken: TypeAlias = "set[weakref.ref[Place]]"
 
 _FORGOTTEN_S = 0.25
-"""After how long, at most, a waiting thread notices a place that was forgotten."""
+"""The longest time until a waiting thread notices a place that was forgotten."""
 
 
 class Place:
@@ -26,16 +26,16 @@ class Place:
 
     def __init__(self, taken: Taken) -> None:
         self._taken = taken
-        # methods of a set run in C: Python never interrupts one half-way, nor does a collection that comes at a bad moment
+        # methods of a set run in C: neither a signal nor a garbage collection interrupts one half-way
         taken.add(weakref.ref(self, taken.discard))
 
     def release(self) -> None:
-        """Give the place back. Idempotent."""
+        """Gives the place back. Idempotent."""
         self._taken.discard(weakref.ref(self))
 
     @property
     def is_held(self) -> bool:
-        """Whether it has not been given back."""
+        """Whether the place has not been given back yet."""
         return weakref.ref(self) in self._taken
 
 
@@ -53,25 +53,25 @@ class Share:
         return len(self._taken)
 
     def take(self, seconds: float) -> Place | None:
-        """Take a place, after waiting for one if need be. Returns None if none came free."""
+        """Takes a place, waiting up to `seconds` for one. Returns None if none came free."""
         with self._changed:
             wait_for(self._changed, lambda: len(self._taken) < self._most or not self._useful(), seconds)
             return Place(self._taken) if len(self._taken) < self._most else None
 
     def give_back(self, place: Place) -> None:
-        """Release a place, and wake up those that wait for one. Idempotent."""
+        """Releases a place and wakes the threads that wait for one. Idempotent."""
         with self._changed:
             place.release()
             self._changed.notify_all()
 
     def wait_half_free(self, seconds: float) -> bool:
-        """Wait until at most half of the places are taken; returns False if that took too long."""
+        """Waits until at most half of the places are taken. Returns False after `seconds`."""
         with self._changed:
             return wait_for(self._changed, lambda: len(self._taken) * 2 <= self._most or not self._useful(), seconds)
 
 
 def wait_for(changed: Condition, predicate: Callable[[], bool], seconds: float) -> bool:
-    """As `changed.wait_for`, for a predicate about places: nobody notifies of one that was forgotten."""
+    """Does the same as `changed.wait_for` for a predicate about places. It polls, because a forgotten place notifies nothing."""
     end = time.monotonic() + seconds
     while not changed.wait_for(predicate, max(0.0, min(_FORGOTTEN_S, end - time.monotonic()))):
         if time.monotonic() >= end:

@@ -2,8 +2,8 @@
 
 An object lies in one slot from the moment the engine gathers it until the last tier lets go of it. A put hands the same
 slot to every tier, and each holds a reference for as long as it needs the bytes: a transfer while it runs, the local tier
-until the entry is evicted. A read leaves the bytes in a slot, which the local tier keeps by taking one more reference:
-neither write-through nor promotion copies anything.
+until the entry is evicted. A read leaves the bytes in a slot, which the local tier keeps by taking one more reference.
+So neither write-through nor promotion copies anything.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _nothing() -> None:
 
 
 class StagedObject:
-    """One reference to a slot whose payload is being filled, or that holds a whole object. See `base.Staged`."""
+    """One reference to a slot that is being filled or that holds a whole object. See `base.Staged`."""
 
     __slots__ = ("_slot", "memory", "payload", "sealed_for")
 
@@ -39,26 +39,26 @@ class StagedObject:
 
     @property
     def slot(self) -> Slot:
-        """ValueError once it was released."""
+        """The slot. Raises ValueError if this reference was released."""
         if self._slot is None:
-            raise ValueError("this piece of memory was given back already")
+            raise ValueError("expected memory that is still held, but it was already released")
         return self._slot
 
     def seal(self, key: str) -> int:
-        """Write the trailer, unless it is there; returns the object's size in bytes."""
+        """Writes the trailer, unless it is already there. Returns the object's size in bytes."""
         if self.sealed_for != key:
             seal(key, self.slot.view, self.memory.payload_bytes)
             self.sealed_for = key
         return self.memory.object_bytes
 
     def share(self) -> StagedObject:
-        """One more reference to the same bytes, which nobody writes to any more."""
+        """Returns one more reference to the same bytes. They must not be written to any more."""
         slot = self.slot
         slot.retain()
         return StagedObject(self.memory, slot, self.sealed_for)
 
     def release(self) -> None:
-        """Let go of this reference. Idempotent."""
+        """Lets go of this reference. Idempotent."""
         slot, self._slot = self._slot, None
         if slot is not None:
             slot.release()
@@ -72,14 +72,14 @@ class FetchedObject:
     def __init__(
         self, staged: StagedObject | None, reason: str = "", on_release: Callable[[], None] = _nothing
     ) -> None:
-        """A checked object, or the `reason` why there is none. `on_release` runs once."""
+        """Takes a checked object, or the `reason` why there is none. `on_release` runs once, for a hit only."""
         self._staged = staged
         self._on_release = on_release
         self.payload: memoryview | None = None if staged is None else staged.payload
         self.reason = reason
 
     def share(self) -> StagedObject | None:
-        """One more reference to the object, for another tier to keep; None for a miss."""
+        """Returns one more reference to the object, for another tier to keep; None for a miss."""
         return None if self._staged is None else self._staged.share()
 
     def release(self) -> None:
@@ -93,35 +93,37 @@ class ObjectMemory:
     """Slots of one `StagingPool`, each for an object with a payload of `payload_bytes`."""
 
     def __init__(self, pool: StagingPool, payload_bytes: int) -> None:
-        """ValueError where the pool's slots are too small."""
+        """Raises ValueError if the pool's slots are too small."""
         self.payload_bytes = payload_bytes
         self.object_bytes = payload_bytes + TRAILER_BYTES
         if pool.slot_bytes < self.object_bytes:
-            raise ValueError(f"slots of {pool.slot_bytes} bytes cannot hold an object of {self.object_bytes}")
+            raise ValueError(f"slots of {pool.slot_bytes} bytes cannot hold an object of {self.object_bytes} bytes")
         self.pool = pool
 
     def stage(self, seconds: float, quota: Quota | None = None) -> StagedObject | None:
-        """Memory for one payload, which counts in `quota`; None if none came free within `seconds`."""
+        """Returns memory for one payload, which counts in `quota`; None if none came free within `seconds`."""
         slot = self.pool.lease(time.monotonic() + seconds, quota)
         return None if slot is None else StagedObject(self, slot)
 
     @property
     def refusal(self) -> str:
-        """Why `stage` lent nothing: the reason of a miss."""
+        """The reason why `stage` lent nothing, as the reason of a miss."""
         return Status.CLOSED.value if self.pool.closed else "no_staging"
 
     def own(self, staged: Sequence[Staged], keys: Sequence[str]) -> list[StagedObject]:
-        """What `stage` lent for these keys. ValueError for anything else: another memory, or another number of pieces."""
+        """Returns `staged`, checked. Raises ValueError unless `stage` lent each piece and there is one for each key."""
         own = [item for item in staged if isinstance(item, StagedObject) and item.memory.pool is self.pool]
         if len(own) != len(keys) or len(staged) != len(keys):
-            raise ValueError("batched_put takes one piece of memory per key, as `stage` lent it")
+            raise ValueError(
+                "batched_put expects one piece of memory for each key, lent by `stage` of the same backend"
+            )
         return own
 
     def close(self) -> None:
-        """Lend nothing more. What is lent stays valid until it is released. Idempotent."""
+        """Stops lending. Memory that is lent stays valid until it is released. Idempotent."""
         self.pool.close()
 
 
 def slots_of(capacity: int, payload_bytes: int) -> int:
-    """How many objects fit into `capacity` bytes of memory."""
+    """Returns how many objects fit into `capacity` bytes of memory."""
     return capacity // StagingPool.stride_of(payload_bytes + TRAILER_BYTES)

@@ -1,4 +1,4 @@
-"""What a cluster is: the schema of the one YAML file that describes it, its reader, the checks over all of it, and nodes' records."""
+"""A cluster's configuration: the schema of its YAML file, the file's reader, the checks over the whole file, and nodes' records."""
 
 from __future__ import annotations
 

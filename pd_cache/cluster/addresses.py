@@ -1,4 +1,4 @@
-"""Addresses: their parts, which of them are this machine's, and which of its ports are free."""
+"""Addresses: their parts, which of them belong to this machine, and which of its ports are free."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ PORT_FIELDS = ("port", "metrics_port")
 
 
 def is_local(host: str) -> bool:
-    """Whether an address is one of this machine's: whether it can be bound."""
+    """Returns whether an address belongs to this machine, that is, whether it can be bound."""
     return is_bindable(host, 0)
 
 
 def local_nodes(config: ClusterConfig) -> list[Node]:
-    """The nodes that run on this machine."""
+    """Returns the nodes that run on this machine."""
     local = {host: is_local(host) for host in {node.host for node in config.nodes}}
     return [node for node in config.nodes if local[node.host]]
 
 
 def ports_of(node: Node) -> Iterator[tuple[str, int]]:
-    """Returns the ports that the file gives a node, each with its key. Port 0 is none: it is chosen later."""
+    """Yields the ports that the file gives a node, each with its key. Leaves out port 0, which is chosen later."""
     for field in PORT_FIELDS:
         if port := getattr(node, field, 0):
             yield field, port
 
 
 def is_bindable(host: str, port: int) -> bool:
-    """Whether an address is one of this machine's, and nothing listens at it."""
+    """Returns whether an address belongs to this machine and nothing listens at it."""
     try:
         with bound_socket(host, port):
             return True
@@ -45,7 +45,7 @@ def free_port(host: str) -> int:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket bound to the address. Raises OSError or UnicodeError if that is impossible. IPv4, as Mooncake's addresses are."""
+    """Returns a socket bound to an IPv4 address, as Mooncake's are. Raises OSError or UnicodeError if that is impossible."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0]
     bound = socket.socket(family, kind, proto)
     try:

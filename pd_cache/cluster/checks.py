@@ -1,4 +1,4 @@
-"""What cannot work although each value is allowed: checks over the whole file."""
+"""Checks over the whole file. They find what cannot work although each value is allowed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pd_cache.config import MAX_SHARDS, DiskTier, LocalTier, MooncakeTier, Stora
 from transfer.settings import MIN_SEGMENT
 
 _LONGEST_SOCKET = 100
-"""Bytes of an address: the kernel takes paths of 107 bytes, and we append a few."""
+"""The most bytes of an address. The kernel takes paths of 107 bytes, and we append a few."""
 
 ELECTION_S = 20
 """The least `client_ttl_s` of elected masters: an election takes up to 18 s."""
@@ -54,7 +54,7 @@ class Problem(NamedTuple):
 
 
 def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
-    """Returns what cannot work although each value is allowed, the most basic problems first."""
+    """Yields what cannot work although each value is allowed, the most basic problems first."""
     seen: dict[str, int] = {}
     for index, node in enumerate(config.nodes):
         if node.name in seen:
@@ -73,7 +73,7 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
                 continue
             other = ports.setdefault((node.host, port), node.name)
             if other != node.name or (field == "metrics_port" and getattr(node, "port", 0) == port):
-                yield Problem(("nodes", index, field), f"{other} uses this port of {node.host} already")
+                yield Problem(("nodes", index, field), f"{other} already uses this port of {node.host}")
         size = getattr(node, "segment_size", None)
         if size is not None and (0 < size < MIN_SEGMENT or (size == 0 and isinstance(node, StoreNode))):
             allowed = "at least 16MiB" if isinstance(node, StoreNode) else "0 for none, or at least 16MiB"
@@ -106,8 +106,10 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 
 def _address_problems(config: ClusterConfig) -> Iterator[Problem]:
-    """Finds addresses that stand for many machines, or for all networks of one. Nobody can connect to such an address, and a process
-    that binds it listens on more networks than the file says."""
+    """Finds addresses that stand for many machines, or for all networks of one machine.
+
+    No process can connect to such an address, and one that binds it listens on more networks than the file says.
+    """
     found: list[tuple[KeyPath, str]] = [(("nodes", n, "host"), node.host) for n, node in enumerate(config.nodes)]
     for index, node in enumerate(config.nodes):
         if isinstance(node, CacheServerNode) and node.url.startswith("tcp://"):
@@ -121,7 +123,7 @@ def _address_problems(config: ClusterConfig) -> Iterator[Problem]:
             if not server.hostname or not config.transfer.metadata.isprintable() or (server.port or 1) < 1:
                 raise ValueError
         except ValueError:
-            yield Problem(("transfer", "metadata"), "is no address such as http://10.0.0.1:8080/metadata")
+            yield Problem(("transfer", "metadata"), "must be an address such as http://10.0.0.1:8080/metadata")
             return
     if isinstance(config.discovery, EtcdDiscovery):
         found += [
@@ -134,12 +136,12 @@ def _address_problems(config: ClusterConfig) -> Iterator[Problem]:
             address.is_unspecified or address.is_multicast or str(address) == "255.255.255.255"
         ):
             yield Problem(
-                path, f"{address} is the address of no machine; write the one that the other nodes reach it at"
+                path, f"{address} is not the address of one machine; write the one at which the other nodes reach it"
             )
 
 
 def _literal(host: str) -> IPv4Address | IPv6Address | None:
-    """Returns a host as an address, from every spelling that the resolver takes (`0` is 0.0.0.0); None for a name."""
+    """Returns the address that a host spells, in any spelling that the resolver takes (`0` is 0.0.0.0); None for a name."""
     try:
         return ip_address(socket.inet_aton(host))
     except OSError:
@@ -155,11 +157,11 @@ def _master_problems(config: ClusterConfig, masters: list[int]) -> Iterator[Prob
     discovery = config.discovery
     if config.masters.ha:
         if not isinstance(discovery, EtcdDiscovery):
-            yield Problem(("master", "ha"), "masters are elected in etcd: it needs `discovery: {kind: etcd, ...}`")
+            yield Problem(("master", "ha"), "masters are elected in etcd; set `discovery: {kind: etcd, ...}`")
         elif discovery.user is not None or discovery.tls is not None:
             yield Problem(
                 ("master", "ha"),
-                "Mooncake's election knows neither users nor TLS; give it an etcd without, or one master",
+                "Mooncake's election supports neither users nor TLS of etcd; use an etcd without them, or one master",
             )
         for index, node in enumerate(config.nodes):
             if isinstance(node, MasterNode) and node.client_ttl_s < ELECTION_S:
@@ -181,13 +183,13 @@ def _proxy_problems(config: ClusterConfig) -> Iterator[Problem]:
     if proxy.drain_s >= grace:
         yield Problem(
             ("proxy", "drain_s"),
-            f"is no less than supervisor.stop_grace_s, {grace:g} s, after which `up` kills the proxy and what it serves",
+            f"must be less than supervisor.stop_grace_s, {grace:g} s, after which `up` kills the proxy",
         )
     if proxy.prefill_timeout_s >= proxy.request_timeout_s:
         yield Problem(
             ("proxy", "prefill_timeout_s"),
-            f"is {proxy.prefill_timeout_s:g} s, and request_timeout_s {proxy.request_timeout_s:g} s: a prefill node that hangs "
-            "would leave the decode node no time; make this less",
+            f"is {proxy.prefill_timeout_s:g} s, and must be less than request_timeout_s, {proxy.request_timeout_s:g} s: a prefill node "
+            "that hangs would leave the decode node no time",
         )
 
 
@@ -228,7 +230,7 @@ def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
         shown = ", ".join(str(size)[:20] for size in sizes[:8])
         yield Problem(
             ("engine", "args"),
-            f"tensor-parallel sizes {shown} cut a chunk into more than {MAX_SHARDS} parts, the most there can be",
+            f"tensor-parallel sizes {shown} cut a chunk into more than {MAX_SHARDS} parts, the most that are allowed",
         )
         return
     for index, node in enumerate(config.nodes):
@@ -240,12 +242,12 @@ def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 
 def _secret_problem(name: str, value: Argument) -> str | None:
-    """Returns why an argument must not be on a command line, which every user of the machine can read."""
+    """Returns why an argument must not be on vLLM's command line, which every user of the machine can read; None if it may."""
     variable = SECRET_VARIABLES.get(name)
     if variable is not None:
         one = value[0] if isinstance(value, list) and len(value) == 1 else value
         if isinstance(one, list) or (isinstance(one, bool) and name == "api-key"):
-            return f"must be one text: vLLM gets it as {variable}, which holds one"
+            return f"must be a single text: pd-cache passes it to vLLM in {variable}"
         return None
     texts = [str(part) for part in (value if isinstance(value, list) else [value])]
     if _SECRET_NAME.search(name) and not isinstance(value, bool | int | float):
@@ -264,23 +266,22 @@ def _own_args(config: ClusterConfig) -> Iterator[tuple[KeyPath, Arguments]]:
 
 
 def _cache_server_problems(config: ClusterConfig) -> Iterator[Problem]:
-    """Cache servers, and the engines that name one."""
+    """Checks cache servers, and the engines that name one."""
     for index, node in enumerate(config.nodes):
         if isinstance(node, CacheServerNode):
             url = config.server_url(node)
             if url.startswith("ipc://") and len(url.encode()) > _LONGEST_SOCKET:
-                yield Problem(
-                    ("nodes", index, "url"), f"{url[:60]}… is longer than the {_LONGEST_SOCKET} bytes that may be"
-                )
+                yield Problem(("nodes", index, "url"), f"{url[:60]}… must have at most {_LONGEST_SOCKET} bytes")
         if not isinstance(node, EngineNode) or node.cache_server is None:
             continue
         server = config.node(node.cache_server)
         if not isinstance(server, CacheServerNode):
             names = ", ".join(other.name for other in config.by_role("cache-server")) or "none"
-            yield Problem(("nodes", index, "cache_server"), f"is no cache-server node; there are: {names}")
+            yield Problem(("nodes", index, "cache_server"), f"is not a cache-server node; there are: {names}")
         elif server.host != node.host:
             yield Problem(
-                ("nodes", index, "cache_server"), f"is on {server.host}, this node on {node.host}: they share memory"
+                ("nodes", index, "cache_server"),
+                f"is on {server.host}, but must be on this node's host, {node.host}: they share memory",
             )
         if node.segment_size:
             yield Problem(
@@ -290,7 +291,7 @@ def _cache_server_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 
 def _host_client_problems(config: ClusterConfig) -> Iterator[Problem]:
-    """`transfer.client: host` needs one `mooncake_client` a host, and that owns all of the host's memory."""
+    """Checks `transfer.client: host`: it needs one `mooncake_client` on each host, which owns all of the host's pool memory."""
     if config.transfer.client != "host":
         return
     for node in config.caching_nodes():
@@ -311,10 +312,10 @@ def _host_client_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 def _placement_problems(config: ClusterConfig) -> Iterator[Problem]:
     if not isinstance(config.discovery, StaticDiscovery):
-        return  # the segment may be that of a node that the file does not name
+        return  # a node that the file does not name may own the segment
     stores = [node for node in config.nodes if isinstance(node, StoreNode)]
     segments = sum(config.segment_size(node) > 0 for node in config.nodes)
-    # of a store node with port 0 the name is not known yet
+    # the name of a store node with port 0 is not known yet
     names = [f"{node.host}:{node.port}" for node in stores]
     for index, tier in enumerate(config.cache.tiers):
         if not isinstance(tier, MooncakeTier):
@@ -322,12 +323,13 @@ def _placement_problems(config: ClusterConfig) -> Iterator[Problem]:
         if segments and tier.replicas > segments:
             yield Problem(
                 ("cache", "tiers", index, "replicas"),
-                f"each needs a segment of its own, and only {segments} nodes give memory to the pool",
+                f"each replica needs its own segment, and only {segments} nodes give memory to the pool",
             )
         if tier.preferred_segment not in ("own", "any", *names):
             known = ", ".join(name for name in names if not name.endswith(":0")) or "none; give a store node a port"
             yield Problem(
-                ("cache", "tiers", index, "preferred_segment"), f"is no store node's host:port; there are: {known}"
+                ("cache", "tiers", index, "preferred_segment"),
+                f"must be own, any or the host:port of a store node; there are: {known}",
             )
 
 
@@ -345,4 +347,4 @@ def _tier_problems(tiers: Sequence[StorageTier]) -> Iterator[Problem]:
             if any(isinstance(other, LocalTier) and other.device == tier.device for other in before):
                 yield Problem(("cache", "tiers", index), f"is the second local tier on {tier.device}; make it one")
         if isinstance(tier, DiskTier) and any(isinstance(o, DiskTier) and o.path == tier.path for o in before):
-            yield Problem(("cache", "tiers", index, "path"), "is the path of another tier already")
+            yield Problem(("cache", "tiers", index, "path"), "is already the path of another tier")

@@ -1,8 +1,8 @@
-"""YAML text as a tree of plain values, with the line of every key. The one place that knows YAML.
+"""Parses YAML text into a tree of plain values, with the line of every key. Only this module knows YAML.
 
-The text is bounded before anything is made of it: in bytes, depth, nodes (each alias counted as all that it stands for) and digits. The
-tree holds dicts with text keys, lists, texts, numbers, booleans and None, and nothing else. Tags are refused, and a date is text.
-Numbers that YAML 1.1 reads in a way that few people expect (`010` is 8, `1:30` is 90) are refused, too.
+Limits apply before any value is built: on bytes, depth, nodes (an alias counts as all that it stands for) and digits. The tree holds only
+dicts with text keys, lists, texts, numbers, booleans and None. Tags are refused, and a date is text. Numbers that YAML 1.1 reads in a way
+that few people expect (`010` is 8, `1:30` is 90) are refused, too.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import yaml
 from pd_cache.errors import ConfigError
 
 LARGEST = 256 << 10
-"""Bytes of a file."""
+"""The most bytes of a file."""
 DEEPEST = 32
 MOST_NODES = 20_000
-"""Keys and values of a file; a node of a cluster has about ten."""
+"""The most keys and values of a file. A node of a cluster has about ten."""
 LONGEST_NUMBER = 20
-"""Characters of a number."""
+"""The most characters of a number."""
 
 KeyPath = tuple[str | int, ...]
 
@@ -48,7 +48,7 @@ class Document(NamedTuple):
 
 
 def parse_document(text: str, file: Path) -> Document:
-    """Parses a file's text. Raises ConfigError with file and line if it is not YAML, or not within the bounds above."""
+    """Parses a file's text. Raises ConfigError with file and line if it is not YAML or exceeds a limit above."""
     try:
         loader = _Loader(text)
         try:
@@ -72,7 +72,7 @@ def parse_document(text: str, file: Path) -> Document:
             f"{file}:{line}: is not valid YAML: the character {error.character!r} is not allowed"
         ) from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        # PyYAML's scanner raises the last two for invalid numbers in directives and escapes
+        # PyYAML's scanner raises ValueError and OverflowError for invalid numbers in directives and escapes
         raise ConfigError(f"{file}: is not valid YAML: {_printable(str(error))}") from None
 
 
@@ -82,13 +82,13 @@ def dump_document(tree: Any) -> str:
 
 
 def shown_path(path: KeyPath) -> str:
-    """Returns a path of keys for people: `nodes[0].port`."""
+    """Returns a path of keys as text for people, such as `nodes[0].port`."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{_printable(part)}" for part in path)
     return "".join(parts).lstrip(".") or "file"
 
 
 def shown_value(value: object) -> str:
-    """Returns a value for people, in one line of bounded length."""
+    """Returns a value as text for people: one line, of bounded length."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
@@ -101,7 +101,7 @@ class _OutOfBounds(yaml.MarkedYAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes, but no deeper, no more of them than a configuration may have, and none with tags."""
+    """Composes nodes. Refuses tags, and more nodes or levels than a configuration may have."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -110,7 +110,7 @@ class _Loader(yaml.SafeLoader):
         self._composed = 0
 
     def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
-        """Refuses a bracket too many where it is read: the scanner looks 1024 characters ahead, and for each of them at every level."""
+        """Refuses surplus brackets in the scanner, because its time grows with the number of open levels for each character."""
         if self.flow_level >= DEEPEST:
             raise _OutOfBounds(f"is nested more than {DEEPEST} levels deep", self.get_mark())
         super().fetch_flow_collection_start(token)
@@ -131,7 +131,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Index:
-    """The line of every key, and the check of every key and value before anything is made of it."""
+    """Collects the line of every key, and checks every key and value before any value is built."""
 
     def __init__(self, file: Path) -> None:
         self.lines: dict[KeyPath, int] = {}
@@ -145,7 +145,7 @@ class _Index:
         if self._visited > MOST_NODES:
             raise self._error(node, (), f"its aliases stand for more than {MOST_NODES} keys and values")
         if any(node is outer for outer in self._within):
-            raise self._error(node, (), "an alias stands inside of what it names")
+            raise self._error(node, (), "an alias stands inside the value that it refers to")
         self.lines.setdefault(path, node.start_mark.line + 1)
         self._within.append(node)
         if isinstance(node, yaml.MappingNode):
@@ -161,12 +161,12 @@ class _Index:
     def _add_key(self, key: yaml.Node, value: yaml.Node, path: KeyPath) -> None:
         if not isinstance(key, yaml.ScalarNode) or key.tag not in (f"{_TAG}str", f"{_TAG}merge"):
             found = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
-            raise self._error(key, path, f"a key must be text, and this is {_printable(found)}; quote it")
+            raise self._error(key, path, f"a key must be text, got {_printable(found)}; quote it")
         if not key.value.isprintable():
-            raise self._error(key, path, f"the key {shown_value(key.value)}: must not hold control characters")
+            raise self._error(key, path, f"the key {shown_value(key.value)} must not hold control characters")
         here = (*path, key.value)
         if here in self.lines:
-            raise self._error(key, here, f"stands twice, first on line {self.lines[here]}")
+            raise self._error(key, here, f"is given twice, first on line {self.lines[here]}")
         self.lines[here] = key.start_mark.line + 1
         self.add(value, here)
 
@@ -176,7 +176,7 @@ class _Index:
 
 
 def _scalar_problem(node: yaml.ScalarNode) -> str | None:
-    """Returns why a scalar is refused; None if it is not."""
+    """Returns why a scalar is refused, or None if it is not."""
     value, kind = str(node.value), str(node.tag).removeprefix(_TAG)
     if kind in ("int", "float") and len(value) > LONGEST_NUMBER:
         return f"is a number of more than {LONGEST_NUMBER} digits; quote it if it is text"

@@ -1,7 +1,7 @@
-"""Whether this machine can run nodes of the file: its devices, memory, files and ports.
+"""Checks whether this machine can run nodes of the file: its devices, memory, files and ports.
 
-`config check`, `launch`, `up` and `doctor` all ask here, so that none of them accepts what another refuses. Only limits are judged: what
-is free changes by the minute, and `doctor` alone knows which nodes have their memory already.
+`config check`, `launch`, `up` and `doctor` all use these checks, so that none of them accepts what another refuses. Memory is compared
+with limits only: free memory changes by the minute, and only `doctor` knows which nodes already have theirs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_machine(config: ClusterConfig, source: Source, nodes: Iterable[Node]) 
 
 
 def machine_problems(config: ClusterConfig, nodes: Iterable[Node], root: Path = Path("/")) -> Iterator[Problem]:
-    """Returns why the machine, whose `/proc` and `/sys` are below `root`, cannot run `nodes`, the most basic problems first."""
+    """Yields why the machine cannot run `nodes`, the most basic problems first. Its `/proc` and `/sys` are below `root`."""
     mine = list(nodes)
     yield from _device_problems(config)
     yield from _memory_problems(config, mine, root)
@@ -47,7 +47,7 @@ def _device_problems(config: ClusterConfig) -> Iterator[Problem]:
         )
     for index, device in enumerate(config.transfer.devices):
         if device not in present:
-            yield Problem(("transfer", "devices", index), f"is no RDMA device of this machine; there are: {there}")
+            yield Problem(("transfer", "devices", index), f"is not an RDMA device of this machine; there are: {there}")
 
 
 def _memory_problems(config: ClusterConfig, nodes: Sequence[Node], root: Path) -> Iterator[Problem]:
@@ -55,11 +55,11 @@ def _memory_problems(config: ClusterConfig, nodes: Sequence[Node], root: Path) -
     if lacking := shortage(wanted, machine_memory(root)):
         yield Problem(_largest_size(config, nodes), lacking)
     if config.transfer.protocol == "rdma" and (lacking := locked_shortage(wanted, locked_limit(), root)):
-        yield Problem(("transfer", "protocol"), f"locks memory: {lacking}; `ulimit -l unlimited`, or use tcp")
+        yield Problem(("transfer", "protocol"), f"rdma locks memory: {lacking}; run `ulimit -l unlimited`, or use tcp")
 
 
 def _largest_size(config: ClusterConfig, nodes: Sequence[Node]) -> KeyPath:
-    """Returns the key of the largest size that `nodes` need, which is the first to lower."""
+    """Returns the key of the largest size that `nodes` need: the first one to lower."""
     sizes: dict[KeyPath, int] = {}
     for node in nodes:
         own = getattr(node, "segment_size", None)
@@ -76,7 +76,7 @@ def _largest_size(config: ClusterConfig, nodes: Sequence[Node]) -> KeyPath:
 
 
 def file_problems(config: ClusterConfig, nodes: Sequence[Node]) -> Iterator[Problem]:
-    """Finds files and folders that the file names, and that the processes of `nodes` could not read on this machine."""
+    """Yields the files and folders that the configuration names and that the processes of `nodes` cannot read on this machine."""
     yield from _model_problems(config, nodes)
     files: dict[KeyPath, str | None] = {}
     if any(isinstance(node, ProxyNode) for node in nodes):
@@ -91,7 +91,7 @@ def file_problems(config: ClusterConfig, nodes: Sequence[Node]) -> Iterator[Prob
             files |= {("discovery", "tls", name): getattr(tls, name) for name in tls.__struct_fields__}
     for path, file in files.items():
         if file is not None and not os.access(file, os.R_OK):
-            yield Problem(path, "cannot be read on this machine, or is not there")
+            yield Problem(path, "does not exist on this machine, or cannot be read")
 
 
 def _model_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Problem]:
@@ -106,10 +106,10 @@ def _model_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Pr
         if path is not None and importlib.util.find_spec("transformers") is None:
             yield Problem(
                 ("engine", "model", "path"),
-                "needs the package transformers; `pip install 'pd-cache[reference]'` brings it",
+                "needs the package transformers; run `pip install 'pd-cache[reference]'`",
             )
     if path is not None and not (Path(path) / "config.json").is_file():
-        yield Problem(where, "is no Hugging Face model folder on this machine: it has no config.json")
+        yield Problem(where, "is not a Hugging Face model folder on this machine: it has no config.json")
 
 
 def _port_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Problem]:
@@ -118,5 +118,5 @@ def _port_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Pro
             if not is_bindable(node.host, port):
                 yield Problem(
                     ("nodes", config.nodes.index(node), field),
-                    f"is taken on {node.host} by another process; choose another port, or 0 for any free one",
+                    f"another process uses this port of {node.host}; choose another port, or 0 for any free one",
                 )

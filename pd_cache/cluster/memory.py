@@ -1,4 +1,4 @@
-"""Memory: how much the nodes of a machine need, and how much the machine and its cgroups allow."""
+"""Compares the memory that the nodes of a machine need with what the machine and its cgroups allow."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _CAP_IPC_LOCK = 14
 
 
 class Need(NamedTuple):
-    """Bytes that one node of the file holds for as long as it runs, besides its engine."""
+    """The bytes that a node of the file holds for as long as it runs, besides its engine."""
 
     node: str
     segment: int
-    """Memory that it gives to the pool."""
+    """The memory that it gives to the pool."""
     staging: int
-    """Staging memory and local tiers on the CPU: one registered region."""
+    """Its staging memory and local tiers on the CPU, which are one registered region."""
 
     @property
     def total(self) -> int:
@@ -30,7 +30,7 @@ class Need(NamedTuple):
 
 
 def needs(config: ClusterConfig, nodes: Iterable[Node]) -> list[Need]:
-    """Returns what each of `nodes` needs. Nodes that need none are left out."""
+    """Returns what each of `nodes` needs. Leaves out nodes that need none."""
     caching = config.caching_nodes()
     tiers = sum(
         int(tier.capacity) for tier in config.cache.tiers if isinstance(tier, LocalTier) and tier.device == "cpu"
@@ -43,17 +43,17 @@ def needs(config: ClusterConfig, nodes: Iterable[Node]) -> list[Need]:
 
 
 class MachineMemory(NamedTuple):
-    """Bytes that this process and its children may have."""
+    """The bytes that this process and its children may have."""
 
     total: int
     free: int
-    """Of these, what nobody uses now; the page cache counts as free."""
+    """The part of them that is free now. The page cache counts as free."""
     limiter: str
-    """`the machine` or `its cgroup`: what sets the total."""
+    """What sets the total: `the machine` or `its cgroup`."""
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:
-    """Returns the memory of the machine whose `/proc` and `/sys` are below `root`, as far as this process's cgroups allow it."""
+    """Returns the memory of the machine whose `/proc` and `/sys` are below `root`, within the limits of this process's cgroups."""
     info = meminfo(root)
     total, free, limiter = info.get("MemTotal", 0), info.get("MemAvailable", 0), "the machine"
     for limit, used in _cgroup_limits(root):
@@ -64,18 +64,18 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
 
 
 def shortage(wanted: Sequence[Need], memory: MachineMemory) -> str | None:
-    """Returns why a machine can never hold what its nodes need, whatever else runs there; None if it can."""
+    """Returns why a machine is too small for its nodes, even if nothing else runs there; None if it is not."""
     everything = sum(need.total for need in wanted)
     if everything <= memory.total:
         return None
     return (
-        f"the nodes of this host need {shown_size(everything)} ({shown_needs(wanted)}), and it has "
+        f"the nodes of this host need {shown_size(everything)} ({shown_needs(wanted)}), but it has "
         f"{shown_size(memory.total)} ({memory.limiter})"
     )
 
 
 def locked_limit() -> int | None:
-    """Returns how many bytes a process of this user may lock; None if there is no limit."""
+    """Returns how many bytes this process may lock; None if there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -85,11 +85,11 @@ def locked_shortage(wanted: Sequence[Need], limit: int | None, root: Path = Path
     largest = largest_need(wanted)
     if limit is None or limit >= largest or may_lock_all(root):
         return None
-    return f"the limit is {shown_size(limit)}, and the largest process locks {shown_size(largest)}"
+    return f"the limit is {shown_size(limit)}, but the largest process locks {shown_size(largest)}"
 
 
 def may_lock_all(root: Path = Path("/")) -> bool:
-    """Whether the limit of locked memory does not hold for this process (CAP_IPC_LOCK)."""
+    """Returns whether this process is exempt from the limit of locked memory (CAP_IPC_LOCK)."""
     match = re.search(r"^CapEff:\s*([0-9a-f]+)", read_text(root / "proc/self/status"), re.MULTILINE)
     return match is not None and bool(int(match[1], 16) >> _CAP_IPC_LOCK & 1)
 
@@ -104,7 +104,7 @@ def shown_needs(wanted: Iterable[Need]) -> str:
 
 
 def shown_size(value: int) -> str:
-    """Returns a size as the file would have it if that is short, or else rounded."""
+    """Returns a size as text: as the file spells it for whole GiB, otherwise rounded."""
     return str(ByteSize(value)) if value and value % (1 << 30) == 0 else shown_bytes(value)
 
 
@@ -124,7 +124,7 @@ def meminfo(root: Path = Path("/")) -> dict[str, int]:
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use, without the page cache, of each memory cgroup that we are in; of version 2 and of version 1."""
+    """Yields the limit and the use, without the page cache, of each memory cgroup of this process, of version 2 or 1."""
     for line in read_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if number == "0" and not controllers:
@@ -135,7 +135,7 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
         else:
             continue
         here = top / path.strip("/")
-        # in a container the path may be that of the host; then only the top is there
+        # in a container the path may be that of the host; then only the top folder exists
         for folder in dict.fromkeys((here, *here.parents)):
             if not folder.is_relative_to(top):
                 break
@@ -146,7 +146,7 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def read_text(file: Path) -> str:
-    """Returns what a file of the kernel says; empty if it cannot be read."""
+    """Returns the text of a file of the kernel; empty if it cannot be read."""
     try:
         return file.read_text().strip()
     except (OSError, UnicodeError):

@@ -1,5 +1,7 @@
-"""Reads the file strictly. An unknown key, a value of the wrong type or a combination that cannot work raises one error, whose
-message names file, line, key path, value and what is allowed. Nothing here reads the environment.
+"""Reads the file strictly. Nothing here reads the environment.
+
+An unknown key, a value of the wrong type or a combination that cannot work raises one error. Its message names file, line, key path, value
+and what is allowed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from transfer.settings import ByteSize
 
 
 class Source:
-    """A parsed file that knows the line of each key."""
+    """A parsed file, with the line of each key."""
 
     def __init__(self, file: Path, tree: Any, lines: Mapping[KeyPath, int]) -> None:
         self.file = file
@@ -44,18 +46,18 @@ def load_config(file: str | Path) -> ClusterConfig:
 
 
 def read_config(file: str | Path) -> tuple[ClusterConfig, Source]:
-    """As `load_config`, but also returns the source, for checks that know more than the file (ports, devices, memory)."""
+    """Does the same as `load_config`, and also returns the source, for checks that need more than the file (ports, devices, memory)."""
     return parse_config(_text(Path(file)), file)
 
 
 def parse_config(text: str, file: str | Path) -> tuple[ClusterConfig, Source]:
-    """As `read_config`, for text that was read already; messages name `file`."""
+    """Does the same as `read_config` for text that was already read. Messages name `file`."""
     source = Source(Path(file), *parse_document(text, Path(file)))
     try:
         config = msgspec.convert(source.tree, ClusterConfig, dec_hook=decode_custom)
     except msgspec.ValidationError:
         wrong = _first_problem(ClusterConfig, source.tree, ())
-        assert wrong is not None, "what cannot be converted has a problem"
+        assert wrong is not None, "a tree that cannot be converted has a problem"
         raise source.error(wrong) from None
     for problem in consistency_problems(config):
         raise source.error(problem)
@@ -63,7 +65,7 @@ def parse_config(text: str, file: str | Path) -> tuple[ClusterConfig, Source]:
 
 
 def dump_config(config: ClusterConfig) -> str:
-    """Returns the configuration as YAML text that `load_config` reads back to an equal one."""
+    """Returns the configuration as YAML text. `load_config` reads it back as an equal configuration."""
     return dump_document(msgspec.to_builtins(config, enc_hook=str))
 
 
@@ -74,7 +76,7 @@ def _text(file: Path) -> str:
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL in it
         raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > LARGEST:
-        raise ConfigError(f"{file}: is larger than {LARGEST >> 10} KiB, the most that a configuration may have")
+        raise ConfigError(f"{file}: is larger than {LARGEST >> 10} KiB, the largest allowed size")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -82,17 +84,17 @@ def _text(file: Path) -> str:
 
 
 def decode_custom(kind: type, value: object) -> object:
-    """msgspec's `dec_hook` for the types that a file may hold besides the built-in ones."""
+    """Converts values of the types that a file may hold besides the built-in ones: msgspec's `dec_hook`."""
     if kind is ByteSize:
         return ByteSize.parse(value)
-    raise NotImplementedError(kind)  # this tells msgspec that a type is not one of ours
+    raise NotImplementedError(kind)  # says to msgspec that the type is not one of ours
 
 
 def _first_problem(kind: Any, value: Any, path: KeyPath) -> Problem | None:
-    """Returns what keeps a value of the file from being a `kind`, or the first such thing inside of it; None if nothing does.
+    """Returns the first problem that keeps a value of the file, or a part of it, from being a `kind`; None if there is none.
 
-    Each part of a value is converted by itself. So the path of a problem is known from the way to it, and no word of msgspec's
-    messages is taken apart; what they say of a single value is passed on.
+    Each part of a value is converted by itself, so the path of a problem is known without parsing msgspec's messages. Messages about a
+    single value are passed on.
     """
     try:
         msgspec.convert(value, kind, dec_hook=decode_custom)
@@ -124,7 +126,7 @@ def _problem_inside(kind: Any, value: Any, path: KeyPath) -> Problem | None:
 
 
 def _problem_in_section(structs: list[type[msgspec.Struct]], value: dict[str, Any], path: KeyPath) -> Problem | None:
-    """Returns the first problem of a mapping that is to be one of `structs`, which its tag tells apart."""
+    """Returns the first problem of a mapping that should be one of `structs`. The mapping's tag says which one."""
     tag = structs[0].__struct_config__.tag_field
     if tag is not None and tag in value:
         named = [struct for struct in structs if struct.__struct_config__.tag == value[tag]]
@@ -152,7 +154,7 @@ def _missing(key: str, allowed: list[str], value: dict[str, Any], path: KeyPath)
 
 
 def _in_words(kind: Any, value: Any) -> str | None:
-    """Returns what is allowed in place of a value, where the schema says more than msgspec does."""
+    """Returns what is allowed in place of a value, if the schema says more than msgspec does; otherwise None."""
     for one in _alternatives(kind):
         if typing.get_origin(one) is Literal:
             return _one_of([str(option) for option in typing.get_args(one)], value)
@@ -167,13 +169,13 @@ def _one_of(options: list[str], value: Any) -> str:
 
 
 def _near(word: str, options: list[str], hint: str) -> str:
-    """Returns the hint with the option that is most like the word; empty if none is."""
+    """Returns the hint with the option that is most like the word; empty if none is like it."""
     found = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
     return hint.format(found[0]) if found else ""
 
 
 def _alternatives(kind: Any) -> Iterator[Any]:
-    """Returns the types that an annotation allows, without their constraints."""
+    """Yields the types that an annotation allows, without their constraints."""
     if typing.get_origin(kind) is typing.Annotated:
         yield from _alternatives(typing.get_args(kind)[0])
     elif typing.get_origin(kind) in (typing.Union, types.UnionType):
@@ -184,7 +186,7 @@ def _alternatives(kind: Any) -> Iterator[Any]:
 
 
 def _constraints(kind: Any) -> Iterator[msgspec.Meta]:
-    """Returns the constraints of the types that an annotation allows."""
+    """Yields the constraints of the types that an annotation allows."""
     if typing.get_origin(kind) is typing.Annotated:
         inner, *metas = typing.get_args(kind)
         yield from (meta for meta in metas if isinstance(meta, msgspec.Meta))

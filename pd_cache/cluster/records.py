@@ -1,4 +1,4 @@
-"""What a node publishes about itself, and how two nodes that never share a hit differ. Pure."""
+"""The records that nodes publish about themselves, and the differences between nodes that share no hit. No I/O."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pd_cache.errors import PdCacheError
 from pd_cache.tokens import Namespace
 
 MAX_RECORD = 64 << 10
-"""Most bytes of a record; ours have about one thousand."""
+"""The most bytes of a record. Ours have about one thousand."""
 
 _HOST = rf"(\[[0-9A-Fa-f:.]+\]|\*|{HOST})"
 _PORT = r":[0-9]{1,5}"
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-"""Bounded so that every program can compute with it, also one that has only floating-point numbers."""
+"""Bounded so that every program can compute with it, even one that has only floating-point numbers."""
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=86_400_000)]
 Address = Annotated[
     str,
@@ -46,14 +46,14 @@ class RecordError(PdCacheError):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node has room for; 0 if it has none or does not say."""
+    """What a node has room for. A 0 means none, or that the node does not say."""
 
     segment_bytes: Count = 0
-    """Memory that it gives to the pool."""
+    """The memory that it gives to the pool."""
     kv_tokens: Count = 0
-    """Tokens that its engine's own paged cache holds."""
+    """How many tokens its engine's own paged cache holds."""
     max_running: Count = 0
-    """Requests that it computes at the same time."""
+    """How many requests it computes at the same time."""
 
 
 class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     fingerprint: Annotated[Line, msgspec.Meta(max_length=64)] | None = None
-    """The namespace's; nodes share hits if theirs are equal. None if the node keeps no cache, or cannot say."""
+    """The fingerprint of the namespace; nodes with equal ones share hits. None if the node has no cache or does not know it."""
     namespace: dict[Line, Line | int] | None = None
     """The namespace, field by field."""
 
@@ -87,11 +87,11 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     address: Address
     """`http://host:port` if it speaks HTTP, `host:port` if not; for a cache server the address to which its engines connect."""
     metrics: Annotated[str, msgspec.Meta(pattern=rf"^http://{_HOST}{_PORT}\Z", max_length=300)] | None = None
-    """Where its metrics are, if not at `address`."""
+    """The address of its metrics, if not `address`."""
     lease_ttl_ms: Milliseconds = 0
     """For a master: how long it protects a key that was looked up."""
     master: Annotated[Line, msgspec.Meta(max_length=2048)] | None = None
-    """For a client of the pool: where it expects the master."""
+    """For a client of the pool: the address at which it expects the master."""
     instance: Annotated[Line, msgspec.Meta(max_length=64)] = ""
     """Differs from one start of the node to the next."""
     model: Annotated[Line, msgspec.Meta(max_length=1024)] | None = None
@@ -105,24 +105,24 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
 
 
 class About(Namespaced, frozen=True, kw_only=True):
-    """What a node's `/health` says about it, as far as others use it."""
+    """The part of a node's `/health` that other programs use."""
 
     version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
 
 
 def decode_record(raw: bytes) -> NodeRecord:
-    """Returns a record that was read from outside. Raises RecordError for anything that cannot be used as one."""
+    """Returns the record that `raw` holds. Raises RecordError if it holds none that can be used."""
     if len(raw) > MAX_RECORD:
-        raise RecordError(f"it has {len(raw)} bytes, and at most {MAX_RECORD} are allowed")
+        raise RecordError(f"it has {len(raw)} bytes, but at most {MAX_RECORD} are allowed")
     try:
         record = decode_json(raw, NodeRecord)
     except UndecodableError as error:
-        raise RecordError(f"it is no record of a node: {error}") from None
+        raise RecordError(f"it is not the record of a node: {error}") from None
     expected, words = _EXPECTED.get(record.role, (None, ""))
     if expected is not None and not expected.fullmatch(record.address):
         raise RecordError(f"{words}, not {record.address}")
     if not _port_of(record.address) and record.role != "store":  # a segment's address is only a name
-        raise RecordError(f"{record.address} is no address: port 0")
+        raise RecordError(f"{record.address} is not an address: port 0")
     if record.metrics is not None:
         _port_of(record.metrics)
     return record
@@ -134,12 +134,12 @@ def _port_of(address: str) -> int:
     try:
         port = urllib.parse.urlsplit(address if "://" in address else f"//{address}").port
     except ValueError as error:
-        raise RecordError(f"{address} is no address: {error}") from None
+        raise RecordError(f"{address} is not an address: {error}") from None
     return port or 0
 
 
 def read_about(body: bytes | str) -> About:
-    """Returns what a `/health` says about its node; an empty `About` if it says nothing that can be read."""
+    """Returns what a `/health` says about its node, or an empty `About` if it cannot be read."""
     try:
         return decode_json(body, About)
     except UndecodableError:
@@ -147,15 +147,15 @@ def read_about(body: bytes | str) -> About:
 
 
 def differences(records: Iterable[NodeRecord]) -> dict[str, str]:
-    """Returns, by name, how each node differs that shares no hit with most of the others.
+    """Returns, for each node that shares no hit with most of the others, how it differs, by name.
 
-    It differs in its namespace, or it follows a master that has moved since the node was started.
+    Its namespace differs, or it follows a master that has moved since the node was started.
     """
     nodes = list(records)
     masters = sorted(record.address for record in nodes if record.role == "master")
     stranded = {
-        record.name: f"takes the master to be at {one_line(record.master)}, and it registered at {', '.join(masters)}: "
-        "start the node again, or it shares no hit"
+        record.name: f"expects the master at {one_line(record.master)}, but it registered at {', '.join(masters)}: "
+        "the node shares no hit until it is started again"
         for record in nodes
         if masters and record.master and not record.master.startswith("etcd://") and record.master not in masters
     }

@@ -46,7 +46,7 @@ VariableName = Annotated[
 ]
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 HOST = rf"{_LABEL}(\.{_LABEL})*"
-"""The pattern of a host name or an IPv4 address: labels of at most 63 characters, as the name service takes them."""
+"""The pattern of a host name or an IPv4 address: labels of at most 63 characters, as in DNS."""
 Host = Annotated[
     str,
     msgspec.Meta(
@@ -58,14 +58,14 @@ Host = Annotated[
 TtlS = Annotated[int, msgspec.Meta(ge=1, le=86_400)]
 
 LARGEST_BODY = 16 << 20
-"""Bytes of a request to the proxy; a prompt of a million token ids fits."""
+"""The most bytes of a request to the proxy. A prompt of a million token ids fits."""
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------
 
 
 class RandomModel(Section, frozen=True, kw_only=True):
-    """A Llama with seeded random weights: the same numbers, and so the same tokens, on every node. Nothing is downloaded."""
+    """A Llama with seeded random weights, so that every node has the same weights and outputs. Nothing is downloaded."""
 
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     vocab_size: Positive = 4096
@@ -84,7 +84,7 @@ class RandomModel(Section, frozen=True, kw_only=True):
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
-    """Which model to serve: a local Hugging Face folder, or a random one."""
+    """The model to serve: a local Hugging Face folder, or a random one."""
 
     name: Line
     """What clients write into `model`."""
@@ -93,7 +93,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.random is None):
-            raise ValueError("exactly one of `path` (a local folder) and `random` must be given")
+            raise ValueError("give exactly one of `path` (a local folder) and `random`")
 
 
 class ReferenceEngineConfig(Section, frozen=True, kw_only=True, tag_field="kind", tag="reference"):
@@ -102,23 +102,23 @@ class ReferenceEngineConfig(Section, frozen=True, kw_only=True, tag_field="kind"
     model: ModelConfig
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     block_size: Positive = 16
-    """Tokens a block of the paged cache."""
+    """How many tokens a block of the paged cache has."""
     num_blocks: Positive = 2048
     max_model_len: Positive = 8192
-    """Longest prompt plus output, in tokens."""
+    """The longest prompt plus output, in tokens."""
     max_running: Positive = 8
-    """Requests that compute at the same time."""
+    """The most requests that compute at the same time."""
     max_queue: Positive = 64
-    """Requests that wait; one more is answered 503 with Retry-After."""
+    """The most requests that wait. One more is answered 503 with Retry-After."""
     step_tokens: Positive = 256
-    """Prompt tokens computed in one step."""
+    """The most prompt tokens computed in one step."""
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
-    """Compute threads; 0 leaves it to torch."""
+    """How many threads compute; with 0, torch decides."""
 
 
 Argument = bool | int | float | str | list[int | float | str]
 Arguments = dict[FlagName, Argument]
-"""Flags of `vllm serve` without the dashes: `max-model-len: 8192`; true is the bare flag, false its `--no-` form."""
+"""Flags of `vllm serve` without the dashes, such as `max-model-len: 8192`. True is the bare flag, false its `--no-` form."""
 
 
 Environment = dict[VariableName, str]
@@ -130,55 +130,55 @@ class VllmEngineConfig(Section, frozen=True, kw_only=True, tag_field="kind", tag
     model: Line
     """A model folder, or a name that vLLM finds in its cache."""
     name: Line | None = None
-    """What clients write into `model`; the model itself where it is not set."""
+    """What clients write into `model`; by default `model`."""
     args: Arguments = msgspec.field(default_factory=dict)
     env: Environment = msgspec.field(default_factory=dict)
     executable: Line = "vllm"
-    """A path, or a name that is looked up beside this Python and then in PATH."""
+    """A path, or the name of a program beside this Python or in PATH."""
 
     @property
     def block_size(self) -> int | None:
-        """Tokens a block, if the file sets it; otherwise vLLM chooses."""
+        """The tokens per block, if the file sets them; None if vLLM chooses."""
         value = argument(self.args, "block-size")
         return value if isinstance(value, int) else None
 
 
 def argument(args: Arguments, name: str) -> Argument | None:
-    """An argument of `vllm serve`, whichever way its name is spelled."""
+    """Returns an argument of `vllm serve`, whether its name is spelled with dashes or underscores; None if it is not set."""
     return next((value for key, value in args.items() if key.replace("_", "-") == name), None)
 
 
 SECRET_VARIABLES = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
-"""Arguments of `vllm serve` that are secrets, and the variables by which vLLM takes them. The list of a machine's processes shows
-everybody the arguments of each process, but shows its environment only to its owner."""
+"""Arguments of `vllm serve` that are secrets, and the variables from which vLLM reads them. Every user of a machine can read the arguments
+of its processes, but only the owner of a process can read its environment."""
 
 
 EngineConfig = ReferenceEngineConfig | VllmEngineConfig
 
 
 class ConnectorConfig(Section, frozen=True, kw_only=True):
-    """The `connector` section: pd-cache inside of vLLM."""
+    """The `connector` section: pd-cache inside vLLM."""
 
     load: Literal["async", "sync"] = "async"
-    """Load while other requests compute, or before the forward pass of the step that needs the KV."""
+    """`async` loads while other requests compute, `sync` before the forward pass of the step that needs the KV."""
     lookup_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 50
     """How long a lookup may hold up the scheduler."""
     load_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=600_000)] = 10_000
-    """After this a request computes what was not loaded."""
+    """How long a load may take. After that, the request computes what was not loaded."""
     store_queue: Positive = 256
-    """Chunks that wait to be stored, or are being stored; their blocks are kept until then. Further chunks are counted and not
+    """The most chunks that wait to be stored or are being stored. Their blocks are kept until then. Further chunks are counted and not
     stored."""
     store_generated: bool = False
-    """Whether to store generated tokens, too, and not only prompts."""
+    """Whether to store generated tokens as well as prompts."""
     revision: LineOrEmpty = ""
-    """Names the weights, in place of the digest of their files: for models that are not read from files."""
+    """Identifies the weights in place of the digest of their files, for models that are not read from files."""
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
 
 
 class _Role:
-    """A node's role is the tag of its struct."""
+    """Takes a node's role from the tag of its struct."""
 
     __slots__ = ()
     __struct_config__: ClassVar[msgspec.structs.StructConfig]
@@ -191,45 +191,47 @@ class _Role:
 class _AnyNode(Section, _Role, frozen=True, kw_only=True, tag_field="role"):
     name: Name
     host: Host = "127.0.0.1"
-    """The address at which other nodes reach this one, and which it binds. So never 0.0.0.0."""
+    """The address at which other nodes reach this one, and which it binds; so it is never 0.0.0.0."""
 
 
 class MasterNode(_AnyNode, frozen=True, kw_only=True, tag="master"):
-    """Mooncake's master: which key lies where, leases and eviction. Its flags are set explicitly."""
+    """Mooncake's master: it knows which key lies where, and does leases and eviction. pd-cache sets its flags explicitly."""
 
     port: Port = 50051
     metrics_port: Port = 9003
     lease_ttl_ms: Annotated[int, msgspec.Meta(ge=100, le=86_400_000)] = 10_000
-    """How long a key that was looked up is safe from eviction; at least 3 times the slowest batch."""
+    """How long a key that was looked up is safe from eviction. It should be at least 3 times the slowest batch."""
     client_ttl_s: TtlS = 5
-    """After how many seconds of silence a node's segment counts as gone."""
+    """The seconds of silence after which a node's segment counts as gone."""
     put_discard_timeout_s: TtlS = 5
-    """After how many seconds the put of a writer that died no longer blocks the key."""
+    """The seconds after which the put of a writer that died no longer blocks its key."""
     eviction_high_watermark: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
     eviction_ratio: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
 
 
 class StoreNode(_AnyNode, frozen=True, kw_only=True, tag="store"):
-    """A node that only gives memory to the pool. With `transfer.client: host` it runs the `mooncake_client` that owns the memory, and
-    with which the engines of its host share memory."""
+    """A node that only gives memory to the pool.
+
+    With `transfer.client: host` it runs the `mooncake_client` that owns the memory and that the engines of its host share memory with.
+    """
 
     segment_size: ByteSize
     port: Port = 0
     """Its segment is named `host:port`. With `transfer.client: host`, its `mooncake_client` listens here."""
     threads: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
-    """Calls that its `mooncake_client` works on at once; 0 is as many as the engines of its host can have under way."""
+    """How many calls its `mooncake_client` works on at once; 0 means as many as the engines of its host can have under way."""
 
 
 class EngineNode(_AnyNode, frozen=True, kw_only=True):
     port: Port = 0
     cache_server: Name | None = None
-    """The cache-server node, on the same host, that holds this engine's cache; without one the engine has its own."""
+    """The cache-server node, on the same host, that holds this engine's cache. Without one, the engine has its own cache."""
     segment_size: ByteSize | None = None
-    """Memory that this node gives to the pool; `transfer.segment_size` where it is not set."""
+    """The memory that this node gives to the pool; by default `transfer.segment_size`."""
     args: Arguments = msgspec.field(default_factory=dict)
-    """vLLM: flags of this node alone, over those of `engine.args`."""
+    """vLLM: flags of this node alone. They override `engine.args`."""
     env: Environment = msgspec.field(default_factory=dict)
-    """vLLM: likewise for `engine.env`, e.g. CUDA_VISIBLE_DEVICES."""
+    """vLLM: variables of this node alone, e.g. CUDA_VISIBLE_DEVICES. They override `engine.env`."""
 
 
 class PrefillNode(EngineNode, frozen=True, kw_only=True, tag="prefill"):
@@ -245,23 +247,23 @@ class CacheServerNode(ServerSettings, _Role, frozen=True, kw_only=True, tag_fiel
 
     name: Name
     host: Host = "127.0.0.1"
-    """As of every node."""
+    """The same as for every node."""
     url: ServerUrl = ""
-    """Where engines reach it; empty for a socket in the user's runtime folder, named after the cluster. KV tensors are shared
-    over ipc:// only."""
+    """The address at which engines reach it. Empty means a socket in the user's runtime folder, named after the cluster. KV tensors are
+    shared over ipc:// only."""
     metrics_port: Port = 0
     segment_size: ByteSize | None = None
-    """Memory that this node gives to the pool; `transfer.segment_size` where it is not set."""
+    """The memory that this node gives to the pool; by default `transfer.segment_size`."""
 
 
 class ProxyNode(_AnyNode, frozen=True, kw_only=True, tag="proxy"):
-    """Where clients post their requests."""
+    """Takes clients' requests and routes them to prefill and decode nodes."""
 
     port: Port = 8000
 
 
 def tensor_parallel(engine: VllmEngineConfig, node: EngineNode) -> int:
-    """The tensor-parallel size of a node that runs vLLM."""
+    """Returns the tensor-parallel size of a node that runs vLLM."""
     for args in (node.args, engine.args):
         value = argument(args, "tensor-parallel-size") or argument(args, "tp")
         if isinstance(value, int) and value > 0:
@@ -271,7 +273,7 @@ def tensor_parallel(engine: VllmEngineConfig, node: EngineNode) -> int:
 
 Node = MasterNode | StoreNode | CacheServerNode | PrefillNode | DecodeNode | ProxyNode
 ROLES = ("master", "store", "cache-server", "prefill", "decode", "proxy")
-"""In the order in which `up` starts them; it stops them in reverse."""
+"""The roles in the order in which `up` starts them. It stops them in reverse order."""
 
 
 # --- discovery -------------------------------------------------------------------------------------------------------
@@ -286,16 +288,16 @@ Endpoint = Annotated[
 
 
 class StaticDiscovery(Section, frozen=True, kw_only=True, tag_field="kind", tag="static"):
-    """The nodes are those of the file."""
+    """The cluster has exactly the nodes of the file."""
 
 
 class TlsConfig(Section, frozen=True, kw_only=True):
-    """How to talk to etcd over TLS. Files in PEM format, on every machine."""
+    """TLS to etcd. The files are in PEM format, on every machine."""
 
     ca_file: Line
-    """Certificate of the authority that must have signed etcd's certificate."""
+    """The certificate of the authority that must have signed etcd's certificate."""
     cert_file: Line | None = None
-    """Our own certificate, where etcd asks for one."""
+    """Our own certificate, if etcd asks for one."""
     key_file: Line | None = None
 
     def __post_init__(self) -> None:
@@ -304,14 +306,14 @@ class TlsConfig(Section, frozen=True, kw_only=True):
 
 
 class EtcdDiscovery(Section, frozen=True, kw_only=True, tag_field="kind", tag="etcd"):
-    """Nodes register in etcd and find one another there; the file need not name them all."""
+    """Nodes register in etcd and find one another there. The file need not name them all."""
 
     endpoints: Annotated[tuple[Endpoint, ...], msgspec.Meta(min_length=1, max_length=16)]
     """`host:port` of etcd's members."""
     ttl_s: Annotated[int, msgspec.Meta(ge=2, le=3600)] = 5
-    """A node that has been silent for so long is gone. etcd itself allows no less than 2."""
+    """The seconds of silence after which a node counts as gone. etcd allows no less than 2."""
     timeout_s: Seconds = 2.0
-    """The longest that one call to etcd may take; never more than a third of `ttl_s`."""
+    """How long one call to etcd may take; at most a third of `ttl_s`."""
     user: Line | None = None
     password_file: Line | None = None
     """A file that holds the user's password and nothing else."""
@@ -326,17 +328,17 @@ DiscoveryConfig = StaticDiscovery | EtcdDiscovery
 
 
 class MastersConfig(Section, frozen=True, kw_only=True):
-    """The `master` section: what holds for all nodes of the role master."""
+    """The `master` section: settings of all nodes of the role master."""
 
     ha: bool = False
-    """Several masters: etcd elects one, which shares its log of operations with the others; clients follow it."""
+    """Whether there are several masters. etcd elects one, which shares its log of operations with the others. Clients follow it."""
 
 
 class ServerTlsConfig(Section, frozen=True, kw_only=True):
-    """How clients talk to the proxy over TLS. Files in PEM format; they are read again when they change."""
+    """TLS from clients to the proxy. The files are in PEM format. They are read again when they change."""
 
     cert_file: Annotated[str, msgspec.Meta(min_length=1)]
-    """The proxy's certificate, then the intermediate ones up to an authority that clients know."""
+    """The proxy's certificate, then the intermediate ones up to an authority that clients trust."""
     key_file: Annotated[str, msgspec.Meta(min_length=1)]
     """Its private key, without a pass phrase."""
 
@@ -345,14 +347,14 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     """The `proxy` section."""
 
     request_timeout_s: Seconds = 300.0
-    """From a request's arrival to its last byte."""
+    """How long a request may take, from its arrival to the last byte of its answer."""
     prefill_timeout_s: Seconds = 120.0
-    """After this the decode node computes the prompt itself."""
+    """How long a prefill may take. After that, the decode node computes the prompt itself."""
     connect_timeout_s: Seconds = 2.0
     max_requests: Positive = 1024
-    """Requests in flight; one more is answered 503 with Retry-After. Fewer if the limit of open files allows no more."""
+    """The most requests in flight, or fewer if the limit of open files allows no more. One more is answered 503 with Retry-After."""
     header_timeout_s: Seconds = 10.0
-    """How long a TLS handshake, and the head of a request, may take to arrive."""
+    """How long a TLS handshake, and then the head of a request, may take to arrive."""
     idle_timeout_s: Seconds = 75.0
     """How long a connection may stay open without a request."""
     write_timeout_s: Seconds = 30.0
@@ -360,36 +362,37 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     body_timeout_s: Seconds = 60.0
     """How long a request's body may take to arrive."""
     body_memory: ByteSize = ByteSize(512 << 20)
-    """Bytes that all bodies together may take, each from its own first byte to the first one of its decode node's answer. A quarter is kept for
-    bodies of at most 256KiB, and no client gets more of either part than it leaves free; so 48MiB, three of the largest body, are the least."""
+    """The most bytes of all request bodies together. A body counts from its first byte until the decode node's answer begins. A quarter is
+    kept for bodies of at most 256KiB, and no client gets more of either part than it leaves free. So at least 48MiB, three of the largest
+    body, are needed."""
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
-    """Which prefill node computes a prompt; see `launch/proxy/routing.py`."""
+    """Decides which prefill node computes a prompt; see `launch/proxy/routing.py`."""
     direct_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
-    """A prompt with fewer tokens than this left to compute goes to the decode node directly; None: `cache.chunk_size`."""
+    """A prompt with fewer tokens than this left to compute goes directly to the decode node. None means `cache.chunk_size`."""
     node_cache_tokens: Positive = 1_000_000
-    """Tokens that a prefill node's own cache holds, if the node does not report it."""
+    """How many tokens a prefill node's own cache holds, if the node does not report it."""
     breaker_failures: Positive = 5
-    """A node that fails this many requests in a row is skipped for a while; one that refuses connections is skipped at once."""
+    """A node that fails this many requests in a row is skipped for a while. A node that refuses connections is skipped at once."""
     health_interval_s: Seconds = 2.0
     health_timeout_s: Seconds = 2.0
     api_keys_file: Line | None = None
-    """Lines of `NAME KEY`; clients then need one of these keys. Read again when it changes."""
+    """A file with lines of `NAME KEY`. If it is given, clients need one of these keys. It is read again when it changes."""
     monitor_keys_file: Line | None = None
-    """Lines of `NAME KEY`, for `/metrics`, `/peers` and all of `/health`; None: clients' keys open these."""
+    """A file with lines of `NAME KEY`, for `/metrics`, `/peers` and all of `/health`. If it is None, clients' keys open these."""
     node_key_file: Line | None = None
-    """Holds the key that nodes ask for (vLLM's `--api-key`), sent to them in place of the client's. Read again when it changes."""
+    """A file with the key that nodes ask for (vLLM's `--api-key`); the proxy sends it in place of the client's. Read again when it changes."""
     tls: ServerTlsConfig | None = None
-    """None: the proxy speaks plain HTTP."""
+    """If it is None, the proxy speaks plain HTTP."""
     max_requests_per_key: Positive | None = None
-    """Requests in flight of one key; one more is answered 429 with Retry-After."""
+    """The most requests in flight of one key. One more is answered 429 with Retry-After."""
     drain_s: Seconds = 5.0
-    """How long requests in flight may go on when the proxy has to stop."""
+    """How long requests in flight may go on after the proxy was told to stop."""
 
     def __post_init__(self) -> None:
         if self.max_requests_per_key is not None and self.api_keys_file is None:
             raise ValueError("`max_requests_per_key` needs `api_keys_file`")
         if self.node_key_file is not None and self.api_keys_file is None:
-            raise ValueError("`node_key_file` needs `api_keys_file`: the nodes' key would let everybody in")
+            raise ValueError("`node_key_file` needs `api_keys_file`; without it every client could use the nodes' key")
         if self.body_memory < 3 * LARGEST_BODY:
             raise ValueError(
                 f"`body_memory` must be at least {ByteSize(3 * LARGEST_BODY)}, three times the largest body"
@@ -414,7 +417,7 @@ class BenchConfig(Section, frozen=True, kw_only=True):
     """The `bench` section: `pd-cache bench` across machines."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 50_070
-    """Where the coordinator listens, on its node's host; with etcd it takes a free port, which the others find there."""
+    """The port of the coordinator, on its node's host. With etcd the coordinator takes a free port, which the others find in etcd."""
 
 
 class ClusterConfig(Section, frozen=True, kw_only=True):
@@ -424,7 +427,7 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     transfer: TransferSettings = TransferSettings()
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig | None = None
-    """Needed where there are prefill or decode nodes."""
+    """Needed if there are prefill or decode nodes."""
     connector: ConnectorConfig = ConnectorConfig()
     handoff: HandoffConfig = HandoffConfig()
     proxy: ProxyConfig = ProxyConfig()
@@ -440,27 +443,29 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
 
     @property
     def master_address(self) -> str:
-        """The master's address for Mooncake's clients: `host:port`, or where the elected master is found."""
+        """The master's address for Mooncake's clients: `host:port`, or the etcd that holds the elected master's address."""
         if self.masters.ha and isinstance(self.discovery, EtcdDiscovery):
             return f"etcd://{';'.join(self.discovery.endpoints)}/{self.name}"
         return f"{self.master.host}:{self.master.port}"
 
     @property
     def lease_ttl_ms(self) -> int:
-        """For how long a key that was looked up is safe: the least that a master of this file promises."""
+        """How long a key that was looked up is safe: the shortest lease of the file's masters."""
         masters = [node for node in self.nodes if isinstance(node, MasterNode)]
         return min(node.lease_ttl_ms for node in masters or [MasterNode(name="default")])
 
     def segment_size(self, node: Node) -> int:
-        """Bytes of memory that a node gives to the pool."""
+        """Returns how many bytes of memory a node gives to the pool."""
         if not isinstance(node, StoreNode) and node not in self.caching_nodes():
             return 0
         own = getattr(node, "segment_size", None)
         return int(self.transfer.segment_size if own is None else own)
 
     def server_url(self, node: CacheServerNode) -> str:
-        """Returns the address at which a cache server listens. Two clusters of one name differ by their etcd, or else by their
-        master's port, which must be chosen by then."""
+        """Returns the address at which a cache server listens. Without etcd, the master's port must be chosen by then.
+
+        The address holds a digest of etcd's addresses or the master's port, so that two clusters of one name differ.
+        """
         if node.url:
             return node.url
         if isinstance(self.discovery, EtcdDiscovery):  # a master may come back on another port
@@ -474,7 +479,7 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         return [node for node in self.nodes if isinstance(node, StoreNode) and node.host == host]
 
     def caching_nodes(self) -> list[EngineNode | CacheServerNode]:
-        """The nodes that own a cache, and with it a client of the pool: an engine that names a cache server has none."""
+        """Returns the nodes that own a cache and a client of the pool. An engine that names a cache server owns neither."""
         return [
             node
             for node in self.nodes
@@ -486,21 +491,21 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
 
     @property
     def shards(self) -> int:
-        """Returns into how many parts the nodes of this file cut a chunk's KV heads."""
+        """The number of parts into which the nodes of this file cut a chunk's KV heads."""
         if self.cache.shards or not isinstance(self.engine, VllmEngineConfig):
             return self.cache.shards or 1
         found = 1
         for size in sorted({tensor_parallel(self.engine, node) for node in self.nodes if isinstance(node, EngineNode)}):
             found = math.lcm(found, size)
             if found > MAX_SHARDS:
-                break  # refused by `checks`; the numbers of a file may be of any size
+                break  # `checks` refuses it; go no further, because the numbers of a file may be of any size
         return found
 
     def by_role(self, role: str) -> list[Node]:
         return [node for node in self.nodes if node.role == role]
 
     def settings_of(self, node: Node) -> NodeSettings:
-        """Returns what the cache inside a node of the file needs to know."""
+        """Returns the settings of the cache inside a node of the file."""
         transfer = self.transfer
         if transfer.client == "host" and not transfer.client_address and (stores := self.stores_of(node.host)):
             address = f"{node.host}:{stores[0].port}"

@@ -1,4 +1,4 @@
-"""Clients that find out how long a prefix of a prompt the cache holds, without a cache server."""
+"""Clients that find the longest cached prefix of a prompt without a cache server."""
 
 from pd_cache.lookup.base import LookupClient
 from pd_cache.lookup.bypass import BypassLookupClient

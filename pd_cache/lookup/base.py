@@ -1,4 +1,4 @@
-"""LookupClient: finds how long a prefix of a prompt the cache holds."""
+"""LookupClient: finds the longest prefix of a prompt that the cache holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pd_cache.tokens import ChunkedTokenDatabase, ExtraKey, Tokens
 
 
 class LookupClient(ABC):
-    """Finds prefixes, in tokens. Any error is counted, and the result is then what is at hand already."""
+    """Finds prefixes, in tokens. Counts any error; the result is then what is already at hand."""
 
     def __init__(self, database: ChunkedTokenDatabase, metrics: CacheMetrics | None = None) -> None:
         """`database` names the chunks."""
@@ -21,7 +21,7 @@ class LookupClient(ABC):
     @property
     @abstractmethod
     def available(self) -> bool:
-        """False while the process that it asks is known to be unreachable: every lookup is then a miss, immediately."""
+        """False while the process that answers lookups is known to be unreachable: every lookup is then an immediate miss."""
 
     def lookup(
         self,
@@ -32,11 +32,10 @@ class LookupClient(ABC):
         block_hashes: Sequence[bytes] | None = None,
         at_hand: int = 0,
     ) -> int:
-        """Returns the end of the longest contiguous prefix found, in tokens.
+        """Returns the end of the longest contiguous prefix found, in tokens; 0 for a prompt that cannot be named.
 
         Takes either `token_ids` or, in hash mode, the engine's `block_hashes`. `request_configs` may hold `extra_keys`: the request's
-        isolation (cache_salt, LoRA name, multi-modal hashes). The rest is as for `find`. A prompt that cannot be named has no chunks: the
-        result is 0.
+        isolation (cache_salt, LoRA name, multi-modal hashes). The other arguments are those of `find`.
         """
         try:
             names = self._database.name_chunks(token_ids, block_hashes, _extra_keys(request_configs))
@@ -48,8 +47,8 @@ class LookupClient(ABC):
     def find(self, names: Sequence[bytes], lookup_id: str | None = None, *, at_hand: int = 0) -> int:
         """Does the same as `lookup` for a prompt whose chunks are already named.
 
-        Whole chunks among the first `at_hand` tokens are at hand already: they are not looked up, and count as found. `lookup_id` names
-        the request in log lines. If a lookup protects what it found, it does so for that id, until the prefix is loaded or until `end`.
+        Whole chunks among the first `at_hand` tokens are not looked up, and count as found. `lookup_id` names the request in log lines. If
+        a lookup protects what it found, it does so for that id, until the prefix is loaded or until `end`.
         """
         size = self._database.chunk_size
         chunks = min(max(at_hand, 0) // size, len(names))
@@ -62,13 +61,13 @@ class LookupClient(ABC):
 
     @abstractmethod
     def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> int:
-        """Returns the end of the prefix. All numbers are in chunks. May raise anything."""
+        """Returns the end of the prefix. All numbers are in chunks. May raise any exception."""
 
-    def end(self, lookup_id: str) -> None:  # noqa: B027 - only some keep anything
-        """Releases what the lookups of this id protect: the request is over."""
+    def end(self, lookup_id: str) -> None:  # noqa: B027 - only some clients protect anything
+        """Releases what the lookups of this id protect. Call it when the request is over."""
 
     def supports_producer_reuse(self) -> bool:
-        """Returns whether prefill nodes may look up and reuse, too."""
+        """Returns whether prefill nodes, too, may look up and reuse chunks."""
         return True
 
     @abstractmethod
@@ -84,5 +83,5 @@ def _extra_keys(request_configs: Mapping[str, Any] | None) -> Sequence[ExtraKey]
         return ()
     unknown = set(request_configs) - {"extra_keys"}
     if unknown:
-        raise ValueError(f"unknown request_configs {sorted(unknown)}; known is extra_keys")
+        raise ValueError(f"unknown request_configs {sorted(unknown)}; expected only extra_keys")
     return tuple(request_configs["extra_keys"])

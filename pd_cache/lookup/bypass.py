@@ -12,7 +12,7 @@ from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
 
 
 class LooksUp(Protocol):
-    """The part of a `CacheEngine` that is needed here; this layer does not import it."""
+    """The part of a `CacheEngine` that is needed here. This layer does not import `CacheEngine`."""
 
     @property
     def database(self) -> ChunkedTokenDatabase: ...
@@ -35,7 +35,7 @@ class BypassLookupClient(LookupClient):
         timeout: float | None = None,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """`timeout` (s) bounds a lookup. Raises ValueError if the namespace of `config` and `metadata` is not the engine's."""
+        """`timeout` (s) bounds each lookup. Raises ValueError if the namespace of `config` and `metadata` is not the engine's."""
         wanted = metadata.namespace(config.cache)
         if engine.database.namespace != wanted:
             raise ValueError(f"the engine serves {engine.database.namespace}, the client was made for {wanted}")

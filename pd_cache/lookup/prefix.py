@@ -10,14 +10,14 @@ from transfer.errors import Status
 
 
 class PrefixLookup:
-    """Asks once for all chunks of a prompt, and counts."""
+    """Asks once for all chunks of a prompt, and counts requested and found tokens."""
 
     def __init__(self, database: ChunkedTokenDatabase, metrics: CacheMetrics) -> None:
         self._database = database
         self.metrics = metrics
 
     def find(self, names: Sequence[bytes], at_hand: int, exists: Callable[[list[str]], list[Status]]) -> int:
-        """Returns how many chunks, from the first, exist with every shard; the first `at_hand` count as found.
+        """Returns how many of the first chunks exist with every shard. The first `at_hand` count as found.
 
         `exists` looks up a list of keys with one request.
         """
@@ -29,8 +29,10 @@ class PrefixLookup:
         return self.judge(len(names), at_hand, statuses)
 
     def judge(self, chunks: int, at_hand: int, statuses: Sequence[Status]) -> int:
-        """Returns how many of `chunks` are found, given the statuses of all shards of the chunks after the first `at_hand`. Counts the
-        result."""
+        """Returns how many of the first `chunks` were found, and counts their tokens.
+
+        `statuses` are those of all shards of the chunks after the first `at_hand`.
+        """
         size, metrics = self._database.chunk_size, self.metrics
         metrics.tokens("lookup", "requested", (chunks - at_hand) * size)
         if statuses.count(Status.OK) == len(statuses):

@@ -1,11 +1,11 @@
 """CacheServer: the cache of one host, for any number of engines.
 
-One thread receives requests and answers those that need no waiting. A second answers lookups, all that came meanwhile together, so
-that no transfer holds them up. A pool of threads moves bytes, in turns that are fair between engines. One maps the memory that engines
-lend. One keeps house: it renews leases, ends sessions that are late, answers requests that have waited for too long, and forgets
-clients that are gone.
+One thread receives requests and answers those that need no waiting. A second thread answers lookups, so that no transfer holds them up;
+it takes all that are waiting at once. A pool of threads moves bytes, in turns that are fair between engines. One thread maps the memory
+that engines lend. One keeps house: it renews leases, ends late sessions, refuses requests that have waited too long, and forgets
+clients that are gone. One closes backends that no engine uses.
 
-What a client lent (its tensors) and what it holds (its sessions) are given up with it, whether it says goodbye or is killed.
+When a client goes, whether it says goodbye or is killed, the server gives up the client's tensors and its sessions.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ _TICK_S = 0.5
 _IDLE_TICK_S = 10.0
 _LEASE_BATCH = 1000
 _MOST_QUESTIONS = 32
-"""Most lookups that are asked together."""
+"""The most lookups that become one request to a backend."""
 
 
 _DESCRIPTORS_S = 5.0
-"""How long the descriptors of a registration may come after its message."""
+"""How long after a registration's message its file descriptors may come."""
 
 
 class _QueuedWork(NamedTuple):
@@ -91,10 +91,9 @@ class CacheServer:
         lease_s: float = 10.0,
         backend: OpenBackend | None = None,
     ) -> None:
-        """Listen at `url`. Raises CacheServerError if that is impossible, or if another server listens there already.
+        """Listens at `url`. Raises CacheServerError if that is impossible, or if another server already listens there.
 
-        `lease_s` is for how long the pool's master protects a key that was looked up. `backend` replaces the configured
-        tiers.
+        `lease_s` says how long the pool's master protects a key that was looked up. `backend` replaces the configured tiers.
         """
         self.settings = settings
         self.node = node
@@ -132,11 +131,11 @@ class CacheServer:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL at which it listens."""
         return self.channel.url
 
     def status(self) -> StatusReport:
-        """What the server is doing."""
+        """Returns what the server is doing."""
         with self._lock:
             clients = list(self._clients.values())
         return StatusReport(
@@ -153,7 +152,7 @@ class CacheServer:
         )
 
     def close(self) -> None:
-        """Refuse waiting requests, finish or abandon running ones, unmap, close the backends. Idempotent."""
+        """Refuses waiting requests, finishes or abandons running ones, unmaps all tensors and closes the backends. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -178,7 +177,7 @@ class CacheServer:
     # --- receiving -----------------------------------------------------------------------------------------------
 
     def _handle(self, incoming: Incoming) -> Answer | None:
-        """Returns the answer to a request that can be answered at once; None if another thread will answer."""
+        """Returns the answer to a request that can be answered at once, or None if another thread will answer."""
         request = incoming.request
         if isinstance(request, Hello):
             return self._hello(incoming.client, request)
@@ -207,12 +206,12 @@ class CacheServer:
         return None
 
     def _submit(self, item: Item[_QueuedWork]) -> None:
-        """Queue an item. Raises RefusalError if there is no place for it. It may take the place of another client's item."""
+        """Queues an item, which may take the place of another client's item. Raises RefusalError if there is no place for it."""
         turned_away = self._queue.put(item)
         if turned_away is None:
             return
         self.metrics.trouble("server", "busy")
-        busy = RefusalError("busy", f"{self.node.max_in_flight} operations are the most at a time")
+        busy = RefusalError("busy", f"the server runs at most {self.node.max_in_flight} operations at a time")
         if turned_away is item:
             raise busy
         self._receiver.answer(turned_away.work.incoming, busy.refused)
@@ -220,15 +219,15 @@ class CacheServer:
     # --- registrations -------------------------------------------------------------------------------------------
 
     def _expect(self, incoming: Incoming, client: Client, request: Register) -> None:
-        """Begin a registration when its descriptors are there. They come by the lifeline, and no thread waits for them."""
+        """Begins a registration once its descriptors have come over the lifeline. No thread waits for them."""
         if client.hello.kind != "worker":
-            raise RefusalError("invalid", f"a {client.hello.kind} has no KV tensors to register")
+            raise RefusalError("invalid", f"only a worker registers KV tensors; this client is a {client.hello.kind}")
         with self._lock:
             before = client.pending
             client.pending = PendingRegistration(incoming, request, time.monotonic() + _DESCRIPTORS_S)
         if before is not None:
             self._receiver.answer(
-                before.incoming, Refused("invalid", "another registration followed before its file descriptors")
+                before.incoming, Refused("invalid", "another registration came before this one's file descriptors")
             )
         self._begin_registration(client)
 
@@ -255,7 +254,7 @@ class CacheServer:
             self._receiver.answer(pending.incoming, refusal.refused)
 
     def _refuse_unaccompanied(self, now: float) -> None:
-        """Handles registrations whose descriptors have not come in time."""
+        """Refuses registrations whose descriptors have not come in time."""
         late: list[PendingRegistration] = []
         with self._lock:
             for client in self._clients.values():
@@ -263,28 +262,30 @@ class CacheServer:
                     late.append(client.pending)
                     client.pending = None
         for pending in late:
-            reason = "no file descriptors came over the lifeline; engines and their cache server share a host"
+            reason = "no file descriptors came over the lifeline; run the engine on the cache server's host"
             self._receiver.answer(pending.incoming, Refused("invalid", reason))
 
     # --- answering -----------------------------------------------------------------------------------------------
 
     def _hello(self, identity: bytes, hello: Hello) -> Answer:
         if identity != hello.client.encode():
-            raise RefusalError("invalid", "a client has one name, on its connection and in its hello")
+            raise RefusalError("invalid", "a client's name must be the same on its connection and in its hello")
         cache = self.settings.cache
         group = self.models.group(hello)
         if hello.kind != "observer":
             if cache.chunk_size % hello.block_size:
                 raise RefusalError(
                     "mismatch",
-                    f"this server's chunks have {cache.chunk_size} tokens, which is no multiple of the engine's block size "
+                    f"this server's chunks have {cache.chunk_size} tokens, which is not a multiple of the engine's block size "
                     f"{hello.block_size}",
                 )
             model = self.models.get(group)
             known = "" if model is None else model.database.namespace.fingerprint()
             if hello.namespace and known and hello.namespace != known:
                 assert model is not None
-                raise RefusalError("mismatch", f"this server serves {model.database.namespace}, the client another")
+                raise RefusalError(
+                    "mismatch", f"this server serves {model.database.namespace}, the client uses another namespace"
+                )
         displaced = None
         with self._lock:
             if len(self._clients) >= _MAX_CLIENTS and identity not in self._clients:
@@ -307,10 +308,13 @@ class CacheServer:
         )
 
     def _displace(self) -> Client:
-        """Take out the client that has been silent for longest, of those without a lifeline. Call with the lock."""
+        """Removes and returns the client without a lifeline that has been silent for longest. Call with the lock held.
+
+        Raises RefusalError if every client has a lifeline.
+        """
         guests = [one for one in self._clients.values() if not self._lifeline.has(one.hello.client)]
         if not guests:
-            raise RefusalError("busy", f"{_MAX_CLIENTS} clients are the most at a time")
+            raise RefusalError("busy", f"the server serves at most {_MAX_CLIENTS} clients at a time")
         return self._clients.pop(min(guests, key=lambda one: one.last_seen).hello.client.encode())
 
     def _handle_lookup(self, incoming: Incoming, client: Client, request: Lookup) -> Answer | None:
@@ -325,7 +329,7 @@ class CacheServer:
     # --- the threads that work -------------------------------------------------------------------------------------
 
     def _find(self) -> None:
-        """The thread that answers lookups: requests that came while it waited for the last answers are one question."""
+        """The thread that answers lookups. It takes all lookups that came during its last step together."""
         while (item := self._queue.take((Lane.QUICK,))) is not None:
             items = [item, *self._queue.take_more(Lane.QUICK, _MOST_QUESTIONS - 1)]
             wanted = [one for one in items if not one.work.client.gone]
@@ -339,7 +343,7 @@ class CacheServer:
                         self._queue.finished(one)
 
     def _ask_questions(self, items: list[Item[_QueuedWork]]) -> list[Item[_QueuedWork]]:
-        """Answer those lookups whose answer is known after one more step. Returns the others."""
+        """Does one step of each lookup, and answers those that have ended. Returns the others."""
         unfinished: list[Item[_QueuedWork]] = []
         questions = [item.work.job for item in items if isinstance(item.work.job, Question)]
         for index, answer in self._answerer.step(questions):
@@ -347,7 +351,7 @@ class CacheServer:
                 unfinished.append(items[index])
                 continue
             incoming, client, _ = items[index].work
-            if client.gone:  # it went during the lookup: nobody else would end its session
+            if client.gone:  # it went during the lookup: nothing else would end its session
                 self.sessions.end_client(client.hello.client)
             self._receiver.answer(incoming, answer)
         return unfinished
@@ -365,7 +369,7 @@ class CacheServer:
                     self._queue.finished(item)
 
     def _lend(self) -> None:
-        """The thread that maps the memory that engines lend, and unmaps it."""
+        """The thread that maps and unmaps the memory that engines lend."""
         while (item := self._queue.take((Lane.LEND,))) is not None:
             try:
                 if not item.work.client.gone:
@@ -374,14 +378,14 @@ class CacheServer:
                 self._queue.finished(item)
 
     def _go_on(self, item: Item[_QueuedWork]) -> bool:
-        """Queue the rest of an item, whose client may have gone meanwhile. Returns False if it was answered instead."""
+        """Queues the rest of an item. Returns False, after refusing it, if the server is closing."""
         if not self._queue.put_back(item):
             self._receiver.answer(item.work.incoming, Refused("closing", "the cache server is closing"))
             return False
         return True
 
     def _do(self, work: _QueuedWork) -> bool:
-        """Do one turn of a store or retrieve, or one registration. Returns True, after answering, unless there are more turns."""
+        """Does one turn of a store or retrieve, or one registration. Answers after the last turn. Returns False if more turns follow."""
         assert not isinstance(work.job, Question)
         answer: Answer | None
         try:
@@ -389,10 +393,10 @@ class CacheServer:
         except RefusalError as refusal:
             answer = refusal.refused
         except AbandonedError:
-            answer = Refused("abandoned", "the engine has given it up")
+            answer = Refused("abandoned", "the engine has given up the operation")
         except (SharingError, SealError, LayoutError) as error:
             answer = Refused("mismatch", str(error))
-        except Exception as error:  # whatever one operation raises, the thread goes on
+        except Exception as error:  # an error of one operation must not end the thread
             log.exception("an operation failed")
             answer = failed(error)
         if answer is None:
@@ -441,15 +445,15 @@ class CacheServer:
                 log.exception("house keeping failed")
 
     def _let_go(self) -> None:
-        """On a thread of its own: to close a backend takes a while, and leases are renewed meanwhile."""
+        """The thread that closes idle backends. Closing one takes a while, and leases must be renewed meanwhile."""
         while not self._stop.wait(min(_IDLE_TICK_S, self.node.idle_s / 2)):
             try:
                 self.models.release_idle(self.node.idle_s, time.monotonic())
-            except Exception:  # what is kept for too long must not end this
-                log.exception("memory that no engine uses could not be let go of")
+            except Exception:  # this thread runs as long as the server
+                log.exception("could not free the memory of a backend that no engine uses")
 
     def _forget_silent(self, now: float) -> None:
-        """Forget clients without a lifeline, those of other hosts, that have been silent for a session's length."""
+        """Forgets clients without a lifeline (those of other hosts) that have been silent for `session_s`."""
         with self._lock:
             silent = [
                 (identity, client)

@@ -1,6 +1,6 @@
 """RpcLookupServer: answers lookups about the engine of this process, for a scheduler in another process.
 
-The client names the chunks, so that a lookup is a small message however long the prompt; the server asks the engine.
+The client names the chunks, so that a lookup is a small message even for a long prompt. The server asks the engine.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _CLIENTS = 256
 
 
 class RpcLookupServer:
-    """Answers lookups about one engine, which stays its owner's. From construction until `close`."""
+    """Answers lookups about one engine, from construction until `close`. The caller keeps ownership of the engine."""
 
     def __init__(self, engine: CacheEngine, url: str, *, metrics: CacheMetrics | None = None) -> None:
-        """Listen at `url`; a tcp:// port of 0 takes a free one. Raises CacheServerError if that cannot be."""
+        """Listens at `url`; a tcp:// port of 0 takes a free one. Raises CacheServerError if that is impossible."""
         self._engine = engine
         self._name = uuid.uuid4().hex
         self._channel = ServerChannel(url)
@@ -39,11 +39,11 @@ class RpcLookupServer:
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
+        """The URL at which it listens."""
         return self._channel.url
 
     def close(self) -> None:
-        """Answer what was received, then stop listening. Idempotent."""
+        """Answers what was received, then stops listening. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -60,7 +60,7 @@ class RpcLookupServer:
         if incoming.client not in self._known:
             raise RefusalError("unknown_client", "say hello first")
         if not self._places.acquire(blocking=False):
-            raise RefusalError("busy", f"{_IN_FLIGHT} lookups are the most at a time")
+            raise RefusalError("busy", f"the server runs at most {_IN_FLIGHT} lookups at a time")
         self._threads.submit(self._lookup, incoming, request)
         return None
 
@@ -84,7 +84,7 @@ class RpcLookupServer:
     def _lookup(self, incoming: Incoming, request: Lookup) -> None:
         try:
             answer: Answer = Found(self._engine.lookup(split_names(request.names), at_hand=request.at_hand))
-        except Exception as error:  # noqa: BLE001 - the client is told, and counts it
+        except Exception as error:  # noqa: BLE001 - the client receives and counts the error
             answer = failed(error)
         finally:
             self._places.release()

@@ -1,4 +1,4 @@
-"""A store or retrieve under way: what has moved, and what the next turn moves."""
+"""MoveJob: a store or retrieve under way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pd_cache.server.registrations import Client, Worker
 from pd_cache.wire.messages import Answer, Loaded, Move, RefusalError, Retrieve, Stored, count_names
 
 TURN_BYTES = 1 << 30
-"""Bytes that one store or retrieve moves before others have their turn: about a second's work."""
+"""The bytes that one store or retrieve moves before others have their turn: about a second's work."""
 
 
 class _BegunJob(NamedTuple):
@@ -29,10 +29,10 @@ class MoveJob:
         self._loaded = loaded
         self._begun: _BegunJob | None = None
         self._done = 0
-        """Chunks."""
+        """How many chunks have moved."""
         self._outcomes = bytearray()
         self.until = time.monotonic() + request.patience_ms / 1000
-        """When the engine gives it up."""
+        """When the engine gives it up, by `time.monotonic()`."""
 
     @property
     def cost(self) -> int:
@@ -45,7 +45,10 @@ class MoveJob:
         return min(left, max(1, TURN_BYTES // (model.mover.backend.payload_bytes * len(model.shards_of(worker.rank)))))
 
     def turn(self) -> Answer | None:
-        """Do the next turn. Returns the answer after the last one. Raises RefusalError, AbandonedError or what the memory raises."""
+        """Does the next turn. Returns the answer after the last turn, otherwise None.
+
+        Raises RefusalError if the request does not fit or is late, AbandonedError if the engine has given it up, or what the memory raises.
+        """
         if time.monotonic() > self.until:
             raise RefusalError("late", "its turn came after its deadline")
         if self._begun is None:

@@ -1,4 +1,4 @@
-"""Queues work for threads: bounded, and fair between clients by the work that they ask for, not by the number of requests."""
+"""FairQueue: a bounded queue of work for threads. It is fair between clients by the work they ask for, not by their number of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Lane(enum.Enum):
-    """How long an item takes."""
+    """Says how long an item takes."""
 
     QUICK = 0
     """A question: a millisecond."""
@@ -29,20 +29,20 @@ class Item(NamedTuple, Generic[T]):
     """In any unit that all items of the lane share."""
     work: T
     until: float = math.inf
-    """When it need not be taken any more; compared with the time given to `expire`."""
+    """When it is too late to take the item; `expire` compares it with the time that it is given."""
 
 
 class _ClientQueue(Generic[T]):
     def __init__(self) -> None:
         self.waiting: dict[Lane, deque[Item[T]]] = {lane: deque() for lane in Lane}
         self.served = dict.fromkeys(Lane, 0)
-        """The cost of the work it was given, never less than that of waiting clients: an idle client saves nothing up."""
+        """The cost of the work that was taken. An idle client saves nothing up: it starts from what the waiting clients have."""
         self.places = 0
         """Items waiting or running."""
 
 
 class _Takers:
-    """Threads that take from the same lanes and wait for items. The lock is the queue's."""
+    """Threads that take from the same lanes and wait for items. They share the queue's lock."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._something = threading.Condition(lock)
@@ -54,7 +54,7 @@ class _Takers:
         self._something.wait()
 
     def wake(self) -> bool:
-        """Wake one thread to look. Returns False if none waits."""
+        """Wakes one thread. Returns False if none waits."""
         if not self._waiting:
             return False
         self._waiting -= 1
@@ -63,14 +63,15 @@ class _Takers:
 
 
 class FairQueue(Generic[T]):
-    """Items of many clients: in order within a client and lane, and the client that was served least comes first. Thread-safe.
+    """Holds the items of many clients. Thread-safe.
 
-    An item wakes one thread that takes from its lane, not all: waking those that find nothing costs more than a lookup does.
-    A thread that is woken, or that comes back for more, looks at all of its lanes, so no thread has to be woken for an item while none
-    waits.
+    Within a client and lane, items keep their order. Between clients, the one that was served least comes first.
 
-    At most `limit` items wait or run. A client may hold as many places as it leaves free, so that a client alone gets half of them. If
-    several clients have taken all places, a client that holds fewer takes one from the client that holds most.
+    An item wakes only one of the threads that take from its lane: waking threads that find nothing costs more than a lookup does. A thread
+    looks at all of its lanes whenever it is woken or comes back for more, so an item that finds no thread waiting needs to wake none.
+
+    At most `limit` items wait or run. A client may hold as many places as it leaves free, so a client alone gets half of them. If several
+    clients have taken all places, a client that holds fewer takes one from the client that holds most.
     """
 
     def __init__(self, limit: int) -> None:
@@ -83,11 +84,11 @@ class FairQueue(Generic[T]):
 
     @property
     def in_flight(self) -> int:
-        """Items that wait or run."""
+        """How many items wait or run."""
         return self._total
 
     def put(self, item: Item[T]) -> Item[T] | None:
-        """Queue an item. Returns the item that lost its place: None, this item itself, or the last one of a client that holds more."""
+        """Queues an item. Returns the item that lost its place, if any: this item itself, or the last one of a client that holds more."""
         with self._lock:
             client = self._clients.get(item.client)
             if client is None:
@@ -105,9 +106,9 @@ class FairQueue(Generic[T]):
             return displaced
 
     def put_back(self, item: Item[T]) -> bool:
-        """Queue the rest of an item that was taken, before all else of its client. Returns False if the queue is closed.
+        """Queues the rest of an item that was taken, before its client's other items of the lane. Returns False if the queue is closed.
 
-        It keeps its place, so it need not be given to `finished` then.
+        If it returns True, the item keeps its place, and the caller must not pass it to `finished`.
         """
         with self._lock:
             if self._closed:
@@ -119,7 +120,7 @@ class FairQueue(Generic[T]):
     def take(self, lanes: tuple[Lane, ...]) -> Item[T] | None:
         """Waits for the next item of the first lane that has one, and returns it. Returns None once the queue is closed.
 
-        The caller has to pass it to `finished` in the end.
+        The caller must pass the item to `finished` in the end.
         """
         with self._lock:
             takers = self._takers.get(lanes)
@@ -135,7 +136,7 @@ class FairQueue(Generic[T]):
                 takers.wait()
 
     def take_more(self, lane: Lane, most: int) -> list[Item[T]]:
-        """Returns, without waiting, up to `most` further items of a lane, to be done together with one that was taken."""
+        """Returns up to `most` further items of a lane, without waiting. The caller must pass each to `finished` in the end."""
         items: list[Item[T]] = []
         with self._lock:
             while len(items) < most and not self._closed and (item := self._next(lane)) is not None:
@@ -143,12 +144,12 @@ class FairQueue(Generic[T]):
         return items
 
     def finished(self, item: Item[T]) -> None:
-        """Free the place of an item that was taken."""
+        """Frees the place of an item that was taken."""
         with self._lock:
             self._release(item)
 
     def expire(self, now: float) -> list[Item[T]]:
-        """Take out waiting items that need not be taken any more."""
+        """Removes and returns the waiting items whose `until` has passed."""
         late: list[Item[T]] = []
         with self._lock:
             for client in list(self._clients.values()):
@@ -161,7 +162,7 @@ class FairQueue(Generic[T]):
         return late
 
     def discard(self, client: str) -> list[Item[T]]:
-        """Take out a client's waiting items."""
+        """Removes and returns a client's waiting items."""
         with self._lock:
             known = self._clients.get(client)
             found = [] if known is None else [item for waiting in known.waiting.values() for item in waiting]
@@ -172,7 +173,7 @@ class FairQueue(Generic[T]):
             return found
 
     def close(self) -> list[Item[T]]:
-        """Make every `take` return None from now on. Returns the items that still waited."""
+        """Makes every `take` return None from now on. Returns the items that still waited."""
         with self._lock:
             self._closed = True
             for takers in self._takers.values():
@@ -191,7 +192,7 @@ class FairQueue(Generic[T]):
             client.waiting[lane].append(item)
 
     def _displace(self, client: _ClientQueue[T]) -> Item[T] | None:
-        """Make room for a client if another client holds more."""
+        """Removes and returns a waiting item of the client that holds most, if that is at least two more than this client holds."""
         rich = [one for one in self._clients.values() if one.places > client.places + 1 and any(one.waiting.values())]
         if not rich or self._total < self._limit:
             return None
@@ -201,7 +202,7 @@ class FairQueue(Generic[T]):
         return item
 
     def _wake(self, lane: Lane) -> None:
-        """Wake one thread that takes from the lane."""
+        """Wakes one thread that takes from the lane."""
         any(takers.wake() for lanes, takers in self._takers.items() if lane in lanes)
 
     def _next(self, lane: Lane) -> Item[T] | None:
@@ -219,6 +220,6 @@ class FairQueue(Generic[T]):
         self._tidy(item.client)
 
     def _tidy(self, name: str) -> None:
-        """Forget a client that holds nothing, and what it was served: the others have been served more by then."""
+        """Forgets a client that holds no place."""
         if not self._clients[name].places:
             del self._clients[name]

@@ -16,12 +16,12 @@ _TICK_S = 0.5
 
 
 class Receiver:
-    """Receives from a channel, from `start` until `stop`. Whatever one request raises, the others are answered."""
+    """Receives from a channel, from `start` until `stop`. An error of one request does not stop the others."""
 
     def __init__(
         self, channel: ServerChannel, handle: Callable[[Incoming], Answer | None], metrics: CacheMetrics, op: str
     ) -> None:
-        """`handle` returns the answer, or None if another thread will `answer`; it may raise RefusalError. Troubles count as `op`'s."""
+        """`handle` returns the answer, or None if another thread will call `answer`. It may raise RefusalError. Troubles count under `op`."""
         self._channel = channel
         self._handle = handle
         self._metrics = metrics
@@ -30,17 +30,17 @@ class Receiver:
         self._thread = threading.Thread(target=self._receive, name=f"pd-cache-{op}-receive", daemon=True)
 
     def start(self) -> None:
-        """Begin to receive."""
+        """Begins to receive."""
         self._thread.start()
 
     def answer(self, incoming: Incoming, answer: Answer) -> None:
-        """Answer a request. Thread-safe."""
+        """Answers a request. Thread-safe."""
         if isinstance(answer, Refused) and answer.reason != "busy":
             self._metrics.trouble(self._op, f"refused_{answer.reason}", detail=answer.message)
         self._channel.answer(incoming, answer)
 
     def stop(self, timeout: float | None = None) -> None:
-        """Receive no more, and wait up to `timeout` seconds for the request that is being handled."""
+        """Stops receiving, and waits up to `timeout` seconds for the request that is being handled."""
         self._stopping = True
         self._channel.wake()
         self._thread.join(timeout)
@@ -52,7 +52,7 @@ class Receiver:
                     answer = self._handle(incoming)
                 except RefusalError as refusal:
                     answer = refusal.refused
-                except Exception as error:  # whatever one request raises, the others are answered
+                except Exception as error:  # an error of one request must not stop the others
                     log.exception("a request failed")
                     answer = failed(error)
                 if answer is not None:
@@ -63,5 +63,5 @@ class Receiver:
 
 
 def failed(error: Exception) -> Refused:
-    """Returns the answer to a request that raised an error which nobody expected."""
+    """Returns the answer to a request that raised an unexpected error."""
     return Refused("failed", f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Clients, and what they have lent: a worker's mapped tensors, and how they may be used."""
+"""Clients, and the tensors that workers have lent."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _UNMAP_S = 5.0
 
 
 class Worker(NamedTuple):
-    """A registration: tensors that are mapped, and may be touched as their fence allows."""
+    """A registration: mapped tensors, which may be touched as their fence allows."""
 
     model: Model
     rank: int
     tensors: MappedTensors
 
     def run(self, request: Move, until: float) -> ChunkRun:
-        """Returns what is to be moved, checked before anything moves. Raises RefusalError for a request that does not fit.
+        """Returns what a request is to move. No copy begins after `until`, by `time.monotonic()`.
 
-        Nothing is copied after `until`, by `time.monotonic()`.
+        Raises RefusalError, before anything moves, if the request does not fit the layout.
         """
         layout, database = self.tensors.layout, self.model.database
         names = split_names(request.names)
         needed = len(names) * database.blocks_per_chunk
         if len(request.blocks) != needed:
-            raise RefusalError("invalid", f"{len(names)} chunks lie in {needed} blocks, got {len(request.blocks)}")
+            raise RefusalError("invalid", f"{len(names)} chunks need {needed} blocks, got {len(request.blocks)}")
         try:
             chunks = plan(request.blocks, layout, database.chunk_size, may_leave_out=isinstance(request, Retrieve))
         except ValueError as error:
@@ -67,54 +67,57 @@ class Client:
         self.group = group
         self.worker: Worker | None = None
         self.pending: PendingRegistration | None = None
-        """At most one: a client that sends another gives up the one before."""
+        """At most one: a second registration replaces the first."""
         self.gone = False
         self.registering = threading.Lock()
         self.last_seen = time.monotonic()
 
     @property
     def registered(self) -> Worker:
-        """Raises RefusalError before it has registered."""
+        """The client's registration. Raises RefusalError if it has none."""
         worker = self.worker
         if worker is None:
             raise RefusalError("unknown_client", "register the KV tensors first")
         return worker
 
     def register(self, request: Register, models: ServedModels, lifeline: LifelineServer) -> Answer:
-        """Map its tensors, in place of what it had registered before. The descriptors have come.
+        """Maps the client's tensors, whose descriptors have come. Replaces an earlier registration.
 
-        Raises RefusalError, SharingError, SealError or LayoutError, with nothing left open, if they cannot be served.
+        Raises RefusalError, SharingError, SealError or LayoutError, with nothing left open, if the tensors cannot be served.
         """
         descriptors = lifeline.take(self.hello.client, request.registration)
         if not descriptors:
-            raise RefusalError("invalid", "the file descriptors of this registration were replaced by later ones")
+            raise RefusalError("invalid", "a later registration's file descriptors replaced those of this one")
         try:
             with self.registering:
                 self._map(request, descriptors, models)
         finally:
             lifeline.let_go(descriptors)
-            if self.gone:  # it went meanwhile, while the lock was taken
+            if self.gone:  # it went while the lock was taken
                 self.leave()
         return Done()
 
     def unregister(self) -> Answer:
-        """Unmap its tensors. Raises RefusalError if a copy outlives the wait for it."""
+        """Unmaps the client's tensors. Raises RefusalError if a copy outlives the wait for it."""
         with self.registering:
             if not self._unmap(_UNMAP_S):
-                raise RefusalError("busy", "a copy is still running; the memory is let go of when it ends")
+                raise RefusalError("busy", "a copy is still running; the server unmaps the memory when it ends")
         return Done()
 
     def leave(self) -> None:
-        """Called when the client is gone: begin none of its work, and unmap its tensors as soon as nothing copies. Never waits."""
+        """Makes the server begin none of the client's work and unmap its tensors as soon as nothing copies. Never waits.
+
+        Called when the client is gone.
+        """
         self.gone = True
-        if self.registering.acquire(blocking=False):  # otherwise the thread that has it comes here when it is done
+        if self.registering.acquire(blocking=False):  # otherwise the thread that holds it calls this when it is done
             try:
                 self._unmap(0.0)
             finally:
                 self.registering.release()
 
     def _map(self, request: Register, descriptors: list[int], models: ServedModels) -> None:
-        """Call with `registering`."""
+        """Call with `registering` held."""
         self._unmap(_UNMAP_S)
         tensors = MappedTensors(request, descriptors[1:], FenceView(descriptors[0]), self.hello.shards_per_rank)
         try:
@@ -126,7 +129,7 @@ class Client:
         log.info("worker of %s registered: %s", self.hello.model, tensors.layout)
 
     def _unmap(self, timeout: float) -> bool:
-        """End the registration. Returns False if a copy outlives the wait for it. Call with `registering`."""
+        """Ends the registration. Returns False if a copy outlives the wait for it. Call with `registering` held."""
         worker, self.worker = self.worker, None
         if worker is None:
             return True

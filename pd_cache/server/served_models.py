@@ -25,13 +25,13 @@ OpenBackend = Callable[[NodeSettings, int], StorageBackend]
 log = logging.getLogger(__name__)
 
 _MAX_MODELS = 64
-"""Most groups that are remembered without a worker."""
+"""The most groups without a worker that are remembered."""
 _MAX_BACKENDS = 4
-"""Most sizes of payload at a time, each with a backend of its own."""
+"""The most payload sizes at a time. Each has its own backend."""
 
 
 class Group(NamedTuple):
-    """What engines say about themselves. Engines that say the same share chunks, if their tensors agree, too."""
+    """What engines say about themselves. Engines that say the same share chunks if their tensors agree, too."""
 
     model: str
     world_size: int
@@ -79,7 +79,7 @@ class ServedModels:
         opens: OpenBackend | None = None,
         released: Callable[[StorageBackend], None] = lambda _: None,
     ) -> None:
-        """`opens` replaces the configured tiers; `released` is called with a backend that is about to be closed."""
+        """`opens` replaces the configured tiers. `released` is called with each backend that is about to be closed."""
         self._settings = settings
         self._metrics = metrics
         self._opens = opens or self._open_tiers
@@ -87,38 +87,42 @@ class ServedModels:
         self._opening = threading.Lock()
         self._models: dict[Group, Model] = {}
         self._backends: dict[int, StorageBackend] = {}
-        """Backends by size of payload; the one with the latest registration comes last."""
+        """Backends by payload size. The one with the latest registration comes last."""
         self._idle_since: dict[int, float] = {}
-        """When sizes were first seen without a worker, by `time.monotonic()`."""
+        """When each size was first seen without a worker, by `time.monotonic()`."""
         self._segment_of: int | None = None
-        """The size whose backend has given the segment to the pool. It is given once, for any number of sizes."""
+        """The size whose backend has given the segment to the pool. Only one backend gives it."""
 
     def group(self, hello: Hello) -> Group:
-        """Returns the group with which an engine shares chunks. It may choose how to name them if the file leaves that open."""
+        """Returns the group with which an engine shares chunks. The engine may choose the hash mode if the file says `auto`.
+
+        Raises RefusalError if the hash modes differ, or if a chunk would have too many shards.
+        """
         cache = self._settings.cache
         mode = hello.hash_mode or cache.named_by
         if cache.hash_mode not in ("auto", mode):
             raise RefusalError(
-                "mismatch", f"this server names chunks by {cache.hash_mode} (cache.hash_mode), the engine by {mode}"
+                "mismatch",
+                f"this server's cache.hash_mode is {cache.hash_mode}, the engine's is {mode}; set the same one for both",
             )
         seed = hello.hash_seed or cache.hash_seed
         if hello.world_size * hello.shards_per_rank > MAX_SHARDS:
             raise RefusalError(
                 "invalid",
-                f"world size {hello.world_size} with {hello.shards_per_rank} shards each makes {hello.world_size * hello.shards_per_rank} objects of "
-                f"every chunk; {MAX_SHARDS} are the most",
+                f"a world size of {hello.world_size} with {hello.shards_per_rank} shards per rank makes {hello.world_size * hello.shards_per_rank} "
+                f"objects of each chunk; expected at most {MAX_SHARDS}",
             )
         return Group(hello.model, hello.world_size, hello.shards_per_rank, hello.block_size, mode, seed)
 
     def get(self, group: Group) -> Model | None:
-        """The group's model; None before its first worker has registered."""
+        """Returns the group's model, or None before the group's first worker has registered."""
         return self._models.get(group)
 
     def serve(self, group: Group, layout: KVLayout, client: str) -> Model:
-        """Returns the group's model with this client among its workers from now on. Its first worker makes it.
+        """Adds this client to the workers of the group's model, which the first worker makes. Returns the model.
 
-        Raises RefusalError for a worker that does not fit the others, or for which there is no room; LayoutError for pages that
-        cannot be cut into as many shards as the group says.
+        Raises RefusalError if the worker does not fit the others or there is no room for it, LayoutError if its pages cannot be cut
+        into as many shards as the group says.
         """
         if layout.block_size != group.block_size:
             raise RefusalError(
@@ -134,7 +138,7 @@ class ServedModels:
                 if model is not None and model.workers - {client}:
                     raise RefusalError(
                         "mismatch",
-                        f"{group.model} is served already by workers whose KV tensors are {model.metadata}; these are "
+                        f"{group.model} is already served by workers whose KV tensors are {model.metadata}; these are "
                         f"{metadata}: their chunks are not interchangeable",
                     )
                 cache = self._settings.cache
@@ -150,7 +154,7 @@ class ServedModels:
             return model
 
     def _forget_models(self) -> None:
-        """Forget the oldest groups without a worker beyond `_MAX_MODELS`; they are made again when a worker comes."""
+        """Forgets the oldest groups without a worker beyond `_MAX_MODELS`. The next worker makes them again."""
         for group in [group for group, model in self._models.items() if not model.workers][: -_MAX_MODELS or None]:
             self._models.pop(group).mover.close(0.0)
 
@@ -163,10 +167,10 @@ class ServedModels:
         return list(self._backends.values())
 
     def release_idle(self, idle_s: float, now: float) -> None:
-        """Close backends that have been without a worker for `idle_s` seconds. Call it now and then.
+        """Closes backends that have been without a worker for `idle_s` seconds. Call it now and then.
 
-        The one with the segment stays, because others have chunks in it. If no engine is left at all, the size that was used last
-        stays, too: most likely its engine comes back.
+        The backend with the segment stays, because other nodes have chunks in it. If no engine is left at all, the size that was used
+        last stays, too, because its engine will probably come back.
         """
         released: list[Callable[[], None]] = []
         with self._opening:
@@ -176,11 +180,11 @@ class ServedModels:
             for size in idle:
                 if now - self._idle_since[size] >= idle_s and size not in (self._segment_of, last):
                     released.append(self._take_out(size, f"their last engine went {idle_s:g} s ago"))
-        for close in released:  # which takes a while: others may register meanwhile
+        for close in released:  # takes a while, so without the lock: others may register meanwhile
             close()
 
     def close(self) -> None:
-        """Close the backends; nothing moves any more."""
+        """Closes the backends. No store or retrieve may be running any more."""
         for backend in self.backends:
             backend.close()
 
@@ -191,8 +195,8 @@ class ServedModels:
         if len(self._backends) >= _MAX_BACKENDS and not self._release_one():
             raise RefusalError(
                 "mismatch",
-                f"chunks of {payload_bytes} bytes would be the {_MAX_BACKENDS + 1}th size at this server, which serves "
-                f"{sorted(self._backends)}",
+                f"chunks of {payload_bytes} bytes would be size number {_MAX_BACKENDS + 1} on this server, which already serves "
+                f"{sorted(self._backends)} bytes; stop the engines of one of these",
             )
         settings = self._settings
         if self._segment_of is not None:
@@ -207,24 +211,24 @@ class ServedModels:
         return opened
 
     def _release_one(self) -> bool:
-        """Close a backend without a worker, because another needs its place. Returns False if each has a worker.
+        """Closes a backend without a worker, because another needs its place. Returns False if every backend has a worker.
 
-        The one that was used longest ago goes first. The one with the segment goes last, because others have chunks there.
+        The one that was used longest ago goes first. The one with the segment goes last, because other nodes have chunks in it.
         """
         idle = self._without_workers()
         if not idle:
             return False
         size = min(idle, key=lambda one: one == self._segment_of)
-        self._take_out(size, "their last engine has gone, another size came")()
+        self._take_out(size, "their last engine has gone, and engines of another size need the room")()
         return True
 
     def _without_workers(self) -> list[int]:
-        """Sizes that no worker uses, the one that was used last at the end."""
+        """Returns the sizes that no worker uses, the most recently used last."""
         used = {id(model.mover.backend) for model in self if model.workers}
         return [size for size, backend in self._backends.items() if id(backend) not in used]
 
     def _take_out(self, size: int, why: str) -> Callable[[], None]:
-        """Take a backend out of the tables. Returns what closes it."""
+        """Takes a backend out of the tables. Returns a function that closes it."""
         backend = self._backends.pop(size)
         if size == self._segment_of:
             self._segment_of = None
@@ -236,7 +240,7 @@ class ServedModels:
                 mover.close(self._settings.transfer.timeouts.close_ms / 1000)
             self._released(backend)
             backend.close()
-            log.info("chunks of %d bytes are not served any more: %s", size, why)
+            log.info("no longer serving chunks of %d bytes: %s", size, why)
 
         return close
 

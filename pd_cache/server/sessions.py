@@ -1,8 +1,8 @@
-"""What lookups found and loads are about to need: pinned, counted, and never for longer than a deadline.
+"""Sessions: each keeps what a lookup found until it is loaded, or until a deadline.
 
-A session belongs to the client that looked up, and holds the keys found, shard by shard. In local tiers a key is pinned by
-reference count. The pool's objects are kept by asking for them again before their lease ends; that costs one
-`batch_is_exist` for all sessions together.
+A session belongs to the client that made the lookup, and holds the keys found, shard by shard. In local tiers a key is pinned by
+reference count. The server keeps the pool's objects by looking them up again before their lease ends; that takes one `batch_is_exist`
+for all sessions together.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from pd_cache.backends import StorageBackend
 
 MAX_SESSIONS = 4096
-"""Sessions of all clients; one more ends the oldest of the client that has most."""
+"""The most sessions of all clients. One more ends the oldest of the client that has most."""
 MAX_KEYS = 1 << 20
-"""Keys of all sessions; more keys end the oldest sessions of the client that holds most."""
+"""The most keys of all sessions. More keys end the oldest sessions of the client that holds most."""
 
 
 class Session:
@@ -49,21 +49,21 @@ class Session:
 
     @property
     def keys(self) -> list[str]:
-        """The keys that it holds, in one way or the other."""
+        """The keys that it holds, pinned or kept by a lease."""
         return [key for keys in self._shards.values() for key in keys]
 
     @property
     def pinned(self) -> int:
-        """How many keys it keeps."""
+        """How many keys it holds."""
         return sum(len(keys) for keys in self._shards.values())
 
     @property
     def unpinned(self) -> list[str]:
-        """The keys that no local tier keeps for it."""
+        """The keys that no local tier has pinned for it."""
         return [key for key in self.keys if key not in self._pinned]
 
     def drop(self, rank: int | None = None) -> bool:
-        """Unpin one rank's keys, or all. Returns True if nothing is left."""
+        """Unpins the keys of one rank, or of all. Returns True if none are left."""
         ranks = list(self._shards) if rank is None else [rank]
         for one in ranks:
             pinned = self._pinned.intersection(self._shards.pop(one, ()))
@@ -105,7 +105,7 @@ class Sessions:
 
     @property
     def pinned(self) -> int:
-        """How many keys are pinned, each counted as often as it is."""
+        """How many keys all sessions hold. A key that several sessions hold counts several times."""
         with self._lock:
             return sum(session.pinned for session in self._sessions.values())
 
@@ -119,27 +119,27 @@ class Sessions:
         shards: Sequence[Sequence[str]],
         lifetime: float,
     ) -> None:
-        """Pin what a lookup found, in place of what the same client's request of this name had pinned before."""
+        """Pins what a lookup found. Ends the client's earlier session of this name."""
         session = Session(client, name, model, backend, frozenset(names), shards, self._clock() + lifetime)
         with self._lock:
-            self._end(client, name)  # only now: the new one holds the same keys already
+            self._end(client, name)  # only now, when the new one already holds the same keys
             self._sessions[client, name] = session
             self._by_request.setdefault((model, name), []).append(session)
             share = self._clients.setdefault(client, _ClientShare())
             share.names[name] = None
             share.keys += session.size
             self._keys += session.size
-            # a client that asks for too much loses its own oldest session, not another client's
+            # a client that asks for too much loses its own oldest sessions, not those of another client
             while len(self._sessions) > self._most:
                 self._end_oldest_of(max(self._clients, key=lambda one: len(self._clients[one].names)))
             while self._keys > self._most_keys:
                 self._end_oldest_of(max(self._clients, key=lambda one: self._clients[one].keys))
 
     def loaded(self, name: str, model: object, rank: int, names: Sequence[bytes]) -> None:
-        """Called when a rank has loaded what the request's session holds for it.
+        """Releases what the request's session holds for a rank, which has loaded it.
 
         The client that looks up and the client that loads belong to one engine. If several engines of a model have requests of the
-        same name, any session that holds these chunks will do: it holds the same keys.
+        same name, any session that holds these chunks will do, because it holds the same keys.
         """
         with self._lock:
             candidates = self._by_request.get((model, name), ())
@@ -148,24 +148,24 @@ class Sessions:
                 self._end(session.client, session.name)
 
     def end(self, client: str, name: str) -> None:
-        """End one session; nothing happens if there is none."""
+        """Ends one session; nothing happens if there is none."""
         with self._lock:
             self._end(client, name)
 
     def end_client(self, client: str) -> None:
-        """End all sessions of a client that is gone."""
+        """Ends all sessions of a client that is gone."""
         with self._lock:
             for name in list(self._clients[client].names) if client in self._clients else ():
                 self._end(client, name)
 
     def end_backend(self, backend: StorageBackend) -> None:
-        """End all sessions over a backend that is about to be closed."""
+        """Ends all sessions over a backend that is about to be closed."""
         with self._lock:
             for key in [key for key, session in self._sessions.items() if session.backend is backend]:
                 self._end(*key)
 
     def expire(self) -> int:
-        """End the sessions whose deadline has passed. Returns how many."""
+        """Ends the sessions whose deadline has passed. Returns how many."""
         now = self._clock()
         with self._lock:
             late = [key for key, session in self._sessions.items() if session.deadline <= now]
@@ -174,7 +174,7 @@ class Sessions:
         return len(late)
 
     def leases(self) -> list[tuple[StorageBackend, list[str]]]:
-        """Returns the keys that only a lease keeps, without repetition, for each backend."""
+        """Returns, for each backend, the keys that only a lease keeps, each once."""
         with self._lock:
             by_backend: dict[int, tuple[StorageBackend, dict[str, None]]] = {}
             for session in self._sessions.values():

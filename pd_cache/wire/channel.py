@@ -1,10 +1,10 @@
-"""Frames over ZMQ: the only module that uses it.
+"""Sends and receives frames over ZMQ. No other module uses ZMQ.
 
-A ZMQ socket is for one thread at a time. If a thread of ours owned it, each request would cost two thread switches; beside a thread that
-spins, it would also get the GIL milliseconds late. So no thread owns the socket. Each thread that sends or looks for answers uses it,
-under a lock that no thread holds while it waits. One thread at a time waits for the socket's file descriptor, outside the lock. That
-descriptor is edge-triggered: any use of the socket may swallow the edge, so a thread that used it and finds frames left to read wakes the
-waiting thread.
+Only one thread at a time may use a ZMQ socket. If a thread of ours owned it, each request would cost two thread switches, and beside a
+thread that spins, the owner would get the GIL milliseconds late. So no thread owns the socket. Each thread that sends or looks for answers
+uses it, under a lock that no thread holds while it waits. One thread at a time waits for the socket's file descriptor, outside the lock.
+That descriptor is edge-triggered: any use of the socket may swallow the edge, so a thread that used it and finds frames left to read wakes
+the waiting thread.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ _EVENTS, _READABLE, _NOW = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 """ZMQ's events as plain integers: enumerations cost as much as the calls."""
 _HIGH_WATER = 4096
 _OUTSTANDING = 1024
-"""The most requests of a client that wait for an answer; one more is refused as `busy`."""
+"""The most requests of a client that wait for an answer. One more is refused as `busy`."""
 _SERVER_INCOMING = 32
-"""Messages of one client that ZMQ reads ahead of us. Each has up to `MAX_FRAME` bytes; further messages stay with the client."""
+"""How many messages of one client ZMQ reads ahead. Each has up to `MAX_FRAME` bytes. Further messages stay with the client."""
 _ROUND = 64
 _ROUND_BYTES = 1 << 20
-"""Limits, in messages and in bytes, of what is decoded before the first message is handled."""
+"""The most messages and bytes that are decoded before the first message is handled."""
 _RESERVE = 16_384
-"""File descriptors that connections leave free, but at most half of all. This many connections may be accepted between two checks."""
+"""How many file descriptors connections leave free, but at most half of all. As many connections may be accepted between two checks."""
 _HEARTBEAT_MS = 500
 _SILENCE_MS = 5_000
-"""How long ZMQ may hear nothing from a server before the server counts as gone: it, or its host, is stopped. A server that dies closes
-its sockets, and requests have deadlines of their own, so this matters only for servers that merely seem to be there."""
+"""How long a server may be silent before ZMQ counts it as gone. A server that dies closes its sockets, and requests have deadlines, so
+this matters only if the server or its host is stopped."""
 _WAIT_SLICE_S = 0.5
 _AWAKE_S = 0.0002
-"""How long a thread that waits for an answer polls without sleeping. A lookup takes less, and falling asleep and waking up would take as
-long as all the rest of it."""
+"""How long a thread that waits for an answer polls before it sleeps. A lookup takes less, and to fall asleep and wake up would take as
+long as the rest of it."""
 
 
 class CacheServerError(PdCacheError):
@@ -78,15 +78,15 @@ class CacheServerError(PdCacheError):
 
 
 class ServerLostError(CacheServerError):
-    """The connection broke, or there is none."""
+    """The connection broke, or there was none."""
 
 
 class NoAnswerError(CacheServerError):
-    """No answer by the deadline."""
+    """No answer came by the deadline."""
 
 
 class RefusedError(CacheServerError):
-    """The server refused the request; `reason` is that of `messages.Refused`."""
+    """The server refused the request. `reason` is that of `messages.Refused`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -113,7 +113,7 @@ class _Wire:
         self._closed = False
 
     def send(self, frames: list[bytes]) -> bool:
-        """Sends without waiting. Returns False if the socket cannot take the message now. Call with the lock."""
+        """Sends without waiting. Returns False if the socket cannot take the message now. Call with the lock held."""
         if self._closed:
             return False
         try:
@@ -123,7 +123,7 @@ class _Wire:
         return True
 
     def receive(self) -> list[bytes] | None:
-        """Returns the next message; None if there is none now. Call with the lock."""
+        """Returns the next message, or None if there is none now. Call with the lock held."""
         if not self.readable():
             return None
         try:
@@ -132,13 +132,13 @@ class _Wire:
             return None
 
     def readable(self) -> bool:
-        """Returns whether there is a message. Call with the lock."""
+        """Returns whether there is a message. Call with the lock held."""
         return not self._closed and bool(int(self._socket.getsockopt(_EVENTS)) & _READABLE)
 
     def wait(self, timeout: float, awake: float = 0.0) -> None:
-        """Waits until a message may be there, until `wake`, or for `timeout` seconds. For one thread, without the lock.
+        """Waits until a message may be there, until `wake`, or for `timeout` seconds. Only one thread may call it, without the lock.
 
-        For the first `awake` seconds the thread does not sleep.
+        The thread does not sleep for the first `awake` seconds.
         """
         ready, asleep = self._poll.poll(0), time.monotonic() + min(awake, timeout)
         while not ready and time.monotonic() < asleep:
@@ -167,7 +167,7 @@ class _Wire:
 
 
 class Future:
-    """An answer to come. To ask whether it has come is cheap, and is done on the asking thread."""
+    """An answer to come. `query` is cheap, and runs on the calling thread."""
 
     __slots__ = ("_answer", "_channel", "_error", "deadline", "number")
 
@@ -180,16 +180,16 @@ class Future:
 
     @property
     def done(self) -> bool:
-        """Whether it was settled when it was last looked at."""
+        """Whether the future is settled. Does not look for new answers."""
         return self._answer is not None or self._error is not None
 
     @property
     def answered(self) -> bool:
-        """Whether the server itself ended it, so that no part of the request is still under way."""
+        """Whether the server has answered, so that no part of the request is still under way."""
         return self._answer is not None
 
     def query(self) -> bool:
-        """Looks without waiting. Returns True once there is an answer or it is clear that there will be none."""
+        """Looks for an answer without waiting. Returns True once there is one or it is clear that there will be none."""
         if not self.done:
             self._channel.look()
             if not self.done and time.monotonic() >= self.deadline:
@@ -216,9 +216,9 @@ class Future:
 
 
 class ClientChannel:
-    """Requests to one server and their futures. Thread-safe; has no thread of its own, and never waits to send.
+    """Sends requests to one server. Thread-safe; has no thread of its own, and never waits to send.
 
-    It reconnects by itself. `watch` reports connections and losses; a loss fails all outstanding requests.
+    It reconnects by itself. `watch` reports connections and losses; the caller then fails all outstanding requests (`fail_all`).
     """
 
     def __init__(
@@ -230,9 +230,9 @@ class ClientChannel:
         *,
         watched: bool = True,
     ) -> None:
-        """The server knows this client by `name`. `forgotten` is called if the server turns out not to know the client; it must be quick.
+        """`name` identifies this client to the server. `forgotten` is called if the server does not know the client; it must be quick.
 
-        `watched`: whether a thread calls `watch` all the time. Raises ValueError for an address that ZMQ does not understand.
+        `watched`: whether a thread calls `watch` all the time. Raises ValueError if ZMQ does not understand `url`.
         """
         self._forgotten = forgotten
         self.url = url
@@ -258,30 +258,31 @@ class ClientChannel:
             socket.close(0)
             if self._own_context:
                 self._context.term()
-            raise ValueError(f"{url!r} is no address of a cache server: {error}") from None
+            raise ValueError(f"{url!r} is not the address of a cache server: {error}") from None
         self._socket = socket
         self._wire = _Wire(socket)
         self._changed = threading.Condition(self._wire.lock)
         self._futures: dict[int, Future] = {}
         self._next = 1
         self._waited_for: Future | None = None
-        """The future that the one thread at the socket waits for; other threads wait until it is done or wakes them."""
+        """The future of the one thread that waits at the socket. Other threads wait until that thread wakes them."""
         self._closed = False
 
     def request(self, message: Message, timeout: float) -> Future:
-        """Sends a request. The future gets the answer, or after `timeout` seconds the reason why there is none."""
+        """Sends a request. Returns a future, which gets the answer or, after `timeout` seconds, the reason why there is none."""
         with self._changed:
             future = Future(self, self._next, time.monotonic() + timeout)
             self._next += 1
             frame = encode(future.number, message)
             if self._closed:
                 future.settle(None, ServerLostError("the connection is closed"))
-            elif len(frame) > MAX_FRAME:  # the server would end the connection because of it
+            elif len(frame) > MAX_FRAME:  # the server would end the connection
                 future.settle(
-                    None, RefusedError("invalid", f"a request of {len(frame)} bytes; {MAX_FRAME} are the most")
+                    None,
+                    RefusedError("invalid", f"a request may have at most {MAX_FRAME} bytes, this one has {len(frame)}"),
                 )
             elif len(self._futures) >= _OUTSTANDING:
-                future.settle(None, BusyError(f"{_OUTSTANDING} requests of this client wait for answers"))
+                future.settle(None, BusyError(f"{_OUTSTANDING} requests of this client already wait for answers"))
             elif not self._wire.send([frame]):
                 future.settle(None, ServerLostError(f"no cache server answers at {self.url}"))
             else:
@@ -290,7 +291,7 @@ class ClientChannel:
         return future
 
     def lost(self, reason: str) -> Future:
-        """Returns the future of a request that is not sent, because there is no server to answer it."""
+        """Returns the failed future of a request that is not sent because there is no server to answer it."""
         future = Future(self, 0, 0.0)
         future.settle(None, ServerLostError(reason))
         return future
@@ -308,7 +309,7 @@ class ClientChannel:
             self._read()
 
     def give_up(self, future: Future) -> None:
-        """Settles a future that no thread waits for any more. An answer that still comes is dropped."""
+        """Settles a future as unanswered. An answer that still comes is dropped."""
         with self._changed:
             if self._futures.pop(future.number, None) is not None:
                 future.settle(None, NoAnswerError(f"no answer from {self.url} in time"))
@@ -346,9 +347,9 @@ class ClientChannel:
                     self._changed.notify_all()
 
     def watch(self, timeout: float, descriptors: Sequence[int] = ()) -> bool | None:
-        """Returns True for a connection made, False for one lost, None if neither happened within `timeout` seconds. For one thread.
+        """Returns True if a connection was made, False if one was lost, None if neither happened within `timeout` seconds.
 
-        Returns early if one of the descriptors becomes readable.
+        Returns early if one of the descriptors becomes readable. Only one thread may call it.
         """
         assert self._monitor is not None
         if not self._monitor.poll(0):
@@ -381,7 +382,7 @@ class ClientChannel:
             self._monitor.close(0)
 
     def _read(self) -> None:
-        """Settles the futures whose answers have arrived. Call with the lock."""
+        """Settles the futures whose answers have arrived. Call with the lock held."""
         settled = False
         while self._futures and (frames := self._wire.receive()) is not None:
             try:
@@ -399,12 +400,12 @@ class ClientChannel:
             self._tell()
 
     def _after_use(self) -> None:
-        """Makes up for the edge that sending may have swallowed, if a thread waits for it. Call with the lock."""
+        """Reads the answers whose edge a send may have swallowed, if a thread waits for one. Call with the lock held."""
         if self._waited_for is not None:
             self._read()
 
     def _tell(self) -> None:
-        """Wakes the threads whose futures were settled. Call with the lock."""
+        """Wakes the threads whose futures were settled. Call with the lock held."""
         self._changed.notify_all()
         if self._waited_for is not None and self._waited_for.done:
             self._wire.wake()
@@ -414,7 +415,7 @@ class ClientChannel:
 
 
 class Incoming(NamedTuple):
-    """A request, and where to send its answer."""
+    """A request, and the client that gets its answer."""
 
     client: bytes
     number: int
@@ -422,10 +423,10 @@ class Incoming(NamedTuple):
 
 
 class ServerChannel:
-    """Requests from any number of clients. One thread receives; any thread may answer."""
+    """Receives requests from any number of clients, on one thread. Any thread may answer."""
 
     def __init__(self, url: str) -> None:
-        """Binds to `url`, and lifts this process's limit on open files as far as allowed. Raises CacheServerError if it cannot bind."""
+        """Binds to `url`, and raises this process's limit on open files as far as allowed. Raises CacheServerError if it cannot bind."""
         self._context: Context[zmq.Socket[bytes]] = zmq.Context()
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -447,7 +448,7 @@ class ServerChannel:
         self._socket = socket
         self._wire = _Wire(socket)
         self._waiting = False
-        """Whether the receiving thread has seen nothing to read, and waits, or is about to."""
+        """Whether the receiving thread found nothing to read and waits, or is about to."""
         self._closing = False
         limit = raise_limit()
         self._last_descriptor = limit - min(_RESERVE, limit // 2)
@@ -482,10 +483,10 @@ class ServerChannel:
         self._context.term()
 
     def _keep_door(self) -> None:
-        """Keeps newcomers out while too many clients are connected; runs on a thread of its own.
+        """Keeps new clients out while too many are connected. Runs on its own thread.
 
-        ZMQ ends the process if it cannot accept a connection for want of a file descriptor. The kernel gives out the lowest free number,
-        so a connection's number shows how many are taken.
+        ZMQ ends the process if there is no file descriptor for a new connection. The kernel hands out the lowest free number, so a
+        connection's number shows how many are taken.
         """
         door, listener, is_open = Door(self.url), -1, True
         while not self._closing:
@@ -498,7 +499,7 @@ class ServerChannel:
                 listener = event["value"]
             elif event["value"] >= self._last_descriptor and is_open and self._move(door.shut, listener):
                 is_open = False
-                log.error("%s: too many connections; new ones are refused until some have ended", self.url)
+                log.error("%s: too many connections; refusing new ones until some have ended", self.url)
         if not is_open:
             self._move(door.open, listener)  # so that the path is removed with the address
 
@@ -507,7 +508,7 @@ class ServerChannel:
         try:
             turn(listener)
         except OSError as error:  # it will be tried again
-            log.error("%s: newcomers cannot be let in or kept out: %s", self.url, error)
+            log.error("%s: could not change whether new clients are let in: %s", self.url, error)
             return False
         return True
 
@@ -526,7 +527,7 @@ class ServerChannel:
                 client = frames[0]
                 try:
                     if len(frames) != 2:
-                        raise FrameError("malformed", f"a message of {len(frames) - 1} frames, not one", None)
+                        raise FrameError("malformed", f"expected a message of one frame, got {len(frames) - 1}", None)
                     number, request = decode_request(frames[1])
                     found.append(Incoming(client, number, request))
                 except FrameError as error:

@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 class Closer:
     """Closes descriptors without waiting for any of them.
 
-    Closing a descriptor can take for ever: a file waits for its file system, a lingering socket for its peer. Memory is closed
-    immediately, on the calling thread. Everything else is closed on a thread of this object, which is started at its first use.
+    To close a descriptor can take for ever: a file waits for its file system, a lingering socket for its peer. The calling thread
+    closes memory, which never waits. A thread of this object, started when it is first needed, closes everything else.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Closer:
                 self._start()
 
     def stop(self) -> None:
-        """Ends the thread. If a descriptor holds it up, it ends with the process."""
+        """Ends the thread. A thread that a descriptor holds up ends with the process."""
         with self._lock:
             thread = self._thread
         self._waiting.put(-1)

@@ -1,4 +1,4 @@
-"""How many file descriptors this process may have open; every connection takes one."""
+"""Reads and raises the limit on this process's file descriptors. Every connection takes one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import resource
 
 _MOST = 1 << 20
-"""We never need more, and some programs allocate memory for each descriptor that they may have."""
+"""We never need more. Some programs allocate memory for each descriptor that they may have."""
 
 
 def descriptor_limits() -> tuple[int, int]:
@@ -28,7 +28,7 @@ def raise_limit() -> int:
 
 
 def next_descriptor() -> int:
-    """Returns the number that the next opened file gets: at least this many are open. Returns the limit itself if none is left."""
+    """Returns the number that the next opened file would get, or the limit if none is left. At least this many descriptors are open."""
     try:
         descriptor = os.dup(2)
     except OSError:

@@ -2,9 +2,9 @@
 
 A server that is late, stopped or cut off may still be about to copy into blocks that its engine has given to another request. So each
 move gets a *slot* of the fence, with its *ticket* in it. The server locks the slot's bytes around each chunk that it copies, and copies
-only if the ticket is still there. An engine that gives a move up removes the ticket under the same lock. After that, nothing of the move
-can touch the blocks any more. The kernel drops the locks of a process that dies, so a dead server delays no engine. A stopped server does
-so only if it was stopped in the middle of a chunk.
+only if the ticket is still there. An engine that gives a move up removes the ticket under the same lock. After that, no part of the move
+can touch the blocks. The kernel drops the locks of a process that dies, so a dead server delays no engine. A stopped server delays one
+only if it was stopped in the middle of a chunk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NBYTES = SLOTS * _SLOT.size
 
 
 class AbandonedError(Exception):
-    """The engine has given up the move: its blocks must not be touched."""
+    """The engine has given up the move, so its blocks must not be touched."""
 
 
 class _Page:
@@ -77,17 +77,17 @@ class Fence:
         self.descriptor = descriptor
         self._free = list(range(SLOTS))
         self._holders: dict[int, weakref.ref[object]] = {}
-        """Of the slots that are taken."""
+        """The holders of the slots that are taken."""
         self._forgotten: collections.deque[int] = collections.deque()
-        """Slots whose holder is gone and never revoked them: an interrupt came in between."""
+        """Slots whose holder went without revoking them, because of an interrupt."""
         self._next = 1
         self._closed = False
         self._lock = threading.Lock()
 
     def admit(self, holder: object) -> tuple[int, int] | None:
-        """Returns a slot with a new ticket in it, as (slot, ticket); None if all are taken.
+        """Returns a slot with a new ticket in it, as (slot, ticket); None if all slots are taken.
 
-        If nothing refers to `holder` any more, the ticket is taken away by and by.
+        If nothing refers to `holder` any more, a later call removes the ticket.
         """
         for slot in [self._forgotten.popleft() for _ in range(len(self._forgotten))]:
             if not self.revoke(slot):
@@ -97,15 +97,15 @@ class Fence:
                 return None
             slot, ticket = self._free.pop(), self._next
             self._next += 1
-            # a callback may run inside of any statement: it only appends, and takes no lock
+            # the callback may run inside any statement, so it only appends and takes no lock
             self._holders[slot] = weakref.ref(holder, lambda _, slot=slot: self._forgotten.append(slot))  # type: ignore[misc]
             self._page.write(slot, ticket)
             return slot, ticket
 
     def revoke(self, slot: int) -> bool:
-        """Removes the ticket and frees the slot. Returns False while the server copies under it: try again then.
+        """Removes the ticket and frees the slot. Returns False while the server copies under it: try again later.
 
-        After `close` there is nothing left to remove.
+        Returns True if there is no ticket to remove, for example after `close`.
         """
         with self._lock:
             if self._closed or slot not in self._holders:
@@ -127,7 +127,7 @@ class Fence:
     def close(self, timeout: float = 0.0) -> int:
         """Removes all tickets, so that the server touches no block any more, and unmaps the page. Idempotent.
 
-        Returns how many tickets could not be removed within `timeout` seconds, because the server stands still in the middle of a copy.
+        Returns how many tickets could not be removed within `timeout` seconds because the server was in the middle of a copy.
         """
         end = time.monotonic() + timeout
         while (left := [slot for slot in list(self._holders) if not self.revoke(slot)]) and time.monotonic() < end:
@@ -143,21 +143,20 @@ class FenceView:
     """The server's side of a fence."""
 
     def __init__(self, descriptor: int) -> None:
-        """The caller keeps ownership of `descriptor`. Raises SealError if it is not a fence, or cannot be opened immediately."""
+        """Maps the fence. The caller keeps ownership of `descriptor`. Raises SealError if it is no fence or cannot be opened at once."""
         check_sealed(descriptor, _NBYTES)
         if os.fstat(descriptor).st_size != _NBYTES:
-            raise SealError(f"a fence has {_NBYTES} bytes, this file {os.fstat(descriptor).st_size}")
-        # a passed descriptor shares the engine's open file, whose locks are the engine's: open the file again for locks
-        # of our own
+            raise SealError(f"a fence has {_NBYTES} bytes, this file has {os.fstat(descriptor).st_size}")
+        # a passed descriptor shares the engine's open file, whose locks are the engine's; our own locks need our own open file
         try:
             own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        except BlockingIOError:  # without O_NONBLOCK the kernel would wait 45 s for the engine to let go of it
-            raise SealError("a fence with a lease on it (F_SETLEASE) is not opened") from None
+        except BlockingIOError:  # without O_NONBLOCK the kernel would wait 45 s for the engine to release its lease
+            raise SealError("the fence has a lease on it (F_SETLEASE); expected one without") from None
         self._page = _Page(own)
 
     @contextlib.contextmanager
     def passing(self, slot: int, ticket: int) -> Iterator[None]:
-        """Holds the slot's lock; copy only inside this context. Raises AbandonedError if the ticket is no longer there."""
+        """Holds the slot's lock; the server may copy only inside this context. Raises AbandonedError if the ticket is gone."""
         if not self._page.lock(slot):
             raise AbandonedError
         try:

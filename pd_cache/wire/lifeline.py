@@ -1,7 +1,7 @@
-"""A second connection beside the messages, over a Unix socket, for two things that ZMQ cannot do.
+"""The lifeline: a Unix socket beside the messages, for two things that ZMQ cannot do.
 
 It carries file descriptors, so that shared memory needs no names and nothing is left over when a process is killed. And the kernel closes
-it when its process ends, however it ends, so a server learns immediately that an engine is gone.
+it whenever its process ends, so a server learns immediately that an engine is gone.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ log = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 32
 _MAX_DESCRIPTORS = 250
-"""The kernel accepts 253 in a message."""
+"""The kernel accepts up to 253 in a message."""
 _MAX_CLIENTS = 256
 _MAX_OF_A_PROCESS = 64
 """The most connections from one process, so that one process cannot keep others out."""
 _MAX_UNNAMED = 32
-"""The most connections that have not named their client; one more ends the oldest."""
+"""The most connections that have not named their client. One more ends the oldest."""
 _CREDENTIALS = struct.Struct("3i")
 """The result of SO_PEERCRED: process, user, group."""
 
 
 class LifelineClient:
-    """A client's end. It is closed when the process ends, if not before."""
+    """A client's end of the lifeline. It is closed at the latest when the process ends."""
 
     def __init__(self, path: str, client: str) -> None:
         """Connects and sends the client's name. Raises OSError if nothing listens at `path`."""
@@ -45,17 +45,17 @@ class LifelineClient:
             self._socket.settimeout(2.0)
             self._socket.connect(path)
             self._socket.sendall(client.encode())
-            self._socket.settimeout(None)  # with a timeout, Python waits even in calls that are meant not to
+            self._socket.settimeout(None)  # with a timeout, Python would wait even in calls with MSG_DONTWAIT
         except BaseException:
             self._socket.close()
             raise
 
     def fileno(self) -> int:
-        """Returns a descriptor that becomes readable once the server is gone: the server never sends anything."""
+        """Returns a descriptor that becomes readable once the server is gone. The server never sends anything."""
         return self._socket.fileno()
 
     def send(self, token: str, descriptors: list[int]) -> None:
-        """Gives the server duplicates of open files, under a token. Raises OSError if the server is gone."""
+        """Sends the server duplicates of the descriptors, under a token. Raises OSError if the server is gone."""
         socket.send_fds(self._socket, [token.encode()], descriptors, socket.MSG_DONTWAIT)
 
     @property
@@ -86,9 +86,9 @@ class _Peer(NamedTuple):
 
 
 class LifelineServer:
-    """A server's end: one thread that receives descriptors and reports clients that are gone.
+    """A server's end: one thread receives descriptors and reports clients that are gone.
 
-    It keeps one set of descriptors for each client, the last one sent, until it is taken or the client goes.
+    It keeps the last set of descriptors that each client sent, until the set is taken or the client goes.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class LifelineServer:
     ) -> None:
         """Listens at `path`, replacing the socket that a dead server left there.
 
-        The thread calls `gone(client)`, `arrived(client)` for descriptors, and `strange()` for a message that is not one of ours. They
-        must not wait.
+        The thread calls `gone(client)` when a client goes, `arrived(client)` when descriptors come, and `strange()` for a message that is
+        not one of ours. They must not wait. Raises CacheServerError if it cannot listen.
         """
         self.path = path
         self._gone = gone
@@ -111,7 +111,7 @@ class LifelineServer:
         self._parcels: dict[str, _Parcel] = {}
         self._named: dict[str, _Peer] = {}
         self._unnamed: dict[_Peer, None] = {}
-        """Connections in the order in which they came."""
+        """Connections that have not named their client, oldest first."""
         self._names: dict[_Peer, str] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -126,18 +126,18 @@ class LifelineServer:
         self._closer = Closer()
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._spare = os.dup(self._stop)
-        """A descriptor to free if none is left with which to refuse a connection."""
+        """A descriptor to free when none is left for accepting a connection that is to be refused."""
         self._thread = threading.Thread(target=self._run, name="pd-cache-lifeline", daemon=True)
         self._thread.start()
 
     def holds(self, client: str, token: str) -> bool:
-        """Returns whether descriptors that the client sent under this token can be taken."""
+        """Returns whether there are descriptors that the client sent under this token."""
         with self._lock:
             parcel = self._parcels.get(client)
             return parcel is not None and parcel.token == token
 
     def take(self, client: str, token: str) -> list[int] | None:
-        """Returns the descriptors that a client sent under a token; None if there are none. The caller has to pass them to `let_go`."""
+        """Returns the descriptors that a client sent under a token, or None if there are none. The caller must pass them to `let_go`."""
         with self._lock:
             parcel = self._parcels.get(client)
             if parcel is None or parcel.token != token:
@@ -201,7 +201,9 @@ class LifelineServer:
             self._hang_up(next(iter(self._unnamed)), selector)
         of_process = sum(one.process == peer.process for one in self._names) if peer.process else 0
         if len(self._names) >= _MAX_CLIENTS or of_process >= _MAX_OF_A_PROCESS:
-            log.warning("process %d has too many connections, or all have together: one more was refused", peer.process)
+            log.warning(
+                "refused a connection of process %d: it, or all processes together, have too many", peer.process
+            )
             connection.close()
             return
         self._names[peer] = ""
@@ -209,8 +211,7 @@ class LifelineServer:
         selector.register(connection, selectors.EVENT_READ, peer)
 
     def _refuse_one(self) -> None:
-        """Refuses one connection if no descriptor is left. A connection that is not accepted would wake this thread again at once, for
-        ever."""
+        """Refuses one connection if no descriptor is left. Otherwise that connection would wake this thread again and again."""
         os.close(self._spare)
         with contextlib.suppress(OSError):
             self._listener.accept()[0].close()
@@ -223,7 +224,7 @@ class LifelineServer:
         self._forget(self._names.pop(peer), peer)
 
     def _receive(self, peer: _Peer, selector: selectors.BaseSelector) -> bool:
-        """Receives one message. Returns False if the client is gone or sent nonsense."""
+        """Receives one message. Returns False if the client is gone or its message was not one of ours."""
         try:
             data, descriptors, flags, _ = socket.recv_fds(peer.socket, _TOKEN_BYTES + 1, _MAX_DESCRIPTORS)
         except BlockingIOError:
@@ -251,7 +252,7 @@ class LifelineServer:
         return True
 
     def _name(self, peer: _Peer, client: str, selector: selectors.BaseSelector) -> None:
-        """Records the peer's name. The peer replaces a connection of the same name, whose end was not noticed yet."""
+        """Records the peer's name. The peer replaces an earlier connection of the same name, whose end was not noticed yet."""
         with self._lock:
             before, self._named[client] = self._named.get(client), peer
         self._names[peer] = client
@@ -273,4 +274,4 @@ class LifelineServer:
         try:
             listener(client)
         except Exception:  # an error that one client causes must not end the watch over the others
-            log.exception("a client's end, or its descriptors, could not be dealt with")
+            log.exception("handling a client's end or its descriptors failed")

@@ -1,4 +1,4 @@
-"""Every message between an engine and a cache server, or a lookup client and its server: the one table.
+"""The table of all messages between an engine and a cache server, or a lookup client and its server.
 
 A frame is a 16-byte header and a msgpack body:
 
@@ -6,10 +6,10 @@ A frame is a 16-byte header and a msgpack body:
     0       4     magic "PDCM"
     4       2     protocol version
     6       2     zero
-    8       8     number: the request's, which its answer repeats; 0 for a request that needs no answer
+    8       8     number of the request, which its answer repeats; 0 for a request that needs no answer
 
-All numbers are little-endian. The header never changes, and neither does `Refused`, so any two versions can find out that they differ. KV
-bytes never travel in messages: they stay in memory that both sides map.
+All numbers are little-endian. Neither the header nor `Refused` ever changes, so any two versions can find out that they differ. KV bytes
+never travel in messages: they stay in memory that both sides map.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAGIC = b"PDCM"
 
 MAX_CHUNKS = 1 << 16
 MAX_FRAME = 4 << 20
-"""The most bytes of a frame that is sent or read. A store of three million tokens in blocks of 16 takes a quarter of that."""
+"""The most bytes of a frame. A store of three million tokens in blocks of 16 takes a quarter of that."""
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Token = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -51,40 +51,40 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="type"):
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """The first message of a connection: it introduces the client. Answered with `Welcome`."""
+    """Introduces the client: the first message of a connection. Answered with `Welcome`."""
 
     client: Token
-    """Names this process's connection, also on its lifeline."""
+    """The name of this process's connection, also on its lifeline."""
     kind: Literal["scheduler", "worker", "observer"]
     software: Text
     model: Annotated[str, msgspec.Meta(max_length=4096)] = ""
-    """Identifies the weights; engines of one name, world size and block size share chunks."""
+    """Identifies the weights. Engines of one model name, world size and block size share chunks."""
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS)] = 0
     block_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
-    """Tokens per block of the engine's paged cache."""
+    """How many tokens a block of the engine's paged cache has."""
     namespace: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """Fingerprint of the chunks' namespace, if the client knows it."""
+    """The fingerprint of the chunks' namespace; empty if the client does not know it."""
     hash_mode: Literal["", "tokens", "blocks"] = ""
     """What this engine names chunks by; empty if the server's file decides."""
     hash_seed: Annotated[str, msgspec.Meta(max_length=4096)] = ""
-    """What its names depend on besides tokens; empty if the server's file decides."""
+    """What the names of chunks depend on besides tokens; empty if the server's file decides."""
     shards_per_rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
-    """Shards of each chunk that every rank holds; each is an object of its own."""
+    """How many shards of each chunk every rank holds. Each shard is an object."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
-            raise ValueError(f"rank {self.rank} is outside of world_size {self.world_size}")
+            raise ValueError(f"rank must be less than world_size {self.world_size}, got {self.rank}")
         if self.world_size * self.shards_per_rank > MAX_SHARDS:
             raise ValueError(
-                f"{self.world_size} ranks with {self.shards_per_rank} shards each are more than {MAX_SHARDS} shards"
+                f"{self.world_size} ranks with {self.shards_per_rank} shards each have more than {MAX_SHARDS} shards"
             )
         if self.kind != "observer" and not (self.model and self.block_size):
-            raise ValueError(f"a {self.kind} must tell its model and block_size")
+            raise ValueError(f"a {self.kind} must state its model and block_size")
 
 
 class CpuStorage(Message, frozen=True, tag="cpu"):
-    """Shared memory whose file descriptor was sent over the lifeline, in the order of the storages."""
+    """Shared memory. Its file descriptor was sent over the lifeline, in the order of the storages."""
 
     nbytes: Positive
 
@@ -120,11 +120,11 @@ class Register(Message, frozen=True, tag="register"):
     """Lends the server a worker's KV tensors. Answered with `Done` once they are mapped."""
 
     registration: Token
-    """Which message of the lifeline holds the file descriptors."""
+    """The token of the lifeline's message that holds the file descriptors."""
     storages: Annotated[tuple[Storage, ...], msgspec.Meta(min_length=1, max_length=200)]
     tensors: Annotated[tuple[TensorView, ...], msgspec.Meta(min_length=1, max_length=1024)]
     layout_kind: str = ""
-    """A `PageKind`, if the shapes fit two."""
+    """A `PageKind`; needed only if the shapes fit two kinds."""
 
 
 class Unregister(Message, frozen=True, tag="unregister"):
@@ -132,21 +132,24 @@ class Unregister(Message, frozen=True, tag="unregister"):
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
-    """Asks how many of these chunks, from the first, are there. Answered with `Found`. With a `session`, they are protected for it."""
+    """Asks how many of these chunks, from the first on, are there. Answered with `Found`.
+
+    If `session` is not empty, the chunks found are protected for that session.
+    """
 
     session: str
     names: Names
     at_hand: Count = 0
-    """Chunks from the first that need not be looked up."""
+    """How many of the first chunks need not be looked up."""
 
     def __post_init__(self) -> None:
         _check_joined(self.names)
 
 
 class Move(Message, frozen=True):
-    """Chunks of one request, and the blocks from or to which they are copied: the blocks of the first chunk first.
+    """Chunks of one request, and the blocks from or to which they are copied. The blocks of the first chunk come first.
 
-    A retrieve may leave out blocks at the start, which the engine holds already.
+    A retrieve may leave out blocks at the start that the engine already holds.
     """
 
     session: str
@@ -154,22 +157,22 @@ class Move(Message, frozen=True):
     blocks: Annotated[tuple[Block, ...], msgspec.Meta(max_length=1 << 22)]
     slot: Annotated[int, msgspec.Meta(ge=0, lt=1024)]
     ticket: Positive
-    """In `slot` of the worker's fence for as long as the blocks may be touched."""
+    """It lies in `slot` of the worker's fence for as long as the blocks may be touched."""
     patience_ms: Positive
-    """After this time a move that has not begun is dropped."""
+    """How long the engine waits. A move that has not begun by then is dropped."""
     event: Annotated[bytes, msgspec.Meta(max_length=1024)] = b""
-    """CUDA IPC handle of the event after which the blocks are valid; empty for none."""
+    """The CUDA IPC handle of the event after which the blocks are valid; empty for none."""
 
     def __post_init__(self) -> None:
         _check_joined(self.names)
 
 
 class Store(Move, frozen=True, tag="store"):
-    """Answered with `Stored`."""
+    """Stores chunks from the blocks. Answered with `Stored`."""
 
 
 class Retrieve(Move, frozen=True, tag="retrieve"):
-    """Answered with `Loaded`; releases what the session protects for this worker."""
+    """Loads chunks into the blocks, and releases what the session protects for this worker. Answered with `Loaded`."""
 
 
 class EndSession(Message, frozen=True, tag="end_session"):
@@ -179,7 +182,7 @@ class EndSession(Message, frozen=True, tag="end_session"):
 
 
 class StatusQuery(Message, frozen=True, tag="status"):
-    """Answered with `StatusReport`."""
+    """Asks for the server's state. Answered with `StatusReport`."""
 
 
 Request = Hello | Register | Unregister | Lookup | Store | Retrieve | EndSession | StatusQuery
@@ -190,7 +193,7 @@ Request = Hello | Register | Unregister | Lookup | Store | Retrieve | EndSession
 
 class Welcome(Message, frozen=True, tag="welcome"):
     server: Token
-    """A new one after every start of the server."""
+    """Identifies the server's process: every start gives a new one."""
     software: str
     chunk_size: Positive
     hash_mode: Literal["tokens", "blocks"]
@@ -198,7 +201,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     may_choose: bool
     """Whether the file lets each engine decide what chunks are named by."""
     lifeline: str
-    """Path of the socket for file descriptors; empty if there is none."""
+    """The path of the socket for file descriptors; empty if there is none."""
 
 
 class Done(Message, frozen=True, tag="done"):
@@ -216,25 +219,25 @@ class Stored(Message, frozen=True, tag="stored"):
     """The outcome of each chunk."""
 
     outcomes: Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNKS)]
-    """One byte per chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.blocks.StoreOutcome`."""
+    """One byte for each chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.blocks.StoreOutcome`."""
 
     def __post_init__(self) -> None:
         if self.outcomes.translate(None, _OUTCOMES):
-            raise ValueError("an outcome is 0, 1 or 2")
+            raise ValueError("an outcome must be 0, 1 or 2")
 
     @property
     def stored(self) -> int:
-        """Chunks that are there now and were not before."""
+        """How many chunks are there now and were not before."""
         return self.outcomes.count(2)
 
     @property
     def failed(self) -> int:
-        """Chunks that could not be stored."""
+        """How many chunks could not be stored."""
         return self.outcomes.count(0)
 
 
 class Loaded(Message, frozen=True, tag="loaded"):
-    """How many chunks, from the first, are in their blocks now."""
+    """How many of the chunks, from the first on, are in their blocks now."""
 
     chunks: Count
 
@@ -248,19 +251,19 @@ class StatusReport(Message, frozen=True, tag="status_report"):
     workers: Count
     sessions: Count
     pinned: Count
-    """Chunks."""
+    """How many keys all sessions hold."""
     in_flight: Count
-    """Operations queued or running."""
+    """How many operations are queued or running."""
     available: bool
     metrics: str
     """All counters, in Prometheus' text format."""
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """The request was not done; `reason` and detail say why."""
+    """The request was not done. `reason` and `message` say why."""
 
     reason: str
-    """`busy`, `unknown_client` and `closing` may go away by themselves; `version`, `malformed`, `mismatch`, `invalid`, `late`,
+    """`busy`, `unknown_client` and `closing` may go away by themselves. `version`, `malformed`, `mismatch`, `invalid`, `late`,
     `abandoned`, `failed` and others will not."""
     message: str
 
@@ -283,7 +286,7 @@ REFUSALS = frozenset(
 
 
 class RefusalError(Exception):
-    """Raised for a request that is not done; `refused` is the answer to its sender."""
+    """Raised to refuse a request. `refused` is the answer to its sender."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -299,7 +302,7 @@ _read_refusal = msgpack_decoder(Refused)
 
 
 class FrameError(Exception):
-    """A frame that cannot be read. `number` is the request's if the header could be read, otherwise None."""
+    """A frame that cannot be read. `number` is that of the request, or None if the header could not be read either."""
 
     def __init__(self, reason: Literal["version", "malformed"], message: str, number: int | None) -> None:
         super().__init__(message)
@@ -318,7 +321,7 @@ def encode(number: int, message: Message) -> bytes:
 
 
 def decode_request(frame: bytes) -> tuple[int, Request]:
-    """Returns the number and the request in a frame. Raises FrameError, which says what is wrong with it."""
+    """Returns the number and the request in a frame. Raises FrameError if it cannot be read."""
     header = _header(frame)
     if header.version != PROTOCOL:
         raise FrameError(
@@ -334,7 +337,10 @@ def decode_request(frame: bytes) -> tuple[int, Request]:
 
 
 def decode_answer(frame: bytes) -> tuple[int, Answer]:
-    """Returns the number and the answer in a frame. Of another version's answers, it understands only `Refused`."""
+    """Returns the number and the answer in a frame. Raises FrameError if it cannot be read.
+
+    From a server of another version, it reads only `Refused`.
+    """
     header = _header(frame)
     read = _read_answer if header.version == PROTOCOL else _read_refusal
     try:
@@ -344,7 +350,7 @@ def decode_answer(frame: bytes) -> tuple[int, Answer]:
 
 
 def join_names(names: Sequence[bytes]) -> bytes:
-    """Joins chunk names, all of one width, into one string of bytes. Raises ValueError for other names."""
+    """Joins chunk names, all of one width, into one string of bytes. Raises ValueError if widths differ or are not in `NAME_WIDTHS`."""
     if not names:
         return b""
     check_names(names)
@@ -366,13 +372,13 @@ def count_names(joined: bytes) -> int:
 
 def _header(frame: bytes) -> _Header:
     if len(frame) < _HEADER.size:
-        raise FrameError("malformed", f"a frame of {len(frame)} bytes has no header", None)
+        raise FrameError("malformed", f"a frame of {len(frame)} bytes is too short for a header", None)
     magic, version, _, number = _HEADER.unpack_from(frame)
     if magic != _MAGIC:
-        raise FrameError("malformed", f"a frame that begins with {magic!r} is none of ours", None)
+        raise FrameError("malformed", f"a frame that begins with {magic!r} is not one of ours", None)
     return _Header(version, number)
 
 
 def _check_joined(names: bytes) -> None:
     if names and (names[0] not in NAME_WIDTHS or (len(names) - 1) % names[0]):
-        raise ValueError(f"{len(names)} bytes are no list of names of {names[0]} bytes each")
+        raise ValueError(f"{len(names)} bytes are not a list of names of {names[0]} bytes each")

@@ -1,8 +1,8 @@
-"""Shared memory whose size can no longer be changed, not even by its owner.
+"""Shared memory whose size can no longer change, not even by its owner's hand.
 
-A process that touches a mapped page beyond the end of its file is killed by SIGBUS. So an engine that shrank the memory it has lent would
-kill the cache server of its host, and with it the cache of every other engine. The kernel can forbid that for good: a memfd takes seals,
-which stay for as long as the file exists. The client seals what it lends, and the server maps nothing else.
+SIGBUS kills a process that touches a mapped page beyond the end of its file. So an engine that shrank the memory it has lent would kill
+the cache server of its host, and with it the cache of every other engine. The kernel can prevent that: a memfd takes seals, which stay
+for as long as the file exists. The client seals what it lends, and the server maps nothing else.
 """
 
 from __future__ import annotations
@@ -43,42 +43,42 @@ def is_sealed(descriptor: int) -> bool:
 
 
 def may_be_sealed(descriptor: int) -> bool:
-    """Returns whether it is a memory file of the kernel, which can be sealed; operations on such a file never wait."""
+    """Returns whether the file is one of the kernel's memory files, which can be sealed. Operations on such a file never wait."""
     return _seals(descriptor) >= 0
 
 
 def check_sealed(descriptor: int, nbytes: int) -> None:
     """Raises SealError, with the reason, unless the descriptor is `nbytes` of memory that is safe to map, read and write.
 
-    Safe means that no access can kill this process, block it, or take memory that its owner has not taken already: a memfd of ordinary
-    pages, sealed against changes of its size, and allocated to the last page. Never waits, whatever the descriptor is. It does not even
-    query the size of a descriptor that is not a memfd, because a hung file system would not answer.
+    Safe means that no access can kill this process, block it, or allocate memory. That takes a memfd of ordinary pages, sealed against
+    changes of its size, and allocated to the last page. Never waits, whatever the descriptor is: it does not even query the size of a
+    descriptor that is not a memfd, because a hung file system would not answer.
     """
     seals = _seals(descriptor)
     if seals < 0:
-        raise SealError("a file descriptor came that is not memory of memfd_create(); lend memory that is, and sealed")
+        raise SealError("expected sealed memory of memfd_create(), got another kind of file descriptor")
     if seals & _SEALS != _SEALS:
         raise SealError(
-            "shared memory came that is not sealed; it needs F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_SEAL, so that it cannot "
-            "shrink under the server's hands"
+            "the shared memory is not sealed; it needs F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_SEAL, so that it cannot "
+            "shrink while the server uses it"
         )
     if seals & _READ_ONLY or fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
-        raise SealError("shared memory came that cannot be written; the server loads chunks into it")
+        raise SealError("the shared memory cannot be written; the server must be able to load chunks into it")
     page = os.fstatvfs(descriptor).f_bsize
     if page != mmap.PAGESIZE:
-        raise SealError(f"shared memory came in pages of {page} bytes; only pages of {mmap.PAGESIZE} are taken")
+        raise SealError(f"the shared memory has pages of {page} bytes; expected pages of {mmap.PAGESIZE} bytes")
     status = os.fstat(descriptor)
     if status.st_size < nbytes:
-        raise SealError(f"a storage of {nbytes} bytes was announced, the file that came has {status.st_size}")
+        raise SealError(f"expected a storage of {nbytes} bytes, the file has {status.st_size}")
     if status.st_blocks * _BLOCK < nbytes:
         raise SealError(
             f"of {nbytes} bytes of shared memory only {status.st_blocks * _BLOCK} are allocated; write all of it before "
-            "lending it, so that it is this engine's memory and not the server's"
+            "lending it, so that the engine is charged for it and not the server"
         )
 
 
 def reseat(source: int, address: int, nbytes: int) -> None:
-    """Moves the memory at `address`, a shared mapping of all of the file `source`, into sealed memory, in place.
+    """Moves the memory at `address` into sealed memory, in place. It must be a shared mapping of the whole file `source`.
 
     Afterwards the same addresses map sealed memory with the same contents, and the descriptor `source` refers to that memory. Nothing may
     write there meanwhile. Raises OSError, with nothing changed, if there is not enough memory.
@@ -98,7 +98,7 @@ def reseat(source: int, address: int, nbytes: int) -> None:
 
 
 def _seals(descriptor: int) -> int:
-    """Returns the seals of a file, -1 if it cannot have any."""
+    """Returns the seals of a file, or -1 if it cannot have any."""
     try:
         return int(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS))
     except OSError:
@@ -109,7 +109,7 @@ _MAP_FIXED = 0x10
 
 
 def _map_over(descriptor: int, address: int, nbytes: int) -> None:
-    """Replaces the mapping at `address` by a mapping of the file."""
+    """Replaces the mapping at `address` with a mapping of the file."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.argtypes = (
         ctypes.c_void_p,

@@ -1,7 +1,7 @@
-"""KV tensors in memory that an engine and its server both map. The bytes of a cache are sent over no connection.
+"""Shares KV tensors: an engine and its server map the same memory, so no connection carries the bytes of a cache.
 
-On the CPU, a torch storage moves to sealed shared memory in place, so that every view of it stays valid, and is passed as a file
-descriptor. On a GPU, it is passed as a CUDA IPC handle. Either way the server sees the engine's own pages.
+On the CPU, a torch storage moves to sealed shared memory in place, so that every view of it stays valid. The engine passes it as a file
+descriptor. On a GPU, the engine passes a CUDA IPC handle. Either way the server sees the engine's own pages.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Shared(NamedTuple):
     storages: tuple[Storage, ...]
     tensors: tuple[TensorView, ...]
     descriptors: list[int]
-    """One for each CPU storage, in order; the caller closes them."""
+    """One for each CPU storage, in order. The caller must close them."""
 
 
 def share_tensors(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> Shared:
-    """Makes the tensors' memory mappable by another process. CPU storages move to shared memory, once.
+    """Makes the tensors' memory mappable by another process, and returns its description. CPU storages move to shared memory, once.
 
-    Pointers that were taken into a CPU storage before are invalid afterwards; tensors and views are not. Raises SharingError if there is
-    not enough shared memory.
+    Pointers into a CPU storage that were taken before become invalid; tensors and views stay valid. Raises SharingError if the tensors
+    cannot be shared, for example for want of shared memory.
     """
     storages: list[Storage] = []
     places: dict[int, int] = {}
@@ -67,7 +67,7 @@ def share_tensors(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
                 elif tensor.device.type == "cuda":
                     storages.append(_export_cuda(storage))
                 else:
-                    raise SharingError(f"KV tensors on {tensor.device} cannot be shared; cpu and cuda are known")
+                    raise SharingError(f"KV tensors on {tensor.device} cannot be shared; expected cpu or cuda")
             views.append(
                 TensorView(
                     places[identity],
@@ -91,7 +91,7 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 def record_event(tensor: torch.Tensor) -> Any:
-    """Returns, for `event_handle`, a CUDA event after all work that the calling thread has given the tensor's device; None on a CPU."""
+    """Returns a CUDA event after all work on the calling thread's present stream of the tensor's device; None on a CPU."""
     if tensor.device.type != "cuda":
         return None
     event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ def record_event(tensor: torch.Tensor) -> Any:
 
 
 def event_handle(event: Any) -> bytes:
-    """Returns a handle by which another process can wait for a CUDA event made with `interprocess=True`; empty for None."""
+    """Returns a handle with which another process can wait for an event of `record_event`; empty for None."""
     return b"" if event is None else bytes(event.ipc_handle())
 
 
@@ -117,12 +117,12 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
         try:
             reseat(descriptor, storage.data_ptr(), nbytes)
         except OSError as error:
-            raise SharingError(f"no sealed memory for {nbytes} bytes of KV cache: {error}") from None
+            raise SharingError(f"could not move {nbytes} bytes of KV cache to sealed memory: {error}") from None
     descriptor, _ = storage._share_fd_cpu_()
     if not is_sealed(descriptor):
         raise SharingError(
-            "the KV cache lies in shared memory already, of a kind that cannot be sealed against shrinking; lend tensors that "
-            "no other process has"
+            "the KV cache already lies in shared memory that is not sealed against shrinking; lend tensors that no other "
+            "process shares"
         )
     return os.dup(descriptor)  # the storage owns the other one
 
@@ -136,15 +136,15 @@ def _export_cuda(storage: torch.UntypedStorage) -> CudaStorage:
 
 
 class MappedTensors:
-    """An engine's KV tensors, mapped. `unmap` gives the memory back as soon as nothing uses it."""
+    """Maps an engine's KV tensors. `unmap` gives the memory back as soon as nothing uses it."""
 
     def __init__(
         self, request: Register, descriptors: Sequence[int], fence: FenceView, shards_per_rank: int = 1
     ) -> None:
-        """Maps the memory of the descriptors (in the order of the CPU storages; the caller keeps them) and handles.
+        """Maps the memory of the descriptors (in the order of the CPU storages; the caller keeps them) and of the handles.
 
-        `shards_per_rank` is how many shards of each chunk the tensors hold. Takes over the fence that copies have to pass. Raises
-        SharingError or LayoutError, with nothing left open, for parts that do not fit together.
+        `shards_per_rank` is how many shards of each chunk the tensors hold. Takes over `fence`, which copies must pass. Raises
+        SharingError, SealError or LayoutError, with nothing left open, if the parts do not fit together.
         """
         self.fence = fence
         self._maps: list[mmap.mmap] = []
@@ -170,7 +170,7 @@ class MappedTensors:
 
     @contextlib.contextmanager
     def using(self, shard: int) -> Iterator[PagedCopier]:
-        """Yields the copier of one of the shards, for as long as the block runs. Raises AbandonedError once `unmap` was called."""
+        """Yields the copier of a shard, and keeps the memory mapped for as long as the block runs. Raises AbandonedError after `unmap`."""
         with self._lock:
             if self._closed:
                 raise AbandonedError
@@ -187,7 +187,10 @@ class MappedTensors:
                     self._lock.notify_all()
 
     def unmap(self, timeout: float) -> bool:
-        """Lets no more copies begin. Returns True if the memory is unmapped, False if a thread that still copies will unmap it."""
+        """Lets no more copies begin, and waits up to `timeout` seconds for running ones. Returns True if the memory is then unmapped.
+
+        If it returns False, a thread that still copies will unmap the memory.
+        """
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -202,7 +205,7 @@ class MappedTensors:
                 bases.append(_import_cuda(storage))
                 continue
             if not descriptors:
-                raise SharingError("fewer file descriptors came than storages")
+                raise SharingError("expected one file descriptor for each CPU storage, got fewer")
             descriptor = descriptors.pop(0)
             check_sealed(descriptor, storage.nbytes)
             self._maps.append(mmap.mmap(descriptor, storage.nbytes))
@@ -210,7 +213,7 @@ class MappedTensors:
             prefault(base.data_ptr(), storage.nbytes)
             bases.append(base)
         if descriptors:
-            raise SharingError("more file descriptors came than storages")
+            raise SharingError("expected one file descriptor for each CPU storage, got more")
         return [_view(view, bases) for view in request.tensors]
 
     def _release(self) -> None:
@@ -218,20 +221,24 @@ class MappedTensors:
             self._copiers.pop().close()
         maps, self._maps = self._maps, []
         for memory in maps:
-            with contextlib.suppress(BufferError):  # a traceback may still hold a view; the memory goes with it
+            with contextlib.suppress(
+                BufferError
+            ):  # a traceback may still hold a view; the memory then goes with the traceback
                 memory.close()
         self.fence.close()
 
 
 _REFERENCE_COUNTERS = 10_000
-"""Counters in a file of torch's (CUDA_IPC_REF_COUNTER_FILE_SIZE). Torch writes, unchecked, to the counter that it is given."""
+"""How many counters a file of torch has (CUDA_IPC_REF_COUNTER_FILE_SIZE). Torch does not check the number before it writes there."""
 
 
 def _import_cuda(storage: CudaStorage) -> torch.Tensor:
     if storage.ref_counter_offset >= _REFERENCE_COUNTERS or storage.ref_counter.count(b"/") > 1:
         raise SharingError(f"{storage.ref_counter!r} has no reference counter {storage.ref_counter_offset}")
     if storage.device >= torch.cuda.device_count():
-        raise SharingError(f"a tensor on GPU {storage.device} came; this process has {torch.cuda.device_count()} GPUs")
+        raise SharingError(
+            f"the tensor is on GPU {storage.device}, but this process has {torch.cuda.device_count()} GPUs"
+        )
     untyped = torch.UntypedStorage._new_shared_cuda(
         storage.device,
         storage.handle,
@@ -248,14 +255,17 @@ def _import_cuda(storage: CudaStorage) -> torch.Tensor:
 def _view(view: TensorView, bases: list[torch.Tensor]) -> torch.Tensor:
     dtype = getattr(torch, view.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise SharingError(f"{view.dtype!r} is no type of torch's")
+        raise SharingError(f"{view.dtype!r} is not a torch dtype")
     if view.storage >= len(bases) or len(view.shape) != len(view.stride):
-        raise SharingError(f"storage {view.storage} of {len(bases)}, shape {view.shape} with strides {view.stride}")
+        raise SharingError(
+            f"a tensor needs an existing storage and a stride for each dimension; got storage {view.storage} of {len(bases)}, "
+            f"shape {view.shape} with strides {view.stride}"
+        )
     base = bases[view.storage]
     last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride, strict=True))
     if (last + 1) * dtype.itemsize > base.numel():
         raise SharingError(
-            f"a tensor of {list(view.shape)} {view.dtype} with strides {list(view.stride)} from element {view.offset} on ends "
+            f"a tensor of {list(view.shape)} {view.dtype} with strides {list(view.stride)} and offset {view.offset} ends "
             f"beyond its storage of {base.numel()} bytes"
         )
     typed = base[: base.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
@@ -265,13 +275,13 @@ def _view(view: TensorView, bases: list[torch.Tensor]) -> torch.Tensor:
 class FencedCopier(PagedCopier):
     """Copies chunks of one move, each only if the engine has not given up the move. For one thread at a time.
 
-    Raises AbandonedError if the engine has given it up, or would have if it were not stopped.
+    Copies raise AbandonedError if the ticket is gone or the engine's deadline has passed.
     """
 
     def __init__(
         self, tensors: MappedTensors, shard: int, slot: int, ticket: int, event: bytes, until: float = math.inf
     ) -> None:
-        """`shard` is one of those that the tensors hold, counted from 0. `until` is when the engine gives up (monotonic time)."""
+        """`shard` counts from 0 among those that the tensors hold. `until` is when the engine gives up, by `time.monotonic()`."""
         super().__init__(tensors.shard_layout)
         self._tensors = tensors
         self._shard = shard
@@ -302,6 +312,6 @@ class FencedCopier(PagedCopier):
 
 
 def _wait_on_stream(device: torch.device, handle: bytes) -> None:
-    """Makes all work that this thread puts on its stream from now on run after an engine's event."""
+    """Makes all later work on this thread's stream wait for an engine's event."""
     event = torch.cuda.Event.from_ipc_handle(device, handle)  # type: ignore[no-untyped-call]
     torch.cuda.current_stream(device).wait_event(event)

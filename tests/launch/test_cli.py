@@ -65,7 +65,7 @@ def test_config_check_names_a_taken_port_and_can_be_told_not_to_look(tmp_path: P
     tree["nodes"][4]["port"] = taken_port
     file.write_text(yaml.safe_dump(tree))
     message = refused("config", "check", str(file))
-    assert f"nodes[4].port: {taken_port}: is taken on 127.0.0.1" in message
+    assert f"nodes[4].port: {taken_port}: another process uses this port of 127.0.0.1" in message
     assert CliRunner().invoke(main, ["config", "check", "--file-only", str(file)]).exit_code == 0
 
 
@@ -103,7 +103,7 @@ def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path: P
     for command in (["launch", "decode", "-c"], ["config", "check"], ["demo", "-c"], ["up", "-c"]):
         message = refused(*command, str(file))
         assert "engine.model.path" in message
-        assert "nowhere': is no Hugging Face model folder" in message
+        assert "nowhere': is not a Hugging Face model folder" in message
 
 
 def test_staging_memory_that_holds_no_chunk_of_the_model_is_refused(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_staging_memory_that_holds_no_chunk_of_the_model_is_refused(tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert "transfer.staging_size: 4KiB: it holds no slot of" in done.stderr
+    assert "transfer.staging_size: 4KiB: the staging memory holds no slot of" in done.stderr
 
 
 def test_a_store_node_that_waits_for_its_master_stops_on_sigterm(tmp_path: Path) -> None:

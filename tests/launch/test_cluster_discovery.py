@@ -373,7 +373,7 @@ def test_a_master_that_comes_back_elsewhere_is_found_by_who_starts_and_told_of_w
         stack.callback(second.stop)
         assert second.address != first.address
         expected = (
-            f"takes the master to be at {first.address}, and it registered at {second.address}: start the node again"
+            f"expects the master at {first.address}, but it registered at {second.address}: the node shares no hit"
         )
         wait_for(lambda: told().startswith(expected), 5, "it is told")
         left_alone.stop()

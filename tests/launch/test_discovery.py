@@ -171,7 +171,7 @@ def test_a_node_whose_master_has_moved_is_told_to_be_started_again() -> None:
     nodes = [node("a", master=old), node("b", master=new), node("c", master="etcd://10.0.0.1:2379/c"), node("d")]
     assert differences(nodes) == {}, "nobody knows where the master is"
     assert differences([*nodes, node("m", "master", new)]) == {
-        "a": f"takes the master to be at {old}, and it registered at {new}: start the node again, or it shares no hit"
+        "a": f"expects the master at {old}, but it registered at {new}: the node shares no hit until it is started again"
     }
 
 

@@ -225,7 +225,7 @@ def free(cluster: ClusterConfig, root: Path, running: Iterable[str] = ()) -> Fin
 def test_segments_that_the_machine_can_never_hold_are_broken_even_while_they_do_not_run(tmp_path: Path) -> None:
     finding = free(stores("40GiB", "40GiB"), machine(tmp_path))
     assert finding.verdict is Verdict.BROKEN
-    assert "need 80GiB (s0 40GiB, s1 40GiB), and it has 64GiB" in finding.found
+    assert "need 80GiB (s0 40GiB, s1 40GiB), but it has 64GiB" in finding.found
 
 
 def test_what_others_use_of_the_memory_counts_until_the_node_runs(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_a_file_that_is_not_there_is_told_before_the_start(guarded: Guarded, nam
         changed = msgspec.structs.replace(proxy, **{name: "/nowhere"})
     config = msgspec.structs.replace(guarded.config, proxy=changed)
     problems = [problem for problem in machine_problems(config, config.by_role("proxy")) if name in problem.path]
-    assert "cannot be read on this machine" in problems[0].message
+    assert "does not exist on this machine, or cannot be read" in problems[0].message
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,11 @@ nodes:
             r"cache\.shards: 6: must be a multiple of .* 4 of nodes\[1\]",
         ),
         ({"args": "{Max Model Len: 1}"}, r"engine\.args"),
-        ({"args": "{api-key: [a, b]}"}, r"engine\.args\.api-key: must be one text: vLLM gets it as VLLM_API_KEY"),
-        ({"own": "{api_key: true}"}, r"nodes\[1\]\.args\.api_key: True: must be one text"),
+        (
+            {"args": "{api-key: [a, b]}"},
+            r"engine\.args\.api-key: must be a single text: pd-cache passes it to vLLM in VLLM_API_KEY",
+        ),
+        ({"own": "{api_key: true}"}, r"nodes\[1\]\.args\.api_key: True: must be a single text"),
         ({"args": "{some-secret: x}"}, r"engine\.args\.some-secret: .*looks like a secret.*give it in `env`"),
         ({"args": "{proxy_password: x}"}, r"engine\.args\.proxy_password: .*looks like a secret"),
         (

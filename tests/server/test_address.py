@@ -19,7 +19,7 @@ def test_an_orderly_stop_leaves_neither_socket_nor_lock(tmp_path: Path) -> None:
     with ExitStack() as stack:
         assert own_address(url, stack) == tmp_path / "own" / "cache.sock.fds"
         (tmp_path / "own" / "cache.sock").touch()  # ZMQ's
-        with pytest.raises(CacheServerError, match="another cache server listens"):
+        with pytest.raises(CacheServerError, match="another cache server already listens"):
             own_address(url, stack)
     assert os.listdir(tmp_path / "own") == []
 

@@ -422,7 +422,7 @@ def test_a_worker_whose_tensors_differ_from_its_groups_is_refused_in_words(serve
 def test_a_block_size_that_does_not_divide_the_chunk_is_refused_in_words(server: CacheServer) -> None:
     for adapter in (SchedulerAdapter, WorkerAdapter):
         with pytest.raises(
-            RefusedError, match="chunks have 8 tokens, which is no multiple of the engine's block size 3"
+            RefusedError, match="chunks have 8 tokens, which is not a multiple of the engine's block size 3"
         ):
             adapter(server.url, None, EngineIdentity(model="m", block_size=3))
 
@@ -458,7 +458,7 @@ def test_without_a_server_a_constructor_that_needs_it_says_so_and_one_that_does_
 
 
 def test_two_servers_at_one_address_are_one_too_many(pool: Pool, server: CacheServer) -> None:
-    with pytest.raises(CacheServerError, match="another cache server listens"):
+    with pytest.raises(CacheServerError, match="another cache server already listens"):
         CacheServer(server.settings, server.node, server.url)
 
 

@@ -55,19 +55,19 @@ class Bodies:
 
 
 def test_what_a_request_could_do_without_leaves_twice_as_much_and_takes_nothing_from_bodies() -> None:
-    with Held(300) as held:
-        arriving, first = held.body("a", 50), held.body("a", 20, complete=True)
-        assert held.budget.extend(first, 30)
-        assert not held.budget.extend(first, 1), "a client that is alone keeps to a third"
-        assert (held.budget.used, first.size, held.given_up) == (100, 50, [])
-        assert held.body("a", 50, complete=True).size, "bodies may take half"
-        held.budget.release(arriving)
-        other = held.body("b", 10, complete=True)
-        assert held.budget.extend(other, 50)
-        assert not held.budget.extend(other, 20)
-        held.budget.release(first)
-        assert not held.budget.extend(other, 300 << 10), "not even if that makes it a large one"
-        assert (held.budget.used, held.budget._large) == (110, 0)
+    with Bodies(300) as bodies:
+        arriving, first = bodies.body("a", 50), bodies.body("a", 20, complete=True)
+        assert bodies.budget.extend(first, 30)
+        assert not bodies.budget.extend(first, 1), "a client that is alone keeps to a third"
+        assert (bodies.budget.used, first.size, bodies.given_up) == (100, 50, [])
+        assert bodies.body("a", 50, complete=True).size, "bodies may take half"
+        bodies.budget.release(arriving)
+        other = bodies.body("b", 10, complete=True)
+        assert bodies.budget.extend(other, 50)
+        assert not bodies.budget.extend(other, 20)
+        bodies.budget.release(first)
+        assert not bodies.budget.extend(other, 300 << 10), "not even if that makes it a large one"
+        assert (bodies.budget.used, bodies.budget._large) == (110, 0)
 
 
 def test_of_one_clients_bodies_the_largest_that_still_arrives_gives_way() -> None:

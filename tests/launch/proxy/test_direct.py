@@ -280,9 +280,9 @@ async def test_health_says_why_no_prompt_is_looked_up() -> None:
         direct.use(Pool(NAMESPACE, "127.0.0.1:1"))
         told.append(await lookups())
         c.decode[0].health = answers(200, {})
-        await until(lambda: direct.blind == "no decode node tells how its chunks are named", "it was started anew")
+        await until(lambda: direct.blind == "no decode node reports its namespace", "it was started anew")
     assert told == [
-        "off: no decode node tells how its chunks are named",
+        "off: no decode node reports its namespace",
         "off: no master of the pool is known",
         "on",
     ]

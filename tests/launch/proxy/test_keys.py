@@ -38,11 +38,11 @@ def test_a_key_names_its_client(tmp_path: Path) -> None:
     ("text", "told"),
     [
         ("", "holds 0 keys"),
-        ("alice\n", ":1: a line is `NAME KEY`"),
-        ("alice short\n", ":1: a line is `NAME KEY`"),
-        (f"al/ice {KEY}\n", ":1: a line is `NAME KEY`"),
+        ("alice\n", ":1: expected `NAME KEY`"),
+        ("alice short\n", ":1: expected `NAME KEY`"),
+        (f"al/ice {KEY}\n", ":1: expected `NAME KEY`"),
         (f"alice {KEY}\nalice {KEY}x\n", ":2: the name alice"),
-        (f"alice {KEY}\nbob {KEY}\n", ":2: the name bob or its key stands there twice"),
+        (f"alice {KEY}\nbob {KEY}\n", ":2: the name bob or its key is already on another line"),
     ],
 )
 def test_a_file_of_keys_that_cannot_be_used_is_told_by_line_and_without_keys(
@@ -77,7 +77,7 @@ def test_a_file_of_keys_that_becomes_unusable_leaves_the_old_ones_in_force_and_i
     files.look()
     assert keys.client(f"Bearer {KEY}") == "alice"
     (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert "what was read before stays in force" in line.getMessage()
+    assert "the previous contents stay in force" in line.getMessage()
     file.write_text(f"bob {KEY}-of-bob")
     files.look()
     assert keys.client(f"Bearer {KEY}-of-bob") == "bob"

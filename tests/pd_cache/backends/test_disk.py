@@ -295,7 +295,7 @@ def test_a_failing_disk_is_switched_off_and_tried_again(
     assert subject.put({"l": value("l")}) == [Status.TIER_OFF]
     assert subject.get(["k"]) == ["tier_off"]
     assert subject.count("pd_cache_tier_failures_total", reason="eio") == 1, "once, however many calls it meets"
-    assert sum("it is not used until it works again" in line for line in caplog.messages) == 1
+    assert sum("the tier is not used until its folder works again" in line for line in caplog.messages) == 1
     broken.clear()
     wait_for(lambda: subject.backend.available, what="the tier in use again")
     assert subject.get(["k"]) == [value("k")]

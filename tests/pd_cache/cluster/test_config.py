@@ -124,12 +124,12 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         (
             "role: decode",
             "role: decode, cache_server: p0",
-            "nodes[2].cache_server: 'p0': is no cache-server node; there are: none",
+            "nodes[2].cache_server: 'p0': is not a cache-server node; there are: none",
         ),
         (
             "role: decode}",
             "role: decode, cache_server: c}\n  - {name: c, role: cache-server, host: 10.0.0.1}",
-            "is on 10.0.0.1, this node on 127.0.0.1: they share memory",
+            "is on 10.0.0.1, but must be on this node's host, 127.0.0.1: they share memory",
         ),
         (
             "role: decode}",
@@ -139,7 +139,7 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         (
             "role: decode}",
             "role: decode}\n  - {name: c, role: cache-server, url: 'ipc:///" + "x" * 100 + "'}",
-            "is longer than the 100 bytes that may be",
+            "must have at most 100 bytes",
         ),
         (
             "{segment_size: 1GiB}",
@@ -162,7 +162,7 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
             "c.yaml:3: cache.chunk_size: 100: must be a multiple of engine.block_size 16, e.g. 96 or 112",
         ),
         ("1GiB", "1Gib3", "c.yaml:2: transfer.segment_size: '1Gib3': expected a size such as 512MiB, 4GiB"),
-        ("1GiB", "1MiB", "c.yaml:2: transfer: segment_size: 1MiB is below Mooncake's minimum of 16MiB"),
+        ("1GiB", "1MiB", "c.yaml:2: transfer: segment_size: must be 0 for none, or at least 16MiB, got 1MiB"),
         ("512MiB", "1MiB", "c.yaml:9: nodes[1].segment_size: '1MiB': must be 0 for none, or at least 16MiB"),
         (
             "role: decode",
@@ -171,7 +171,7 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         ),
         ("role: decode", "rolle: decode", "nodes[2]: the key role is missing; is rolle meant to be it?"),
         ("kind: reference", "kind: refrence", "engine.kind: 'refrence': must be one of reference"),
-        ("name: tiny, random: {seed: 1}", "name: tiny", "engine.model: exactly one of `path`"),
+        ("name: tiny, random: {seed: 1}", "name: tiny", "engine.model: give exactly one of `path`"),
         ("name: d0", "name: p0", "c.yaml:10: nodes[2].name: 'p0': is also the name of nodes[1]"),
         ("name: d0", "name: 'd 0'", "nodes[2].name: 'd 0': must be 1 to 63 letters"),
         ("role: master, port: 0, metrics_port: 0", "role: store, segment_size: 16MiB", "0 nodes have the role master"),
@@ -199,12 +199,12 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         (
             "name: test",
             "proxy: {drain_s: 10}",
-            "proxy.drain_s: 10: is no less than supervisor.stop_grace_s, 10 s, after which `up` kills the proxy and",
+            "proxy.drain_s: 10: must be less than supervisor.stop_grace_s, 10 s, after which `up` kills the proxy",
         ),
         (
             "name: test",
             "proxy: {request_timeout_s: 60}",
-            "proxy.prefill_timeout_s: is 120 s, and request_timeout_s 60 s: a prefill node that hangs would leave the decode",
+            "proxy.prefill_timeout_s: is 120 s, and must be less than request_timeout_s, 60 s: a prefill node that hangs would leave the decode",
         ),
         (
             "name: test",
@@ -224,16 +224,16 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         (
             "name: test",
             "master: {ha: true}\ndiscovery: {kind: etcd, endpoints: ['a:1'], user: u, password_file: p}",
-            "master.ha: True: Mooncake's election knows neither users nor TLS",
+            "master.ha: True: Mooncake's election supports neither users nor TLS",
         ),
         ("port: 8000", "port: 80000", "nodes[3].port: 80000: expected `int` <= 65535"),
         ("role: decode", "role: prefill", "a proxy needs at least one decode node"),
         ("segment_size: 1GiB", "metadata: nonsense", "metadata: 'nonsense' is neither P2PHANDSHAKE nor an address"),
         ("segment_size: 1GiB", "devices: [mlx5_0]", "only protocol: rdma uses devices"),
         ("segment_size: 1GiB", "protocol: udp", "transfer.protocol: 'udp': must be one of tcp, rdma"),
-        ("name: test", "name: test\nname: again", "c.yaml:2: name: stands twice, first on line 1"),
+        ("name: test", "name: test\nname: again", "c.yaml:2: name: is given twice, first on line 1"),
         ("name: test", "name: [", "is not valid YAML"),
-        ("name: test", "name: &a [*a]", "c.yaml:1: an alias stands inside of what it names"),
+        ("name: test", "name: &a [*a]", "c.yaml:1: an alias stands inside the value that it refers to"),
         ("1GiB", "'" + "9" * 400 + "'", "expected a size such as 512MiB"),
         ("cache: {chunk_size: 256}", "cache: {tiers: []}", "cache.tiers: expected `array` of length >= 1"),
         (
@@ -254,7 +254,7 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         (
             "cache: {chunk_size: 256}",
             "cache: {tiers: [{kind: disk, path: /a, capacity: 1GiB}, {kind: disk, path: /a, capacity: 1GiB}]}",
-            "cache.tiers[1].path: '/a': is the path of another tier already",
+            "cache.tiers[1].path: '/a': is already the path of another tier",
         ),
         (
             "cache: {chunk_size: 256}",
@@ -308,12 +308,12 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         (
             "{segment_size: 1GiB}\ncache: {chunk_size: 256}",
             "{}\ncache: {tiers: [{kind: mooncake, replicas: 2}]}",
-            "c.yaml:3: cache.tiers[0].replicas: 2: each needs a segment of its own, and only 1 nodes give memory",
+            "c.yaml:3: cache.tiers[0].replicas: 2: each replica needs its own segment, and only 1 nodes give memory",
         ),
         (
             "cache: {chunk_size: 256}",
             "cache: {tiers: [{kind: mooncake, preferred_segment: '127.0.0.1:5'}]}",
-            "preferred_segment: '127.0.0.1:5': is no store node's host:port; there are: none; give a store node a port",
+            "preferred_segment: '127.0.0.1:5': must be own, any or the host:port of a store node; there are: none; give a store node a port",
         ),
         (
             "cache: {chunk_size: 256}",
@@ -323,7 +323,7 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         (
             "port: 8000",
             "port: 8000}\n  - {name: q, role: proxy, port: 8000",
-            "proxy uses this port of 127.0.0.1 already",
+            "proxy already uses this port of 127.0.0.1",
         ),
     ],
 )

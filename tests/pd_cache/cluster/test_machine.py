@@ -65,13 +65,13 @@ def test_a_machine_that_can_carry_the_nodes_has_no_problems() -> None:
 
 def test_a_taken_port_is_named(taken_port: int) -> None:
     (message,) = messages(cluster(DecodeNode(name="a", port=taken_port)))
-    assert f"nodes[1].port: {taken_port}: is taken on 127.0.0.1 by another process" in message
+    assert f"nodes[1].port: {taken_port}: another process uses this port of 127.0.0.1" in message
 
 
 def test_memory_that_is_not_there_is_named_by_its_largest_part() -> None:
     much = ByteSize(1 << 50)
     (message,) = messages(cluster(StoreNode(name="s", segment_size=much)))
-    assert "nodes[1].segment_size: '1024TiB': the nodes of this host need 1024TiB (s 1024TiB), and it has" in message
+    assert "nodes[1].segment_size: '1024TiB': the nodes of this host need 1024TiB (s 1024TiB), but it has" in message
     (message,) = messages(cluster(DecodeNode(name="d"), transfer=TransferSettings(staging_size=much)))
     assert "transfer.staging_size: '1024TiB': the nodes of this host need" in message
     tiers = (LocalTier(capacity=much), MooncakeTier())
@@ -92,7 +92,7 @@ def test_segments_staging_memory_and_tiers_of_all_nodes_must_fit_together(tmp_pa
     (message,) = messages(cluster(*nodes, transfer=transfer, cache=cache), tmp_path)
     assert message.endswith(
         "transfer.segment_size: '10GiB': the nodes of this host need 72GiB (a 24GiB, b 24GiB, c 24GiB), "
-        "and it has 64GiB (the machine)"
+        "but it has 64GiB (the machine)"
     )
 
 
@@ -104,7 +104,7 @@ def test_a_cgroup_that_allows_less_than_the_machine_has_decides(tmp_path: Path) 
     write(tmp_path, "sys/fs/cgroup/pod/memory.max", str(8 * GIB))
     write(tmp_path, "sys/fs/cgroup/pod/memory.current", "0")
     (message,) = messages(config, tmp_path)
-    assert "need 16GiB (s 16GiB), and it has 8GiB (its cgroup)" in message
+    assert "need 16GiB (s 16GiB), but it has 8GiB (its cgroup)" in message
     finding = next(memory_findings(config, config.nodes, (), tmp_path))
     assert finding.verdict is Verdict.BROKEN
     assert finding.found in message, "the doctor and the other commands say the same"
@@ -117,7 +117,8 @@ def test_rdma_must_be_allowed_to_lock_what_a_node_registers(tmp_path: Path, monk
     store = StoreNode(name="s", segment_size=ByteSize(GIB))
     (message,) = messages(cluster(store, transfer=TransferSettings(protocol="rdma")), tmp_path)
     assert (
-        "transfer.protocol: 'rdma': locks memory: the limit is 8.0 MiB, and the largest process locks 1GiB" in message
+        "transfer.protocol: 'rdma': rdma locks memory: the limit is 8.0 MiB, but the largest process locks 1GiB"
+        in message
     )
     assert messages(cluster(store), tmp_path) == [], "tcp locks none"
     write(tmp_path, "proc/self/status", "CapEff:\t0000000000004000")
@@ -132,7 +133,7 @@ def test_files_of_keys_and_certificates_that_are_not_here_are_named(tmp_path: Pa
     assert [message.split(": ")[1] for message in told] == [
         "proxy.api_keys_file", "proxy.node_key_file", "discovery.password_file", "discovery.tls.ca_file",
     ]  # fmt: skip
-    assert all("cannot be read on this machine, or is not there" in message for message in told)
+    assert all("does not exist on this machine, or cannot be read" in message for message in told)
     config = cluster(ProxyNode(name="p", port=0), proxy=proxy, discovery=etcd)
     assert [finding.about for finding in file_findings(config, config.nodes)] == [
         message.split(": ")[1] for message in told
@@ -146,6 +147,6 @@ def test_rdma_needs_devices_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "rdma_devices", lambda: ("mlx5_0",))
     config = cluster(transfer=TransferSettings(protocol="rdma", devices=("mlx5_0", "mlx5_7")))
     (message,) = messages(config)
-    assert "transfer.devices[1]: 'mlx5_7': is no RDMA device of this machine; there are: mlx5_0" in message
+    assert "transfer.devices[1]: 'mlx5_7': is not an RDMA device of this machine; there are: mlx5_0" in message
     monkeypatch.setattr(machine, "rdma_devices", lambda: ())
     assert "this machine has no RDMA device" in messages(config)[0]
