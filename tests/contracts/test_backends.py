@@ -138,7 +138,7 @@ def test_memory_from_elsewhere_or_of_another_number_than_keys_is_refused(
     assert foreign is not None
     assert own is not None
     for staged in ([foreign], [own, own], []):
-        with pytest.raises(ValueError, match="as `stage` lent it"):
+        with pytest.raises(ValueError, match="lent by `stage`"):
             subject.backend.batched_put([key(0)], staged)
     foreign.release()
     own.release()

@@ -107,14 +107,14 @@ def test_a_namespace_of_absurd_numbers_is_not_believed(absurd: dict[str, int]) -
 @pytest.mark.parametrize(
     ("raw", "told"),
     [
-        (b"", "no record"),
-        (b"[]", "no record"),
-        (b"\xff", "no record"),
+        (b"", "not the record"),
+        (b"[]", "not the record"),
+        (b"\xff", "not the record"),
         (b'{"name": "a", "role": "prefill"}', "address"),
         (b'{"name": "../a", "role": "prefill", "address": "http://h:1"}', "name"),
         (b'{"name": "a", "role": "prefill", "address": "http://h:1/path"}', "address"),
         (b'{"name": "a", "role": "prefill", "address": "file:///etc/passwd"}', "address"),
-        (b"[" * 40_000, "no record"),
+        (b"[" * 40_000, "not the record"),
         (b" " * 70_000, "at most 65536"),
         (b'{"name": "a", "role": "prefill", "address": "http://h:1", "model": "\xff"}', "not valid UTF-8"),
         (b'{"name": "a", "role": "master", "address": "ipc:///etc"}', "a master's address is host:port"),

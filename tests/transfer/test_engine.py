@@ -98,5 +98,5 @@ def test_a_closed_engine_begins_nothing(ends: tuple[End, End]) -> None:
 @pytest.mark.parametrize("count", [0, COUNT - 1])
 def test_slots_and_addresses_that_do_not_match_are_the_callers_mistake(ends: tuple[End, End], count: int) -> None:
     here, there = ends
-    with pytest.raises(ValueError, match="one each"):
+    with pytest.raises(ValueError, match="one address for each slot"):
         here.engine.write(there.engine.address, here.slots[:count], there.addresses, timeout=1)

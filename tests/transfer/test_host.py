@@ -202,7 +202,7 @@ def test_a_host_client_needs_an_address_and_gives_no_memory(host_pool: Pool) -> 
     settings = host_pool.settings().transfer
     with pytest.raises(ValueError, match="needs client_address"):
         MooncakeStore(msgspec.structs.replace(settings, client_address=""), master=host_pool.address)
-    with pytest.raises(ValueError, match="gives no memory"):
+    with pytest.raises(ValueError, match="must have a segment_size of 0"):
         MooncakeStore(settings, master=host_pool.address, segment_size=64 << 20)
     with MooncakeStore(settings, master=host_pool.address) as store, pytest.raises(ValueError, match="StagingPool"):
         store.attach(StagingPool(SLOT, SLOT, prefaulted=False))
@@ -333,7 +333,7 @@ def test_retired_memory_is_given_back_when_neither_a_slot_nor_the_mooncake_clien
     ("options", "message"),
     [
         ({"client_address": "127.0.0.1:1"}, "only client: host uses it"),
-        ({"client": "host", "client_address": "here"}, "no address such as"),
+        ({"client": "host", "client_address": "here"}, "must be an address such as"),
         ({"client": "host", "segment_size": 64 << 20}, "only store nodes give memory"),
     ],
 )

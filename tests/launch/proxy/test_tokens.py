@@ -138,12 +138,12 @@ async def test_a_namespace_that_only_health_reports_counts_and_a_node_that_comes
         c.decode[0].tokenize, node = tokenizes, c.decode[0]
 
         async def told(fingerprint: str) -> None:
-            await until(lambda: c.proxy._fleet.fingerprint(node.url) == fingerprint, "it is known")
+            await until(lambda: c.proxy._node_pools.fingerprint(node.url) == fingerprint, "it is known")
 
         for one in (*c.prefill, *c.decode):
             one.health = answers(200, NAMESPACE.described())
         await told(NAMESPACE.fingerprint())
-        await until(lambda: c.proxy._fleet.fingerprint(c.prefill[0].url) is not None, "that of the other, too")
+        await until(lambda: c.proxy._node_pools.fingerprint(c.prefill[0].url) is not None, "that of the other, too")
 
         async def starts_anew(request: web.Request) -> web.StreamResponse:
             node.health = answers(200, OTHER.described())

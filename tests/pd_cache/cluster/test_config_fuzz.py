@@ -117,7 +117,7 @@ def merge_bomb(levels: int) -> str:
         (GOOD + "\0", "c.yaml:9: is not valid YAML: the character '\\\\x00' is not allowed|is not allowed"),
         ('name: "a\\0"', r"c\.yaml:1: name: .*: must not hold control characters"),
         ('name: "\\ud800"', r"c\.yaml:1: name: .*: must not hold control characters"),
-        ('"\\e[31m": 1', r"c\.yaml:1: the key .*: must not hold control characters"),
+        ('"\\e[31m": 1', r"c\.yaml:1: the key .* must not hold control characters"),
         ("name: !!timestamp 2001-01-01", r"c\.yaml:1: the tag tag:yaml\.org,2002:timestamp is not allowed here"),
         ("name: !!python/name:os.system x", r"c\.yaml:1: the tag .* is not allowed here"),
         ("bench: {port: " + "9" * 6000 + "}", r"c\.yaml:1: bench\.port: .*is a number of more than 20 digits"),
@@ -159,9 +159,9 @@ def test_what_is_no_configuration_is_refused_before_anything_is_made_of_it(text:
         ("capacity: 1GiB", "capacity: 0", r"c\.yaml:2: cache\.tiers\[0\]\.capacity: 0: holds nothing"),
         ("capacity: 1GiB", "capacity: 99999999TiB", r"c\.yaml:2: cache\.tiers\[0\]\.capacity: .*expected a size"),
         ("port: 8000", "port: 010051", r"c\.yaml:8: nodes\[3\]\.port: '010051': YAML 1\.1 reads this as another number"),
-        ("name: test", "transfer: {metadata: 'http://0.0.0.0:1/metadata'}", r"c\.yaml:1: transfer\.metadata: .*no machine"),
+        ("name: test", "transfer: {metadata: 'http://0.0.0.0:1/metadata'}", r"c\.yaml:1: transfer\.metadata: .*not the address of one machine"),
         ("name: test", "transfer: {metadata: 'http://['}", r"c\.yaml:1: transfer\.metadata: .*must be an address"),
-        ("name: test", "discovery: {kind: etcd, endpoints: ['0.0.0.0:1']}", r"c\.yaml:1: discovery\.endpoints\[0\]: .*no machine"),
+        ("name: test", "discovery: {kind: etcd, endpoints: ['0.0.0.0:1']}", r"c\.yaml:1: discovery\.endpoints\[0\]: .*not the address of one machine"),
     ],
 )  # fmt: skip
 def test_a_value_that_nobody_can_mean_is_refused_with_its_file_line_and_key(old: str, new: str, message: str) -> None:
