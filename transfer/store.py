@@ -192,7 +192,6 @@ class MooncakeStore:
             raise ValueError(
                 "client: host needs client_address; set it to the host:port of this host's mooncake_client"
             )
-        self._shared = settings.client == "host"
         if self._shared and segment_size:
             raise ValueError(
                 "a host client must have a segment_size of 0; its mooncake_client gives memory to the pool"

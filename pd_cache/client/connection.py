@@ -289,7 +289,9 @@ class ServerConnection:
         with self._changed:
             self._kv_caches, self._layout_kind = kv_caches, layout_kind
             self._registration += 1
-            here = self._ready or self._greeting
+            here = (
+                self._ready or self._greeting or self._problem is not None
+            )  # it has answered: its next answer comes soon
             self._ready, self._problem = False, None
         os.eventfd_write(self._wakeup, 1)
         if here:

@@ -439,7 +439,11 @@ def test_tensors_of_another_block_size_than_the_engine_said_are_refused(server: 
 def test_a_chunk_size_other_than_the_servers_leaves_an_engine_without_a_cache(
     server: CacheServer, tokens: Any, name: str
 ) -> None:
-    with Engine(server.url, chunk_size=2 * CHUNK) as engine:
+    with Engine(server.url, chunk_size=2 * CHUNK, register=False) as engine:
+        with pytest.raises(RefusedError, match=f"{CHUNK} tokens, this engine was made for {2 * CHUNK}"):
+            engine.worker._cache.connection.wait_ready(60)
+        with pytest.raises(RefusedError, match="this engine was made for"):
+            engine.worker.register_kv_caches({str(n): tensor for n, tensor in enumerate(engine.cache)})
         assert not engine.worker.available
         assert engine.lookup(name, tokens) == 0
 

@@ -258,7 +258,7 @@ async def test_tokens_are_charged_to_the_client_until_the_decode_node_answers() 
         go.set()
         async with await asking as response:
             assert response.status == 200
-        assert (c.proxy._bodies.used, c.proxy._bodies._held) == (0, {})
+        assert (c.proxy._bodies.used, c.proxy._bodies._by_client) == (0, {})
 
 
 @scenario
@@ -290,7 +290,7 @@ async def test_the_memory_for_tokens_is_given_back_when_the_client_goes_away(hop
         asking.cancel()
         await asyncio.wait({asking})
         await until(lambda: c.proxy._bodies.used == 0, "the memory was given back")
-        assert c.proxy._bodies._held == {}
+        assert c.proxy._bodies._by_client == {}
 
 
 @pytest.mark.parametrize("fails", [answers(500), disconnects], ids=["500", "disconnects"])
@@ -302,7 +302,7 @@ async def test_the_memory_for_tokens_is_given_back_when_every_node_fails(fails: 
             node.default = fails
         async with c.post({"prompt": TEXT}) as response:
             assert response.status >= 500
-        assert (c.proxy._bodies.used, c.proxy._bodies._held) == (0, {})
+        assert (c.proxy._bodies.used, c.proxy._bodies._by_client) == (0, {})
 
 
 @scenario
@@ -314,5 +314,5 @@ async def test_tokens_that_came_before_a_lookup_that_was_too_slow_are_used_and_c
         async with c.post({"prompt": TEXT}) as response:
             assert response.status == 200
         assert prompts(*c.prefill, *c.decode) == [ids(TEXT)] * 2
-        assert (c.proxy._bodies.used, c.proxy._bodies._held) == (0, {})
+        assert (c.proxy._bodies.used, c.proxy._bodies._by_client) == (0, {})
         client.gate.set()
