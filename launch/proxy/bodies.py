@@ -89,9 +89,9 @@ class BodyBudget:
 
     def extend(self, body: Body, count: int) -> bool:
         """Notes `count` more bytes of something that a request could do without. Returns False, and notes nothing, unless its client then
-        leaves at least twice as much room as it takes: that room is for bodies."""
+        leaves at least twice as much room as it takes, and all clients leave half of the whole: that room is for bodies."""
         self._resize(body, body.size + count)
-        fits = self._fits(body, spare=2)
+        fits = self._fits(body, spare=2) and self.used * 2 <= self._limit
         if not fits:
             self._resize(body, body.size - count)
         return fits

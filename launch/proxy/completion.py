@@ -117,8 +117,8 @@ class Completion:
         needs the text. The routing always sees the text."""
         if self._chat or self._prompt[:1] != b'"':
             return False
-        others = {name: bytes(raw) for name, raw in self._fields.items() if name not in BESIDE_TOKENS}
-        return all(raw == b"null" or (name, raw) == ("echo", b"false") for name, raw in others.items())
+        others = (item for item in self._fields.items() if item[0] not in BESIDE_TOKENS)
+        return all(_says_nothing(name, raw) for name, raw in others)
 
     def token_ids(self) -> list[int] | None:
         """Returns the prompt's token ids if it is given as token ids, otherwise None."""
@@ -156,6 +156,11 @@ class Completion:
     def for_decode(self, handoff: HandedOver | None, tokens: bytes | None = None) -> bytes:
         """Returns the client's body, with what the prefill node handed over, and with `tokens` as in `for_prefill`."""
         return _encode({**self._fields, **({_TRANSFER: handoff.kv_transfer_params} if handoff else {})}, tokens)
+
+
+def _says_nothing(name: str, raw: msgspec.Raw) -> bool:
+    value = bytes(raw) if len(memoryview(raw)) <= len(b"false") else b""
+    return value == b"null" or (name, value) == ("echo", b"false")
 
 
 def _encode(fields: dict[str, msgspec.Raw], tokens: bytes | None) -> bytes:

@@ -77,7 +77,9 @@ class Completions:
             raise overloaded("No decode node could answer")
         exchange.trial.budget.asked(time.monotonic())
         handoff: HandedOver | None = None
-        why = await self._direct.why(completion, prompt, exchange.id, lambda: self._tokenize(exchange, completion))
+        why = await self._direct.why(
+            completion, prompt, exchange.id, lambda: self._tokenize(exchange, completion, nbytes)
+        )
         if why is not None:
             result: str = why
         elif self._pools["prefill"].count(exchange.model):
@@ -96,7 +98,7 @@ class Completions:
         text = await self._computed(nbytes, lambda: encode(None))
         if (tokens := completion.tokens) is None:
             return HopBody(text)
-        with_tokens = await self._computed(len(tokens.json), lambda: encode(tokens.json))
+        with_tokens = await self._computed(nbytes + len(tokens.json), lambda: encode(tokens.json))
         return HopBody(text, with_tokens, tokens.node, tokens.fingerprint)
 
     async def _computed(self, nbytes: int, function: Callable[[], T]) -> T:
@@ -221,9 +223,9 @@ class Completions:
 
     # --- a text's tokens -----------------------------------------------------------------------------------------
 
-    async def _tokenize(self, exchange: Exchange, completion: Completion) -> list[int] | None:
-        """Returns a prompt's token ids from a decode node, or None if there are none to be had. Nodes may get them, too, if the client's
-        share of the memory has room for them."""
+    async def _tokenize(self, exchange: Exchange, completion: Completion, nbytes: int) -> list[int] | None:
+        """Returns a prompt's token ids from a decode node, or None if there are none to be had. Nodes may get them, too, if this is
+        the only decode node, and if the client's share of the memory has room for a second body."""
         now = time.monotonic()
         node = self._pools["decode"].out_of_turn(now, exchange.model)
         if node is None or now < self._tokenize_after:
@@ -235,7 +237,13 @@ class Completions:
                 if answer.status == 200:
                     tokens = read_tokens(await read_all(answer, LARGEST_BODY))
                     self._slow_to_tokenize = 0
-                    if fingerprint and completion.takes_tokens() and exchange.take_memory(len(tokens.json)):
+                    alone = self._pools["decode"].count(exchange.model) == 1
+                    if (
+                        fingerprint
+                        and alone
+                        and completion.takes_tokens()
+                        and exchange.take_memory(nbytes + len(tokens.json))
+                    ):
                         completion.tokens = PromptTokens(node, fingerprint, tokens.json)
                     return tokens.ids
                 if answer.status in (400, 422) or answer.status >= 500:

@@ -1,8 +1,8 @@
 """A text prompt's tokens, which nodes get in place of the text where that changes no answer. Pure.
 
-Nodes of one namespace share the KV of equal tokens. Their tokenizers may still differ: a namespace covers the weights, not the
-tokenizer. So the node that answers the client gets no tokens but its own. A prefill node of the same namespace may get any node's: it
-computes their KV, and the client sees nothing of its answer.
+The tokens are those that a decode node returns, and what it returns may be wrong. So they are used only if it is the model's only
+decode node: then it can spoil no prompt but those that it answers itself. Prefill nodes get them if their namespace is the same. Nodes of
+one namespace share the KV of equal tokens, although their tokenizers may differ: a namespace covers the weights, not the tokenizer.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -156,8 +156,8 @@ class ServerConnection:
         self._lifeline: LifelineClient | None = None
         self._problem: CacheServerError | SharingError | None = None
         self._ready = False
-        self._greeting = False
-        """Whether the keeper says hello and registers at this moment."""
+        self._connected = False
+        """Whether a server is there, as far as the keeper knows. It may not know this client yet."""
         self._registration = 0
         """Counts the sets of tensors that were to be lent: what the server has may be an earlier one's."""
         self._changed = Condition()
@@ -289,14 +289,10 @@ class ServerConnection:
         with self._changed:
             self._kv_caches, self._layout_kind = kv_caches, layout_kind
             self._registration += 1
-            here = (
-                self._ready or self._greeting or self._problem is not None
-            )  # it has answered: its next answer comes soon
             self._ready, self._problem = False, None
         os.eventfd_write(self._wakeup, 1)
-        if here:
-            with contextlib.suppress(NoAnswerError):
-                self.wait_ready(_REGISTER_S if timeout is None else timeout)
+        with contextlib.suppress(NoAnswerError):
+            self._wait_ready(_REGISTER_S if timeout is None else timeout, lambda: self._connected)
 
     def close(self) -> None:
         """Takes the tensors back and disconnects. Idempotent."""
@@ -324,8 +320,16 @@ class ServerConnection:
 
     def wait_ready(self, timeout: float) -> None:
         """Waits for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
+        self._wait_ready(timeout, lambda: True)
+
+    def _wait_ready(self, timeout: float, worth_it: Callable[[], bool]) -> None:
+        """As `wait_ready`, and raises NoAnswerError as soon as it is not worth it, or this is being closed."""
+
+        def ended() -> bool:
+            return self._ready or self._problem is not None or self._closing or not worth_it()
+
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._problem is not None, timeout)
+            self._changed.wait_for(ended, timeout)
             if self._problem is not None:
                 raise self._problem
             if not self._ready:
@@ -339,17 +343,16 @@ class ServerConnection:
     # --- the keeper's thread -------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        connected = False
         while not self._closing:
-            event = self._channel.watch(_AGAIN_S if connected and not self._ready else _WATCH_S, self._descriptors())
+            again = self._connected and not self._ready
+            event = self._channel.watch(_AGAIN_S if again else _WATCH_S, self._descriptors())
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wakeup)
             if event is True:
-                connected = True
+                self._connected = True
             elif event is False or (self._lifeline is not None and self._lifeline.lost):
-                connected = False
                 self._lose("the connection to the cache server broke")
-            if connected and not self._ready and not self._closing:
+            if self._connected and not self._ready and not self._closing:
                 self._greet()
 
     def _descriptors(self) -> list[int]:
@@ -358,6 +361,8 @@ class ServerConnection:
     def _lose(self, reason: str) -> None:
         with self._changed:
             was_ready, self._ready = self._ready, False
+            self._connected, self._problem = False, None
+            self._changed.notify_all()
         if self._lifeline is not None:
             self._lifeline.close()
             self._lifeline = None
@@ -369,7 +374,7 @@ class ServerConnection:
     def _greet(self) -> None:
         """Says hello and registers. If that fails, logs it; the keeper tries again."""
         with self._changed:
-            self._greeting, registration = True, self._registration
+            registration = self._registration
         try:
             self._introduce()
         except (CacheServerError, SharingError, OSError) as error:
@@ -378,7 +383,9 @@ class ServerConnection:
                 isinstance(problem, RefusedError) and problem.reason not in ("busy", "unknown_client", "closing")
             )
             with self._changed:
-                self._greeting = False
+                if registration != self._registration:  # it was about tensors that are not in use any more: again
+                    os.eventfd_write(self._wakeup, 1)
+                    return
                 if lasting:
                     self._problem = problem
                     self._changed.notify_all()
@@ -387,7 +394,6 @@ class ServerConnection:
                 log.error("cache server %s does not take this engine: %s", self.url, problem)
             return
         with self._changed:
-            self._greeting = False
             if registration != self._registration:  # the server has tensors that are not in use any more: again
                 os.eventfd_write(self._wakeup, 1)
                 return

@@ -63,11 +63,11 @@ def test_what_a_request_could_do_without_leaves_twice_as_much_and_takes_nothing_
         assert bodies.body("a", 50, complete=True).size, "bodies may take half"
         bodies.budget.release(arriving)
         other = bodies.body("b", 10, complete=True)
-        assert bodies.budget.extend(other, 50)
-        assert not bodies.budget.extend(other, 20)
+        assert not bodies.budget.extend(other, 41), "all clients leave half of the whole"
+        assert bodies.budget.extend(other, 40)
         bodies.budget.release(first)
         assert not bodies.budget.extend(other, 300 << 10), "not even if that makes it a large one"
-        assert (bodies.budget.used, bodies.budget._large) == (110, 0)
+        assert (bodies.budget.used, bodies.budget._large) == (100, 0)
 
 
 def test_of_one_clients_bodies_the_largest_that_still_arrives_gives_way() -> None:

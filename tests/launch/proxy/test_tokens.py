@@ -108,16 +108,32 @@ async def test_a_prefill_node_of_another_namespace_gets_the_text() -> None:
         assert [prompts(node) for node in (*c.prefill, *c.decode)] == [[ids(TEXT)], [TEXT], [ids(TEXT)] * 2]
 
 
-@pytest.mark.parametrize("other", [False, True], ids=["same namespace", "another namespace"])
 @scenario
-async def test_a_decode_node_gets_no_tokens_but_its_own(other: bool) -> None:
-    """Nodes of one namespace have the same weights, and not necessarily the same tokenizer."""
+async def test_with_two_decode_nodes_all_nodes_get_the_text_so_that_none_spoils_prompts_that_another_answers() -> None:
     async with cluster(1, 2, direct=rule(Lookups(0))) as c:
-        begin(c, *c.decode[1:] if other else ())
+        begin(c)
         for _ in range(2):
             async with c.post({"prompt": TEXT}) as response:
                 assert response.status == 200
-        assert [prompts(node) for node in c.decode] == [[ids(TEXT)], [TEXT]]
+        assert [prompts(node) for node in (*c.prefill, *c.decode)] == [[TEXT] * 2, [TEXT], [TEXT]]
+
+
+@scenario
+async def test_a_decode_node_that_joins_meanwhile_gets_no_tokens_of_another() -> None:
+    """Nodes of one namespace have the same weights, and not necessarily the same tokenizer."""
+    async with cluster(1, 2, direct=rule(Lookups(0))) as c:
+
+        async def joins(request: web.Request) -> web.StreamResponse:
+            begin(c)
+            return await completes(request)
+
+        begin(c)
+        c.prefill[0].default = joins
+        c.decode[0].script = [answers(500)]
+        c.proxy.update(view([c.prefill[0].url], [c.decode[0].url], described(c)))
+        async with c.post({"prompt": TEXT}) as response:
+            assert response.status == 200
+        assert [prompts(node) for node in (*c.prefill, *c.decode)] == [[ids(TEXT)], [ids(TEXT)], [TEXT]]
 
 
 @scenario
@@ -216,12 +232,12 @@ async def test_a_refusal_of_tokens_is_not_the_clients_which_wrote_a_text() -> No
 
 @scenario
 async def test_retries_go_on_with_what_each_node_may_get() -> None:
-    async with cluster(2, 2, direct=rule(Lookups(0))) as c:
+    async with cluster(2, 1, direct=rule(Lookups(0))) as c:
         begin(c, c.prefill[1])
-        c.prefill[0].script, c.decode[0].script = [disconnects], [answers(500)]
+        c.prefill[0].script = [disconnects]
         async with c.post({"prompt": TEXT}) as response:
             assert response.status == 200
-        assert [prompts(node) for node in (*c.prefill, *c.decode)] == [[ids(TEXT)], [TEXT]] * 2
+        assert [prompts(node) for node in (*c.prefill, *c.decode)] == [[ids(TEXT)], [TEXT], [ids(TEXT)]]
         assert c.proxy._bodies.used == 0
 
 
@@ -254,7 +270,7 @@ async def test_tokens_are_charged_to_the_client_until_the_decode_node_answers() 
         c.decode[0].default = waits
         asking = asyncio.ensure_future(c.post(data=body).__aenter__())
         await until(lambda: c.decode[0].bodies != [], "the decode node has it")
-        assert c.proxy._bodies.used == len(body) + len(tokens)
+        assert c.proxy._bodies.used == len(body) + len(body) + len(tokens), "two bodies, at most"
         go.set()
         async with await asking as response:
             assert response.status == 200
