@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -443,9 +445,50 @@ def test_a_chunk_size_other_than_the_servers_leaves_an_engine_without_a_cache(
         with pytest.raises(RefusedError, match=f"{CHUNK} tokens, this engine was made for {2 * CHUNK}"):
             engine.worker._cache.connection.wait_ready(60)
         with pytest.raises(RefusedError, match="this engine was made for"):
-            engine.worker.register_kv_caches({str(n): tensor for n, tensor in enumerate(engine.cache)})
+            engine.worker.register_kv_caches(engine.tensors)
         assert not engine.worker.available
         assert engine.lookup(name, tokens) == 0
+
+
+def test_a_registration_does_not_wait_for_a_server_that_refused_the_engine_and_went_away(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd_cache.client.connection._REGISTER_S", 3600.0)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(served(pool, tmp_path))
+        engine = stack.enter_context(Engine(server.url, chunk_size=2 * CHUNK, register=False))
+        connection = engine.worker._cache.connection
+        with pytest.raises(RefusedError):
+            connection.wait_ready(60)
+        server.close()
+        wait_for(lambda: not connection._connected)
+        engine.worker.register_kv_caches(engine.tensors)
+        assert not engine.worker.available
+
+
+def test_a_registration_is_not_refused_for_the_tensors_before_it(
+    server: CacheServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(server.url, register=False) as engine:
+        connection = engine.worker._cache.connection
+        usual, asked, go = connection._register, threading.Event(), threading.Event()
+
+        def slow(*arguments: Any) -> None:
+            asked.set()
+            assert go.wait(60)
+            usual(*arguments)
+
+        connection.wait_ready(60)
+        monkeypatch.setattr(connection, "_register", slow)
+        with ThreadPoolExecutor(2) as threads:
+            wrong = threads.submit(connection.register, [torch.zeros(8, 2, BLOCK + 1, 4)])
+            assert asked.wait(60)
+            right = threads.submit(connection.register, engine.cache)
+            wait_for(lambda: connection._registration == 2)
+            go.set()
+            right.result(60)
+            assert wrong.exception(60) is None, "what replaced its tensors is registered"
+        assert connection.ready
 
 
 def test_without_a_server_a_constructor_that_needs_it_says_so_and_one_that_does_not_goes_on(tmp_path: Path) -> None:

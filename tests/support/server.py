@@ -112,10 +112,15 @@ class Engine:
             raise
         try:
             if register:
-                self.worker.register_kv_caches({str(index): tensor for index, tensor in enumerate(self.cache)})
+                self.worker.register_kv_caches(self.tensors)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The cache as an engine registers it."""
+        return {str(index): tensor for index, tensor in enumerate(self.cache)}
 
     def close(self) -> None:
         self.worker.shutdown()
