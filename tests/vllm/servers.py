@@ -49,6 +49,7 @@ ARGS: dict[str, Any] = {
 }
 """Of every server, plain or not: small steps, so that each longer prompt is computed in several, and 128 MiB of KV cache."""
 
+TRANSFER: dict[str, Any] = {"staging_size": "32MiB", "prefault": False}
 HANDOFF_MS = 8000
 _READY_S = 900.0
 
@@ -240,11 +241,7 @@ def cluster_file(
         )
     master = yaml.safe_load(pool.file.read_text())["nodes"][0]
     tree = {
-        "transfer": {
-            "staging_size": "32MiB",
-            "prefault": False,
-            "timeouts": {"exist_ms": 10_000, "get_ms": 10_000, "put_ms": 20_000},
-        },
+        "transfer": {**TRANSFER, "timeouts": {"exist_ms": 10_000, "get_ms": 10_000, "put_ms": 20_000}},
         "cache": {"chunk_size": CHUNK, "shards": SHARDS},
         "engine": {
             "kind": "vllm",
@@ -340,6 +337,7 @@ __all__ = [
     "HANDOFF_MS",
     "ROOT",
     "SHARDS",
+    "TRANSFER",
     "Answer",
     "PdCacheServer",
     "Reference",

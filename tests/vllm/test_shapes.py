@@ -19,7 +19,18 @@ from pd_cache.cluster import read_config
 from tests.support.pool import ROOT, Pool
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
-from tests.vllm.servers import ARGS, CHUNK, ENV, PdCacheServer, Reference, Server, cluster_file, running, running_all
+from tests.vllm.servers import (
+    ARGS,
+    CHUNK,
+    ENV,
+    TRANSFER,
+    PdCacheServer,
+    Reference,
+    Server,
+    cluster_file,
+    running,
+    running_all,
+)
 
 NewPrompt = Callable[[int], list[int]]
 
@@ -32,13 +43,21 @@ WHOLE = LENGTH // CHUNK * CHUNK
 def test_tensor_parallel_nodes_share_with_each_other_and_with_nodes_of_another_size(
     model: Path, vllm_pool: Pool, plain: Reference, pair: Pair, mode: str, new_prompt: NewPrompt, tmp_path: Path
 ) -> None:
-    """One server of two ranks is enough, and it may try again.
+    """One server of two ranks is enough. It has long deadlines, and may try again.
 
-    Its ranks wait for each other in a loop of `sched_yield`. Where they have all cores, Linux 6.18 was seen to run nothing else for
-    five to eight seconds, kernel threads included: the cache server counts as lost then, and the prompt is computed.
+    Its ranks wait for each other in a loop of `sched_yield`. If they have all cores, Linux 6.18 runs nothing else for five to eight
+    seconds, kernel threads included: the cache server counts as lost then, and the prompt is computed.
     """
     two = {"args": {"tensor-parallel-size": 2}, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
-    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": two}, mode=mode)
+    file = cluster_file(
+        tmp_path,
+        vllm_pool,
+        model,
+        {"prefill-0": two},
+        mode=mode,
+        transfer={**TRANSFER, "timeouts": {"exist_ms": 50_000, "get_ms": 50_000, "put_ms": 50_000}},
+        connector={"load_timeout_ms": 300_000},
+    )
     of_one, of_two = new_prompt(LENGTH), new_prompt(LENGTH)
 
     def stores(server: Server, prompt: list[int]) -> None:
@@ -52,7 +71,7 @@ def test_tensor_parallel_nodes_share_with_each_other_and_with_nodes_of_another_s
             assert answer.tokens == plain.tokens(prompt), "whether it was loaded or not"
             return answer.cached == WHOLE
 
-        wait_for(loaded)
+        wait_for(loaded, 300)
 
     stores(pair.a, of_one)
     with running(file, "prefill-0") as (parallel,):
