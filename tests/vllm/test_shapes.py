@@ -55,7 +55,7 @@ def test_tensor_parallel_nodes_share_with_each_other_and_with_nodes_of_another_s
         model,
         {"prefill-0": two},
         mode=mode,
-        transfer={**TRANSFER, "timeouts": {"exist_ms": 50_000, "get_ms": 50_000, "put_ms": 50_000}},
+        transfer={**TRANSFER, "timeouts": {"exist_ms": 30_000, "get_ms": 30_000, "put_ms": 30_000}},
         connector={"load_timeout_ms": 300_000},
     )
     of_one, of_two = new_prompt(LENGTH), new_prompt(LENGTH)
