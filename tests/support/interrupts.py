@@ -10,6 +10,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import pytest
+
 _OURS = tuple(f"{Path(__file__).parents[2] / package}/" for package in ("pd_cache", "transfer"))
 _LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
 """Instructions after which Python looks for signals. Where it does not, an interrupt cannot come."""
@@ -17,6 +19,8 @@ _LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
 
 def interrupted_at(point: int, call: Callable[[], object]) -> bool:
     """Calls `call` and interrupts it at its `point`-th point in our own code. Returns False if it has fewer of them."""
+    if sys.version_info[:2] == (3, 12):
+        pytest.skip("Python 3.12 crashes where single instructions are traced; run it with another version")
     left = point
     raised = False
 
