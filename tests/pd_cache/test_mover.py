@@ -49,7 +49,7 @@ def sweep(mover: ChunkMover, call: Callable[[], object]) -> None:
         wait_for(idle, what=f"the end of a move that was interrupted at point {point}")
         if not interrupted:
             break
-    assert point > 20
+    assert point > 10, "how many there are depends on the Python"
 
 
 def test_an_interrupted_move_does_not_keep_close_waiting(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:

@@ -84,7 +84,7 @@ def sweep(subject: Subject, prepare: Callable[[], None], call: Callable[[], obje
         if not interrupted_at(point, call):
             break
         check_nothing_is_held(subject)
-    assert point > 20
+    assert point > 10, "how many there are depends on the Python"
     check_nothing_is_held(subject)
     # every place of the budget is still there
     keys = [f"last {n}" for n in range(OBJECTS)]
