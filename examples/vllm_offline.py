@@ -21,7 +21,7 @@ def main(model: str, cluster_file: str) -> None:
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={"config_file": cluster_file},
     )
-    llm = LLM(model, kv_transfer_config=connector, max_model_len=2048)
+    llm = LLM(model, kv_transfer_config=connector, max_model_len=2048, enforce_eager=True)  # eager: it starts sooner
     (output,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=16))
     print(f"tokens: {list(output.outputs[0].token_ids)}")
     print(f"cached: {output.num_cached_tokens} of {len(output.prompt_token_ids or ())} tokens of the prompt")
