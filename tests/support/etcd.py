@@ -154,11 +154,14 @@ def make_certificates(folder: Path) -> dict[str, tuple[str, str]]:
 
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     ca, ca_key = pairs["ca"]
-    openssl("req", "-x509", *key, "-keyout", ca_key, "-out", ca, "-days", "2", "-subj", "/CN=test ca")
+    # from Python 3.13 on, TLS asks for both of these, as RFC 5280 does
+    signs = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+    signed = "authorityKeyIdentifier=keyid\n"
+    openssl("req", "-x509", *key, "-keyout", ca_key, "-out", ca, "-days", "2", "-subj", "/CN=test ca", *signs)
     for name, usage in (("server", "serverAuth,clientAuth"), ("client", "clientAuth")):
         cert, its_key = pairs[name]
         request, extensions = str(folder / f"{name}.csr"), folder / f"{name}.ext"
-        extensions.write_text(f"subjectAltName=IP:127.0.0.1,DNS:localhost\nextendedKeyUsage={usage}\n")
+        extensions.write_text(f"subjectAltName=IP:127.0.0.1,DNS:localhost\nextendedKeyUsage={usage}\n{signed}")
         openssl("req", *key, "-keyout", its_key, "-out", request, "-subj", f"/CN={name}")
         openssl(
             "x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca_key, "-CAcreateserial", "-days", "2",
