@@ -201,7 +201,7 @@ def test_a_server_closes_while_engines_use_it_and_leaves_nothing_behind(pool: Po
             user.join(60)
         assert not user.is_alive()
     own = 1  # the engine's, which is of this process, too
-    assert shared_maps() <= own
+    wait_for(lambda: shared_maps() <= own, what="the mappings being gone")
     assert not [name for name in os.listdir(tmp_path) if name.endswith((".sock", ".fds"))]
 
 
