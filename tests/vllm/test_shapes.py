@@ -85,21 +85,21 @@ class Others(NamedTuple):
     """Nodes beside the pair that cannot use its chunks."""
 
     weights: PdCacheServer
-    """Serves another model of the same name; its cache is in its worker."""
+    """Serves another model of the same name."""
     tokens: PdCacheServer
-    """Names its chunks by tokens; its cache is in a cache server."""
+    """Names its chunks by tokens."""
 
 
 @pytest.fixture(scope="module")
 def others(
-    model: Path, vllm_pool: Pool, plain: Reference, tmp_path_factory: pytest.TempPathFactory
+    model: Path, vllm_pool: Pool, plain: Reference, mode: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Others]:
     folder = tmp_path_factory.mktemp("others")
     other, node = write_model(folder / model.name, seed=1), "prefill-0"
     by_tokens = {"chunk_size": CHUNK, "hash_mode": "tokens"}
     files = (
-        cluster_file(folder, vllm_pool, other, {node: {}}),
-        cluster_file(folder, vllm_pool, model, {node: {}}, mode="server", cache=by_tokens),
+        cluster_file(folder, vllm_pool, other, {node: {}}, mode=mode),
+        cluster_file(folder, vllm_pool, model, {node: {}}, mode=mode, cache=by_tokens),
     )
     with running_all(*((file, (node,)) for file in files)) as servers:
         yield Others(*servers)
