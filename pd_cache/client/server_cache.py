@@ -108,11 +108,8 @@ class ServerCache:
     ) -> list[StoreOutcome]:
         self._check(kv_caches)
         pending = self.begin_store(names, blocks, after=after, timeout=timeout)
-        try:
-            return pending.wait()
-        except BaseException:  # an interrupt: the blocks are the engine's again when this returns
-            pending.give_up()
-            raise
+        pending.wait()
+        return pending.outcomes
 
     def retrieve(
         self,
@@ -125,11 +122,8 @@ class ServerCache:
     ) -> int:
         self._check(kv_caches)
         pending = self.begin_retrieve(names, blocks, session=session, timeout=timeout)
-        try:
-            return pending.wait()
-        except BaseException:  # an interrupt: the blocks are the engine's again when this returns
-            pending.give_up()
-            raise
+        pending.wait()
+        return pending.loaded
 
     # --- operations that only begin ------------------------------------------------------------------------------
 
@@ -267,15 +261,15 @@ class PendingLookup:
         return answer.chunks
 
 
-class PendingRetrieve:
-    """A retrieve under way. Its blocks may be written to until `query` returns True. For use by one thread."""
+class _PendingOperation:
+    """A store or retrieve under way. For use by one thread."""
+
+    _op: Literal["store", "retrieve"]
 
     def __init__(self, cache: ServerCache, chunks: int, move: PendingMove) -> None:
         self._cache = cache
         self._chunks = chunks
         self._move = move
-        self.loaded = 0
-        """How many chunks, from the first, are in their blocks; known once the retrieve has ended."""
         self._counted = False
 
     def query(self) -> bool:
@@ -287,16 +281,31 @@ class PendingRetrieve:
             self._count()
         return True
 
-    def wait(self) -> int:
-        """Waits for the end and returns `loaded`."""
-        with self._cache.metrics.timed("retrieve"):
-            self._move.wait()
+    def wait(self) -> None:
+        """Waits until `query` returns True. If an interrupt ends the wait, the operation is given up."""
+        try:
+            with self._cache.metrics.timed(self._op):
+                self._move.wait()
+        except BaseException:  # an interrupt: the blocks are the engine's again when this returns
+            self.give_up()
+            raise
         self.query()
-        return self.loaded
 
     def give_up(self) -> None:
         """Returns when the server touches the blocks no more."""
         self._move.give_up()
+
+    def _count(self) -> None:
+        """Judges the answer and counts it, once."""
+        raise NotImplementedError
+
+
+class PendingRetrieve(_PendingOperation):
+    """A retrieve under way. Its blocks may be written to until `query` returns True."""
+
+    _op = "retrieve"
+    loaded = 0
+    """How many chunks, from the first, are in their blocks; known once the retrieve has ended."""
 
     def _count(self) -> None:
         answer, metrics = self._move.answer, self._cache.metrics
@@ -309,37 +318,17 @@ class PendingRetrieve:
             metrics.trouble("retrieve", "not_loaded")
 
 
-class PendingStore:
-    """A store under way. Its blocks must stay as they are until `query` returns True. For use by one thread."""
+class PendingStore(_PendingOperation):
+    """A store under way. Its blocks must stay as they are until `query` returns True."""
+
+    _op = "store"
+    failure = ""
+    """Why chunks were not stored, in a word; empty if all are there."""
 
     def __init__(self, cache: ServerCache, chunks: int, move: PendingMove) -> None:
-        self._cache = cache
-        self._move = move
+        super().__init__(cache, chunks, move)
         self.outcomes = [StoreOutcome.NOT] * chunks
         """The outcome of each chunk; known once the store has ended."""
-        self.failure = ""
-        """Why chunks were not stored, in a word; empty if all are there."""
-        self._counted = False
-
-    def query(self) -> bool:
-        """Looks without waiting. Returns True once it has ended and its blocks are the engine's again."""
-        if not self._move.query():
-            return False
-        if not self._counted:
-            self._counted = True
-            self._count()
-        return True
-
-    def wait(self) -> list[StoreOutcome]:
-        """Waits for the end and returns `outcomes`."""
-        with self._cache.metrics.timed("store"):
-            self._move.wait()
-        self.query()
-        return self.outcomes
-
-    def give_up(self) -> None:
-        """Returns when the server touches the blocks no more."""
-        self._move.give_up()
 
     def _count(self) -> None:
         answer, metrics = self._move.answer, self._cache.metrics

@@ -58,9 +58,10 @@ def test_hits_come_back_by_themselves_after_each_way_in_which_etcd_fails_and_whi
         assert "etcdctl endpoint health" in status.problems[0]
         etcd.start()
         wait_for(hit, 120, "hits again")
+        wait_for(lambda: cluster_status(cluster.config).well, 30, "the cluster being well again")
         # both masters have followed the other's log by now: neither would want to lead without it
         for lose in (lose_disk, lose_keys):
             lose(etcd)
             wait_for(lambda: not hit(), 20, "no hit")
             wait_for(hit, 120, f"hits after {lose.__name__}")
-        wait_for(lambda: cluster_status(cluster.config).well, 30, "the cluster being well again")
+            wait_for(lambda: cluster_status(cluster.config).well, 30, "the cluster being well again")

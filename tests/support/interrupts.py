@@ -16,6 +16,9 @@ _OURS = tuple(f"{Path(__file__).parents[2] / package}/" for package in ("pd_cach
 _LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
 """Instructions after which Python looks for signals. Where it does not, an interrupt cannot come."""
 
+FEWEST = 20 if sys.version_info < (3, 13) else 15
+"""Every call that is tried has more points than that. Newer versions of Python look less often."""
+
 
 def interrupted_at(point: int, call: Callable[[], object]) -> bool:
     """Calls `call` and interrupts it at its `point`-th point in our own code. Returns False if it has fewer of them."""

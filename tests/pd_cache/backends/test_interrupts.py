@@ -15,7 +15,7 @@ from pd_cache.backends.hybrid import HybridBackend
 from pd_cache.backends.local import DeviceShelf, LocalBackend
 from pd_cache.backends.pipelined import PipelinedBackend
 from tests.support.backends import Subject, make_subject
-from tests.support.interrupts import interrupted_at
+from tests.support.interrupts import FEWEST, interrupted_at
 from tests.support.waiting import wait_for
 from transfer.errors import Status
 
@@ -84,7 +84,7 @@ def sweep(subject: Subject, prepare: Callable[[], None], call: Callable[[], obje
         if not interrupted_at(point, call):
             break
         check_nothing_is_held(subject)
-    assert point > 10, "how many there are depends on the Python"
+    assert point > FEWEST
     check_nothing_is_held(subject)
     # every place of the budget is still there
     keys = [f"last {n}" for n in range(OBJECTS)]
