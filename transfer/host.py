@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from transfer.staging import SharedStagingPool, Slot
+
 log = logging.getLogger(__name__)
 
 WAITS_FOR = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -39,6 +41,10 @@ _GIVES_UP_AFTER_S = 30.0
 """How long a dummy client waits for `mooncake_client`. Mooncake has no setting for it."""
 _SURELY_ENDED_S = 0.8 * _GIVES_UP_AFTER_S
 """A call that failed sooner than this has ended, because its connection broke: `mooncake_client` is gone."""
+
+MOST_SMALL = 64 << 10
+"""The most bytes that `HostClient.put` writes and `HostClient.get` reads."""
+_SMALL_SLOTS = 4
 
 _CONNECT_S = 1.0
 _UNREACHABLE = -900
@@ -85,14 +91,15 @@ class HostClient:
     If the registered memory must not be used again, the thread that notices it calls `on_lost`. `setup` then connects anew.
     """
 
-    def __init__(self, dummy_client: Callable[[], Any], address: str, local_buffer: int, on_lost: Callable[[], None]):
+    def __init__(self, dummy_client: Callable[[], Any], address: str, on_lost: Callable[[], None]):
         self._dummy_client = dummy_client
         self._address = address
-        self._local_buffer = local_buffer
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._now: _DummyClient | None = None
         self._abandoned: list[_DummyClient] = []
+        self._small = SharedStagingPool(_SMALL_SLOTS * MOST_SMALL, MOST_SMALL)
+        """What `put` writes from and `get` reads into."""
 
     def setup(self, config: dict[str, str]) -> int:
         """Connects. Returns 0 or a negative code. Ignores `config`, which is for full clients."""
@@ -100,22 +107,26 @@ class HostClient:
             return _UNREACHABLE
         self._close_abandoned()
         client = self._dummy_client()
-        code = int(client.setup_dummy(0, self._local_buffer, self._address))
+        code = int(client.setup_dummy(0, 0, self._address))  # no bounce buffer: see 4. above
         if code == 0:
+            self._small.retire()
             with self._lock:
                 if self._now is not None:
                     self._abandoned.append(self._now)
                 self._now = _DummyClient(client)
+            code = self._small.register_with(self)
         return code
 
     def close(self) -> int:
         """Closes the connection, so that `mooncake_client` unmaps this process's memory. Returns 0 or a negative code."""
+        self._small.unregister_from(self)
         with self._lock:
             if self._now is not None:
                 self._abandoned.append(self._now)
                 self._now = None
         if runs(self._address):
             self._close_abandoned()
+            self._small.close()
             return 0
         log.warning("mooncake_client %s is stopped; the connection stays open until this process ends", self._address)
         return _UNREACHABLE
@@ -164,12 +175,20 @@ class HostClient:
         return self._transfer(len(keys), lambda client: client.batch_put_from(keys, addresses, sizes, config))
 
     def put(self, key: str, value: bytes, config: Any) -> int:
-        with self._calling() as connection:
-            return int(connection.client.put(key, value, config)) if connection else _UNREACHABLE
+        """Writes an object of at most `MOST_SMALL` bytes. Returns 0 or a negative code."""
+        with self._small_slot() as slot:
+            if slot is None:
+                return _UNREACHABLE
+            slot.view[: len(value)] = value
+            return self.batch_put_from([key], [slot.address], [len(value)], config)[0]
 
     def get(self, key: str) -> bytes:
-        with self._calling() as connection:
-            return bytes(connection.client.get(key)) if connection else b""
+        """Returns an object of at most `MOST_SMALL` bytes; no bytes if it is missing, larger or out of reach."""
+        with self._small_slot() as slot:
+            if slot is None:
+                return b""
+            size = self.batch_get_into([key], [slot.address], [MOST_SMALL])[0]
+            return bytes(slot.view[: max(0, size)])
 
     def batch_remove(self, keys: list[str], force: bool) -> list[int]:
         with self._calling() as connection:
@@ -202,6 +221,15 @@ class HostClient:
                 with self._lock:
                     connection.calls -= 1
 
+    @contextlib.contextmanager
+    def _small_slot(self) -> Iterator[Slot | None]:
+        slot = self._small.try_lease()
+        try:
+            yield slot
+        finally:
+            if slot is not None:
+                slot.release()
+
     def _transfer(self, count: int, call: Callable[[Any], list[int]]) -> list[int]:
         with self._calling() as connection:
             if connection is None:
@@ -229,6 +257,7 @@ class HostClient:
                 return
             self._now = None
             self._abandoned.append(connection)
+        self._small.retire()
         log.warning("mooncake_client %s: %s; connecting anew, with new memory", self._address, why)
         # before this call gives back any slot
         self._on_lost()

@@ -31,7 +31,7 @@ from transfer.bulk import Bulk, BulkClient
 from transfer.calls import Call, CallThreads
 from transfer.environment import MAX_TRANSFERS, prepare, split_master
 from transfer.errors import OUTAGE, MissingLibraryError, PoolUnavailableError, Status, TransferError, status_of
-from transfer.host import HostClient
+from transfer.host import MOST_SMALL, HostClient
 from transfer.locks import Condition
 from transfer.segment import prefault_segment
 from transfer.settings import Placement, TransferSettings
@@ -205,12 +205,7 @@ class MooncakeStore:
         self._sharing: HostClient | None = None
         """The client if it is a host client, otherwise None."""
         if self._shared:
-            self._sharing = HostClient(
-                module.MooncakeDistributedStore,
-                settings.client_address,
-                int(settings.local_buffer_size),
-                self._lost,
-            )
+            self._sharing = HostClient(module.MooncakeDistributedStore, settings.client_address, self._lost)
         # a host client lacks some of these methods, and `Bulk` does not call them
         self._client = cast("_MooncakeClient", self._sharing or module.MooncakeDistributedStore())
         self._placement = placement or Placement()
@@ -415,7 +410,9 @@ class MooncakeStore:
         return [Status.TIMEOUT] * len(keys) if codes is None else [status_of(code) for code in codes]
 
     def put_small(self, key: str, value: bytes, *, timeout: float) -> Status:
-        """Writes a control object, which is never evicted, through Mooncake's own buffer. Returns OK also if it was there before."""
+        """Writes a control object, which is never evicted. Returns OK also if it was there before, INVALID beyond 64 KiB."""
+        if not 0 < len(value) <= MOST_SMALL:
+            return Status.INVALID
         code = self._call(lambda: self._client.put(key, value, self._pinned), timeout)
         return Status.TIMEOUT if code is None else status_of(code)
 

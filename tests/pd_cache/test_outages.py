@@ -17,7 +17,7 @@ TOKENS = list(range(40))
 SLOTS = list(range(40))
 FAST = {
     "breaker": {"failures": 2, "probe_interval_ms": 200},
-    "timeouts": {"exist_ms": 300, "get_ms": 1000, "put_ms": 1000},
+    "timeouts": {"exist_ms": 2_000, "get_ms": 4_000, "put_ms": 4_000},
 }
 
 

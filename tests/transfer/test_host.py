@@ -112,6 +112,21 @@ def test_memory_is_right_again_after_the_mooncake_client_was_killed_and_started(
         staging.check_integrity()
 
 
+def test_all_host_clients_of_a_process_find_back_after_an_outage_of_the_master(own_pool: Pool) -> None:
+    with opened(own_pool) as (one, ones), opened(own_pool) as (two, twos):
+        own_pool.kill("master")
+        for store in (one, two):
+            client = store._client._now.client
+            wait_for(lambda client=client: client.health_check() != 0, what="the dummy client noticing it")
+        own_pool.start("master")
+        for store, staging in ((one, ones), (two, twos)):
+
+            def stored(store: MooncakeStore = store, staging: StagingPool = staging) -> bool:
+                return store.available and put(store, staging, fresh(1)) == [Status.OK]
+
+            wait_for(stored, what="the pool being found back")
+
+
 def test_memory_that_the_mooncake_client_forgot_is_replaced_and_its_slots_never_come_back(host_pool: Pool) -> None:
     with opened(host_pool, slots=4, **FAST) as (store, staging):
         forgotten = staging.address
@@ -252,6 +267,7 @@ class Dummy:
 @pytest.fixture
 def host_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr("transfer.host.answers", lambda _: True)
+    monkeypatch.setattr("transfer.staging._spare", {})  # a real client could not use this one's memory
     made: list[Dummy] = []
     losses: list[str] = []
 
@@ -259,7 +275,7 @@ def host_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         made.append(Dummy())
         return made[-1]
 
-    client = HostClient(dummy, "127.0.0.1:1", 0, lambda: losses.append("lost"))
+    client = HostClient(dummy, "127.0.0.1:1", lambda: losses.append("lost"))
     assert client.setup({}) == 0
     yield client, made, losses
     client.close()
