@@ -1,15 +1,24 @@
-"""A small Llama with seeded random weights and a tokenizer of numbers, in a folder as Hugging Face lays them out."""
+"""Small models with seeded random weights and a tokenizer of numbers, in a folder as Hugging Face lays them out."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VOCABULARY = 4096
+
+ModelKind = Literal["llama", "mla", "gemma3", "gptoss"]
+"""`llama`: grouped-query attention. `mla`: the latents of a DeepSeek-V3, whose layers are all dense. `gemma3` and `gptoss`: most, or half,
+of the layers have a sliding window, of 256 or 128 tokens."""
 
 
 def write_model(
     folder: Path,
     *,
+    kind: ModelKind = "llama",
     seed: int = 0,
     hidden: int = 256,
     layers: int = 4,
@@ -17,29 +26,28 @@ def write_model(
     kv_heads: int = 4,
     positions: int = 16384,
 ) -> Path:
-    """Returns the folder; the same seed gives the same weights."""
+    """Returns the folder; the same seed gives the same weights. Latents have the sizes of a real DeepSeek-V3, whatever `kv_heads` is."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=positions,
-        bos_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=False,
-        initializer_range=0.05,  # far from each other, so that rounding never decides which token is next
-    )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 11 // 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.05,  # far from each other, so that rounding never decides which token is next
+    }
+    made = {"llama": _llama, "mla": _mla, "gemma3": _gemma3, "gptoss": _gptoss}[kind](common, kv_heads)
+    made.to(torch.bfloat16).save_pretrained(folder)
     tokenizer = Tokenizer(WordLevel({f"t{index}": index for index in range(VOCABULARY)}, unk_token="t2"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(
@@ -50,3 +58,61 @@ def write_model(
         chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
     ).save_pretrained(folder)
     return folder
+
+
+def _llama(common: dict[str, Any], kv_heads: int) -> PreTrainedModel:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**common, num_key_value_heads=kv_heads))
+
+
+def _gemma3(common: dict[str, Any], kv_heads: int) -> PreTrainedModel:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    layers = common["num_hidden_layers"]
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **common,
+            num_key_value_heads=kv_heads,
+            head_dim=common["hidden_size"] // common["num_attention_heads"],
+            sliding_window=256,
+            layer_types=[_attention(sliding=(index + 1) % 3 != 0) for index in range(layers)],
+        )
+    )
+
+
+def _gptoss(common: dict[str, Any], kv_heads: int) -> PreTrainedModel:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return GptOssForCausalLM(
+        GptOssConfig(
+            **common,
+            num_key_value_heads=kv_heads,
+            head_dim=common["hidden_size"] // common["num_attention_heads"],
+            sliding_window=128,
+            layer_types=[_attention(sliding=index % 2 == 0) for index in range(common["num_hidden_layers"])],
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        )
+    )
+
+
+def _attention(*, sliding: bool) -> str:
+    return "sliding_attention" if sliding else "full_attention"
+
+
+def _mla(common: dict[str, Any], _kv_heads: int) -> PreTrainedModel:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **common,
+            num_key_value_heads=common["num_attention_heads"],
+            kv_lora_rank=512,  # vLLM's kernels take no other sizes of a latent
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=64,
+            v_head_dim=64,
+            q_lora_rank=None,
+            first_k_dense_replace=common["num_hidden_layers"],
+        )
+    )

@@ -1,6 +1,6 @@
 """Time to first token with vLLM: a full hit from the pool against recompute, and against vLLM's own MooncakeStoreConnector.
 
-    pd-cache bench ttft [--json] [--check]
+    pd-cache bench ttft [--model-kind KIND] [--json] [--check]
 
 Five servers of one model are up at the same time and asked in turn, so that what else happens on the machine meets all of
 them: a plain one, and of each connector A, which computes and stores, and B, which takes what A stored. Runs in an
@@ -20,12 +20,12 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import click
 
 from bench.lib.kv import RawPool, timed
-from bench.lib.model import VOCABULARY, write_model
+from bench.lib.model import VOCABULARY, ModelKind, write_model
 from bench.lib.pool import raw_client
 from bench.lib.report import Check, finish, option, output_options, progress
 from bench.lib.stats import quantile
@@ -51,8 +51,15 @@ from transfer.staging import StagingPool
 
 CHUNK, BLOCK = 256, 128
 SHAPE = {"hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 8, "positions": 32768}
-TOKEN_BYTES = 12 * 2 * 8 * 64 * 2
-"""Layers, K and V, KV heads, head dimension, bytes of a bfloat16."""
+_KV_BYTES = 12 * 2 * 8 * 64 * 2
+"""Of a token: layers, K and V, KV heads, head dimension, bytes of a bfloat16."""
+TOKEN_BYTES: dict[ModelKind, int] = {
+    "llama": _KV_BYTES,
+    "mla": 12 * (512 + 64) * 2,
+    "gemma3": _KV_BYTES,
+    "gptoss": _KV_BYTES,
+}
+"""What our connector moves for a token."""
 _ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -236,22 +243,24 @@ def lookup_p99_ms(master: str, tokens: int, rounds: int = 500) -> float:
 @click.command()
 @option("--tokens", "lengths", multiple=True, default=(4096, 8192), type=click.IntRange(CHUNK))
 @option("--rounds", default=5, type=click.IntRange(3))
+@option("--model-kind", "kind", default="llama", type=click.Choice(get_args(ModelKind)))
 @output_options
-def main(lengths: tuple[int, ...], rounds: int, **output: Any) -> None:
+def main(lengths: tuple[int, ...], rounds: int, kind: ModelKind, **output: Any) -> None:
     """Time to first token with vLLM: from the pool, from vLLM's own connector, and computed."""
     if any(tokens % CHUNK for tokens in lengths):
         raise click.UsageError(f"--tokens must be whole chunks of {CHUNK}")
     longest = max(lengths)
-    pool = ByteSize(6 * longest * TOKEN_BYTES)  # a prompt of each connector and the raw objects, and as much again
+    # a prompt of each connector and the raw objects, and as much again
+    pool = ByteSize(6 * longest * TOKEN_BYTES[kind])
     results, checks = [], []
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as name, progress() as bar:
         folder = Path(name)
         started = bar.add_task("starting five vLLMs", total=1)
-        model = write_model(folder / "model", **SHAPE)
+        model = write_model(folder / "model", kind=kind, **SHAPE)
         with servers(model, folder, pool, 2 * longest) as up, raw_client(up.master) as client:
             bar.update(started, completed=1)
             for tokens in bar.track(lengths, description="prompt lengths"):
-                count, size = tokens // CHUNK, CHUNK * TOKEN_BYTES
+                count, size = tokens // CHUNK, CHUNK * TOKEN_BYTES[kind]
                 memory = StagingPool(count * size, size)
                 raw = RawPool(client, memory, [f"raw/{uuid.uuid4().hex}" for _ in range(count)], size)
                 row = measure(up, tokens, rounds, raw, client)

@@ -30,7 +30,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
 from vllm.logger import init_logger
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -50,7 +49,7 @@ from pd_cache.vllm.cache import WorkerCache, open_cache
 from pd_cache.vllm.compat import check_version
 from pd_cache.vllm.connector_messages import Handshake, StepMetadata, WorkerReport
 from pd_cache.vllm.events import describe_chunks
-from pd_cache.vllm.model import check_supported, model_identity, place_of
+from pd_cache.vllm.model import check_supported, keeps_latents, model_identity, place_of
 from pd_cache.vllm.namespace_file import write_namespace
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings, read_settings
@@ -70,8 +69,12 @@ logger = init_logger("vllm.pd_cache")  # below vLLM's own logger, whose handlers
 R = TypeVar("R")
 
 
-class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
-    """The KV of prompts in a pool that all nodes share. One instance in the scheduler, one in each worker."""
+class PdCacheConnector(KVConnectorBase_V1):
+    """The KV of prompts in a pool that all nodes share. One instance in the scheduler, one in each worker.
+
+    It does not declare `SupportsHMA`. vLLM therefore keeps all attention layers in one group, whose blocks hold the KV of every token,
+    also where a model has sliding windows.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Raises ConfigError, UnsupportedModelError or IncompatibleVllmError for what cannot work."""
@@ -156,6 +159,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             ranks=ranks,
             replicas=self._kv_cache_config.kv_tp_replicas,
             shards=self._settings.shards,
+            latent=keeps_latents(self._kv_cache_config),
         )
         instance = f"vllm-{self._kv_transfer_config.engine_id}-{rank}"
         self._cache = open_cache(self._settings, place.metadata, layout, tensors, instance, rank, ranks, self._metrics)
@@ -291,12 +295,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Lets vLLM free the request's blocks: those that are still being stored are held separately."""
         scheduler = self._scheduling()
         return False, self._safely("request_finished", lambda: scheduler.finished(request), None)
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Does the same as `request_finished`: there is only one group."""
-        return self.request_finished(request, block_ids[0])
 
     def has_pending_push_work(self) -> bool:
         """Returns whether the engine has to go on stepping, so that blocks are given back when stores end."""

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
 from pd_cache.errors import LayoutError, UnsupportedModelError
-from pd_cache.layout import KVLayout, PageKind
+from pd_cache.layout import KVLayout
 from pd_cache.tokens import CacheMetadata
 from pd_cache.weights import WeightsError, weights_digest
 
@@ -28,8 +29,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     if len(groups) != 1:
         kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups})) or "none"
         raise UnsupportedModelError(
-            f"{name}: its layers keep KV in {len(groups)} groups ({kinds}), and pd-cache restores models with one group of "
-            "full attention. With sliding windows, --disable-hybrid-kv-cache-manager makes them one group"
+            f"{name}: its layers keep KV in {len(groups)} groups ({kinds}), and pd-cache restores models with one group of full attention"
         )
     spec = groups[0].kv_cache_spec
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
@@ -56,10 +56,29 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         "a draft model keeps KV of its own, which depends on more than tokens": (
             speculative is not None and speculative.method not in _NO_KV_DRAFTS
         ),
+        **_limits_on_cpus(vllm_config),
     }
     for reason, applies in reasons.items():
         if applies:
             raise UnsupportedModelError(f"{name}: {reason}")
+
+
+def _limits_on_cpus(vllm_config: VllmConfig) -> dict[str, bool]:
+    """Returns what vLLM's CPU backend computes wrongly once KV was loaded, or in any case, and whether that applies."""
+    model, on_cpus = vllm_config.model_config, current_platform.is_cpu()
+    return {
+        "without AMX, vLLM's MLA on CPUs ignores the KV of earlier steps, so that what was loaded would not be used": (
+            on_cpus and model.use_mla and not vllm_config.scheduler_config.enable_chunked_prefill
+        ),
+        "on CPUs vLLM 0.32 gives wrong tokens for its attention sinks unless sliding windows have a group of their own": (
+            on_cpus and model.hf_config.model_type == "gpt_oss"
+        ),
+    }
+
+
+def keeps_latents(kv_cache_config: KVCacheConfig) -> bool:
+    """Returns whether a supported model keeps latents. Shapes do not tell: vLLM's tensors of latents may look like one KV head."""
+    return isinstance(kv_cache_config.kv_cache_groups[0].kv_cache_spec, MLAAttentionSpec)
 
 
 def model_identity(vllm_config: VllmConfig, revision: str) -> str:
@@ -107,13 +126,16 @@ class RankPart(NamedTuple):
     """False for a rank that holds the same as a rank before it."""
 
 
-def place_of(model: str, layout: KVLayout, name: str, *, rank: int, ranks: int, replicas: int, shards: int) -> RankPart:
+def place_of(
+    model: str, layout: KVLayout, name: str, *, rank: int, ranks: int, replicas: int, shards: int, latent: bool = False
+) -> RankPart:
     """Returns the place of tensor-parallel rank `rank` of `ranks`, of which `replicas` in a row hold the same KV.
 
-    Raises UnsupportedModelError if chunks cannot be cut into `shards` parts (0: one for each rank).
+    A model is `latent` if its KV are latents (MLA): all ranks hold the same ones, which are not cut. Otherwise raises
+    UnsupportedModelError if chunks cannot be cut into `shards` parts (0: one for each rank).
     """
     distinct = ranks // replicas
-    if layout.kind is PageKind.MLA:
+    if latent:
         shards, distinct = 1, 1
         replicas = ranks
     shards = shards or distinct

@@ -62,6 +62,8 @@ class Answer(NamedTuple):
     """Tokens of the prompt that were not computed."""
     seconds: float
     kv_transfer_params: dict[str, Any] | None
+    logprobs: list[float]
+    """Of each token; empty unless they were asked for."""
 
 
 class Server:
@@ -80,6 +82,7 @@ class Server:
             details.get("cached_tokens") or 0,
             time.monotonic() - start,
             answer.get("kv_transfer_params"),
+            (answer["choices"][0]["logprobs"] or {}).get("token_logprobs", []),
         )
 
     def complete_all(self, prompts: Sequence[Sequence[int]], max_tokens: int = 6) -> list[Answer]:

@@ -24,6 +24,7 @@ from tests.vllm.servers import (
     CHUNK,
     ENV,
     TRANSFER,
+    Answer,
     PdCacheServer,
     Reference,
     Server,
@@ -40,45 +41,76 @@ LENGTH = 1000
 WHOLE = LENGTH // CHUNK * CHUNK
 
 
+TWO_RANKS = {"args": {"tensor-parallel-size": 2}, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+"""A node whose ranks wait for each other in a loop of `sched_yield`. If they have all cores, Linux 6.18 runs nothing else for five to
+eight seconds, kernel threads included: the cache server counts as lost then, and the prompt is computed."""
+PATIENT: dict[str, Any] = {
+    "transfer": {**TRANSFER, "timeouts": {"exist_ms": 30_000, "get_ms": 30_000, "put_ms": 30_000}},
+    "connector": {"load_timeout_ms": 300_000},
+}
+"""For files with such a node. Its loads are also tried again: see `loads_whole`."""
+
+
+def stores(server: Server, prompt: list[int]) -> Answer:
+    """What it computes. Returns when all of it has been stored."""
+    answer = server.complete(prompt, logprobs=1)
+    wait_for(lambda: not server.blocks_in_use)
+    return answer
+
+
+def loads_whole(server: Server, prompt: list[int], tokens: list[int]) -> Answer:
+    """Each try must give these tokens; returns the first for which everything was loaded."""
+    answers: list[Answer] = []
+
+    def loaded() -> bool:
+        server.forget_prefixes()
+        answers.append(server.complete(prompt, logprobs=1))
+        assert answers[-1].tokens == tokens, "whether it was loaded or not"
+        return answers[-1].cached == len(prompt) // CHUNK * CHUNK
+
+    wait_for(loaded, 300)
+    return answers[-1]
+
+
 def test_tensor_parallel_nodes_share_with_each_other_and_with_nodes_of_another_size(
     model: Path, vllm_pool: Pool, plain: Reference, pair: Pair, mode: str, new_prompt: NewPrompt, tmp_path: Path
 ) -> None:
-    """One server of two ranks is enough. It has long deadlines, and may try again.
-
-    Its ranks wait for each other in a loop of `sched_yield`. If they have all cores, Linux 6.18 runs nothing else for five to eight
-    seconds, kernel threads included: the cache server counts as lost then, and the prompt is computed.
-    """
-    two = {"args": {"tensor-parallel-size": 2}, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
-    file = cluster_file(
-        tmp_path,
-        vllm_pool,
-        model,
-        {"prefill-0": two},
-        mode=mode,
-        transfer={**TRANSFER, "timeouts": {"exist_ms": 30_000, "get_ms": 30_000, "put_ms": 30_000}},
-        connector={"load_timeout_ms": 300_000},
-    )
+    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": TWO_RANKS}, mode=mode, **PATIENT)
     of_one, of_two = new_prompt(LENGTH), new_prompt(LENGTH)
-
-    def stores(server: Server, prompt: list[int]) -> None:
-        assert server.complete(prompt).tokens == plain.tokens(prompt)
-        wait_for(lambda: not server.blocks_in_use)
-
-    def loads_whole(server: Server, prompt: list[int]) -> None:
-        def loaded() -> bool:
-            server.forget_prefixes()
-            answer = server.complete(prompt)
-            assert answer.tokens == plain.tokens(prompt), "whether it was loaded or not"
-            return answer.cached == WHOLE
-
-        wait_for(loaded, 300)
-
-    stores(pair.a, of_one)
+    assert stores(pair.a, of_one).tokens == plain.tokens(of_one)
     with running(file, "prefill-0") as (parallel,):
-        loads_whole(parallel, of_one)
-        stores(parallel, of_two)
-        loads_whole(parallel, of_two)
-    loads_whole(pair.b, of_two)
+        loads_whole(parallel, of_one, plain.tokens(of_one))
+        assert stores(parallel, of_two).tokens == plain.tokens(of_two)
+        loads_whole(parallel, of_two, plain.tokens(of_two))
+    loads_whole(pair.b, of_two, plain.tokens(of_two))
+
+
+@pytest.fixture(scope="module")
+def windowed(vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdCacheServer]:
+    """Serves a Gemma 3."""
+    folder = tmp_path_factory.mktemp("windowed")
+    model = write_model(folder / "gemma3", kind="gemma3", layers=6)
+    with running(cluster_file(folder, vllm_pool, model, {"prefill-0": {}}), "prefill-0") as (server,):
+        yield server
+
+
+@pytest.mark.parametrize("length", [100, 250, 330, LENGTH])
+def test_a_model_with_sliding_windows_loads_what_it_stored_whatever_its_window_covers(
+    windowed: PdCacheServer, new_prompt: NewPrompt, length: int
+) -> None:
+    """The window has 256 tokens, and a chunk 64."""
+    prompt = new_prompt(length)
+    computed = stores(windowed, prompt)
+    assert computed.cached == 0
+    loaded = loads_whole(windowed, prompt, computed.tokens)
+    assert loaded.logprobs == pytest.approx(computed.logprobs, abs=1e-3)
+    longer = prompt + new_prompt(200)
+    expected = windowed.complete(longer, logprobs=1, cache_salt="a tenant for whom nothing is stored")
+    assert expected.cached == 0
+    windowed.forget_prefixes()
+    answer = windowed.complete(longer, logprobs=1)
+    assert (answer.tokens, answer.cached) == (expected.tokens, loaded.cached)
+    assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
 
 
 class Others(NamedTuple):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pd_cache.block_hashes import BlockHasher, describe_hashes
 from pd_cache.blocks import StoreOutcome
@@ -110,15 +111,55 @@ def test_each_rank_holds_its_shards_and_of_replicas_the_first_stores(
     assert [(place.metadata.shards, place.stores) for place in places] == expected
 
 
-def test_latents_are_stored_once_whatever_the_size() -> None:
+@pytest.mark.parametrize(
+    ("model_type", "chunked_prefill", "message"),
+    [
+        ("llama", True, None),
+        ("deepseek_v3", True, None),
+        ("deepseek_v3", False, "ignores the KV of earlier steps"),
+        ("gpt_oss", True, "attention sinks"),
+    ],
+)
+def test_what_the_cpu_backend_computes_wrongly_is_refused(
+    model_type: str, chunked_prefill: bool, message: str | None
+) -> None:
+    """vLLM's CPU platform turns chunked prefill off where MLA cannot attend to earlier steps: without AMX."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    from pd_cache.errors import UnsupportedModelError
+    from pd_cache.vllm.model import check_supported
+
+    latent = model_type == "deepseek_v3"
+    size: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 576, "dtype": torch.float32}
+    groups = [SimpleNamespace(kv_cache_spec=(MLAAttentionSpec if latent else FullAttentionSpec)(**size))]
+    hf_config = SimpleNamespace(model_type=model_type)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(model="/models/m", use_mla=latent, hf_config=hf_config),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        cache_config=SimpleNamespace(),
+        speculative_config=None,
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked_prefill),
+    )
+    cache: Any = SimpleNamespace(kv_cache_groups=groups)
+    if message is None:
+        check_supported(config, cache)
+        return
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_supported(config, cache)
+
+
+@pytest.mark.parametrize("kind", [PageKind.MLA, PageKind.HEADS_FIRST])
+def test_latents_are_stored_once_whatever_the_size_and_shape(kind: PageKind) -> None:
     from pd_cache.vllm.model import place_of
 
-    mla = layout(PageKind.MLA, heads=1)
-    places = [place_of("m", mla, "deepseek", rank=rank, ranks=4, replicas=4, shards=8) for rank in range(4)]
+    mla = layout(kind, heads=1)
+
+    def place(rank: int, ranks: int, shards: int) -> Any:
+        return place_of("m", mla, "deepseek", rank=rank, ranks=ranks, replicas=ranks, shards=shards, latent=True)
+
+    places = [place(rank, 4, 8) for rank in range(4)]
     assert [place.stores for place in places] == [True, False, False, False]
-    assert {place.metadata for place in places} == {
-        place_of("m", mla, "deepseek", rank=0, ranks=1, replicas=1, shards=0).metadata
-    }
+    assert {place.metadata for place in places} == {place(0, 1, 0).metadata}
 
 
 @pytest.mark.parametrize(
