@@ -56,6 +56,8 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         "a draft model keeps KV of its own, which depends on more than tokens": (
             speculative is not None and speculative.method not in _NO_KV_DRAFTS
         ),
+        "its tokens attend to later tokens, so that their KV depends on more than what comes before them": spec.non_causal,
+        "vLLM itself does not reuse prefixes of its prompts": not vllm_config.model_config.is_prefix_caching_supported,
         **_limits_on_cpus(vllm_config),
     }
     for reason, applies in reasons.items():

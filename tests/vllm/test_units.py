@@ -112,40 +112,53 @@ def test_each_rank_holds_its_shards_and_of_replicas_the_first_stores(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "chunked_prefill", "message"),
+    ("changed", "message"),
     [
-        ("llama", True, None),
-        ("deepseek_v3", True, None),
-        ("deepseek_v3", False, "ignores the KV of earlier steps"),
-        ("gpt_oss", True, "attention sinks"),
+        ({}, None),
+        ({"latent": True}, None),
+        ({"latent": True, "chunked_prefill": False}, "ignores the KV of earlier steps"),
+        ({"model_type": "gpt_oss"}, "attention sinks"),
+        ({"non_causal": True}, "attend to later tokens"),
+        ({"prefixes": False}, "does not reuse prefixes"),
+        ({"groups": 2}, "in 2 groups"),
+        ({"draft": "ngram"}, None),
+        ({"draft": "eagle"}, "draft model"),
+        ({"stages": 2}, "pipeline_parallel_size is 2"),
     ],
 )
-def test_what_the_cpu_backend_computes_wrongly_is_refused(
-    model_type: str, chunked_prefill: bool, message: str | None
+def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(
+    changed: dict[str, Any], message: str | None
 ) -> None:
-    """vLLM's CPU platform turns chunked prefill off where MLA cannot attend to earlier steps: without AMX."""
+    """vLLM's CPU platform turns chunked prefill off where MLA cannot attend to the KV of earlier steps, which is without AMX."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     from pd_cache.errors import UnsupportedModelError
     from pd_cache.vllm.model import check_supported
 
-    latent = model_type == "deepseek_v3"
-    size: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 576, "dtype": torch.float32}
-    groups = [SimpleNamespace(kv_cache_spec=(MLAAttentionSpec if latent else FullAttentionSpec)(**size))]
-    hf_config = SimpleNamespace(model_type=model_type)
-    config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(model="/models/m", use_mla=latent, hf_config=hf_config),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-        cache_config=SimpleNamespace(),
-        speculative_config=None,
-        scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked_prefill),
+    latent = changed.get("latent", False)
+    spec = (MLAAttentionSpec if latent else FullAttentionSpec)(
+        block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32, non_causal=changed.get("non_causal", False)
     )
-    cache: Any = SimpleNamespace(kv_cache_groups=groups)
+    draft = changed.get("draft")
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="/models/m",
+            use_mla=latent,
+            hf_config=SimpleNamespace(model_type=changed.get("model_type", "any")),
+            is_prefix_caching_supported=changed.get("prefixes", True),
+        ),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=changed.get("stages", 1)),
+        cache_config=SimpleNamespace(),
+        speculative_config=None if draft is None else SimpleNamespace(method=draft),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=changed.get("chunked_prefill", True)),
+    )
+    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * changed.get("groups", 1))
     if message is None:
         check_supported(config, cache)
         return
-    with pytest.raises(UnsupportedModelError, match=message):
+    with pytest.raises(UnsupportedModelError, match=message) as refusal:
         check_supported(config, cache)
+    assert "/models/m" in str(refusal.value)
 
 
 @pytest.mark.parametrize("kind", [PageKind.MLA, PageKind.HEADS_FIRST])
