@@ -85,34 +85,6 @@ def test_tensor_parallel_nodes_share_with_each_other_and_with_nodes_of_another_s
     loads_whole(pair.b, of_two, plain.tokens(of_two))
 
 
-@pytest.fixture(scope="module")
-def windowed(vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdCacheServer]:
-    """Serves a Gemma 3."""
-    folder = tmp_path_factory.mktemp("windowed")
-    model = write_model(folder / "gemma3", kind="gemma3", layers=6)
-    with running(cluster_file(folder, vllm_pool, model, {"prefill-0": {}}), "prefill-0") as (server,):
-        yield server
-
-
-@pytest.mark.parametrize("length", [100, 250, 330, LENGTH])
-def test_a_model_with_sliding_windows_loads_what_it_stored_whatever_its_window_covers(
-    windowed: PdCacheServer, new_prompt: NewPrompt, length: int
-) -> None:
-    """The window has 256 tokens, and a chunk 64."""
-    prompt = new_prompt(length)
-    computed = stores(windowed, prompt)
-    assert computed.cached == 0
-    loaded = loads_whole(windowed, prompt, computed.tokens)
-    assert loaded.logprobs == pytest.approx(computed.logprobs, abs=1e-3)
-    longer = prompt + new_prompt(200)
-    expected = windowed.complete(longer, logprobs=1, cache_salt="a tenant for whom nothing is stored")
-    assert expected.cached == 0
-    windowed.forget_prefixes()
-    answer = windowed.complete(longer, logprobs=1)
-    assert (answer.tokens, answer.cached) == (expected.tokens, loaded.cached)
-    assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
-
-
 class Others(NamedTuple):
     """Nodes beside the pair that cannot use its chunks."""
 
@@ -120,6 +92,8 @@ class Others(NamedTuple):
     """Serves another model of the same name."""
     tokens: PdCacheServer
     """Names its chunks by tokens."""
+    windowed: PdCacheServer
+    """Serves a Gemma 3."""
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +106,7 @@ def others(
     files = (
         cluster_file(folder, vllm_pool, other, {node: {}}, mode=mode),
         cluster_file(folder, vllm_pool, model, {node: {}}, mode=mode, cache=by_tokens),
+        cluster_file(folder, vllm_pool, write_model(folder / "gemma3", kind="gemma3", layers=6), {node: {}}, mode=mode),
     )
     with running_all(*((file, (node,)) for file in files)) as servers:
         yield Others(*servers)
@@ -154,6 +129,26 @@ def test_token_mode(others: Others, plain: Reference, new_prompt: NewPrompt) -> 
         answer = server.complete(prompt, **({"cache_salt": salt} if salt else {}))
         assert (answer.cached, answer.tokens) == (cached, plain.tokens(prompt))
         wait_for(lambda: not server.blocks_in_use)
+
+
+@pytest.mark.parametrize("length", [100, 250, 330, LENGTH])
+def test_a_model_with_sliding_windows_loads_what_it_stored_whatever_its_window_covers(
+    others: Others, new_prompt: NewPrompt, length: int
+) -> None:
+    """The window has 256 tokens, and a chunk 64."""
+    windowed = others.windowed
+    prompt = new_prompt(length)
+    computed = stores(windowed, prompt)
+    assert computed.cached == 0
+    loaded = loads_whole(windowed, prompt, computed.tokens)
+    assert loaded.logprobs == pytest.approx(computed.logprobs, abs=1e-3)
+    longer = prompt + new_prompt(200)
+    expected = windowed.complete(longer, logprobs=1, cache_salt="a tenant for whom nothing is stored")
+    assert expected.cached == 0
+    windowed.forget_prefixes()
+    answer = windowed.complete(longer, logprobs=1)
+    assert (answer.tokens, answer.cached) == (expected.tokens, loaded.cached)
+    assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
 
 
 def test_what_cannot_work_is_refused_at_start_with_the_reason(model: Path, vllm_pool: Pool, tmp_path: Path) -> None:
