@@ -104,7 +104,6 @@ def up(network: Network, folder: Path) -> Iterator[list[Machine]]:
         yield machines
 
 
-@pytest.mark.timeout(900)
 def test_two_machines_share_one_cluster(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)

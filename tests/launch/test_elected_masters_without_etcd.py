@@ -34,7 +34,6 @@ def lose_keys(etcd: Etcd) -> None:
     client.close()
 
 
-@pytest.mark.timeout(900)
 def test_hits_come_back_by_themselves_after_each_way_in_which_etcd_fails_and_while_it_is_dead_status_says_why_there_are_none(
     make_etcd: Callable[..., Etcd], tmp_path: Path
 ) -> None:

@@ -50,7 +50,6 @@ def serve(engine: Engine, requests: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_twenty_thousand_requests_leave_memory_files_and_threads_as_they_were(server: ServerProcess) -> None:
     pid = server.process.pid
     with Engine(server.address) as engine:

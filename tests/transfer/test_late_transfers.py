@@ -59,7 +59,6 @@ with MooncakeStore(settings, master=sys.argv[1]) as store:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_bytes_that_come_after_mooncake_gave_up_reach_nobody_elses_slot(make_pool: Callable[..., Pool]) -> None:
     pool = make_pool(segment="64MiB", client_ttl_s=600).start()
     # a time-out of TCP's own that lets Mooncake's be met first, as it may be met wherever this process stands still

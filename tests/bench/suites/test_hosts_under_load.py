@@ -19,7 +19,7 @@ from tests.support.hosts import Host, Network, why_not
 from tests.support.pool import ROOT, Node
 from tests.support.traces import conversations, write_trace
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 ROLES = (("master", "a"), ("prefill", "a"), ("decode", "b"), ("proxy", "c"))
 """Nodes, named by their roles, and their hosts. The pool's memory is that of a."""
 
