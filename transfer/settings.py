@@ -94,7 +94,7 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     segment_size: ByteSize = ByteSize(0)
     """The memory that each node gives to the pool, unless the node sets its own; 0 gives none."""
     local_buffer_size: ByteSize = ByteSize(16 << 20)
-    """Mooncake's own bounce buffer, used for small control objects only."""
+    """Mooncake's own bounce buffer, used for small control objects only. Host clients have none."""
     staging_size: ByteSize = ByteSize(512 << 20)
     """The registered memory between the paged cache and the network: the only copy of a chunk on its way."""
     prefault: bool = True
