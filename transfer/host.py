@@ -109,8 +109,8 @@ class HostClient:
         client = self._dummy_client()
         code = int(client.setup_dummy(0, 0, self._address))  # no bounce buffer: see 4. above
         if code == 0:
-            self._small.retire()
             with self._lock:
+                self._small.retire()
                 if self._now is not None:
                     self._abandoned.append(self._now)
                 self._now = _DummyClient(client)
@@ -257,7 +257,7 @@ class HostClient:
                 return
             self._now = None
             self._abandoned.append(connection)
-        self._small.retire()
+            self._small.retire()  # within the lock: after it, this may be the memory of the next connection
         log.warning("mooncake_client %s: %s; connecting anew, with new memory", self._address, why)
         # before this call gives back any slot
         self._on_lost()
