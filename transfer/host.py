@@ -12,6 +12,9 @@ Both end the *connection*: it is abandoned with its memory, which is never hande
 
 3. `setup_dummy` and `close` hold the GIL until `mooncake_client` answers, for up to 30 s, or for 4 s if there is none. No other
    thread of this process would run meanwhile. So both are called only after a check that it is there and not stopped.
+4. A dummy client that loses sight of its `mooncake_client`, or whose `mooncake_client` loses sight of the master, registers all memory
+   of the process again, that of other dummy clients too. With a second local buffer of Mooncake's among it, that is refused and tried
+   again for ever. So no dummy client has one: small objects go through slots of our own.
 """
 
 from __future__ import annotations
@@ -114,8 +117,20 @@ class HostClient:
                 if self._now is not None:
                     self._abandoned.append(self._now)
                 self._now = _DummyClient(client)
+            if not self.lingers:
+                self._small.let_go()
             code = self._small.register_with(self)
+            if code != 0:
+                with self._lock:
+                    self._abandoned.append(self._now)
+                    self._now = None
+                self._close_abandoned()
         return code
+
+    @property
+    def lingers(self) -> bool:
+        """Whether an earlier connection is still open, because a call is inside it: its `mooncake_client` may use retired memory."""
+        return bool(self._abandoned)
 
     def close(self) -> int:
         """Closes the connection, so that `mooncake_client` unmaps this process's memory. Returns 0 or a negative code."""

@@ -401,13 +401,7 @@ class SharedStagingPool(StagingPool):
         self._reusable = False
 
     def register_with(self, client: Registrar) -> int:
-        """Takes memory that `client` shares with its `mooncake_client`, and cuts it into slots. Returns a code.
-
-        The client's earlier connections are closed, so `mooncake_client` no longer uses retired memory.
-        """
-        with self._changed:
-            self._let_go = True
-            self._discard_retired()
+        """Takes memory that `client` shares with its `mooncake_client`, and cuts it into slots. Returns a code."""
         with _spare_lock:
             spare = _spare.get(self.nbytes)
             address = spare.pop() if spare else 0
@@ -424,6 +418,12 @@ class SharedStagingPool(StagingPool):
         else:
             self._leave_to_next(address)
         return code
+
+    def let_go(self) -> None:
+        """Notes that no earlier connection is open, so that `mooncake_client` uses no retired memory any more."""
+        with self._changed:
+            self._let_go = True
+            self._discard_retired()
 
     def unregister_from(self, client: Registrar) -> None:
         with self._changed:

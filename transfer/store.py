@@ -532,6 +532,8 @@ class MooncakeStore:
 
         Raises TransferError if Mooncake refuses the memory of a full client. A host client returns False and tries again later.
         """
+        if isinstance(pool, SharedStagingPool) and self._sharing is not None and not self._sharing.lingers:
+            pool.let_go()
         code = pool.register_with(self._client)
         if code != 0 and not self._shared:
             raise TransferError(

@@ -6,7 +6,7 @@ import mmap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import addressof, c_char
+from ctypes import addressof, c_char, string_at
 from typing import Any
 
 import msgspec
@@ -305,6 +305,31 @@ def test_a_refusal_that_is_not_about_the_memory_stays_one(host_client: Any) -> N
     assert not losses
 
 
+def test_what_a_late_put_may_still_read_stays_while_a_call_is_inside_the_old_connection(host_client: Any) -> None:
+    client, made, _ = host_client
+    address = client._small.address
+    with client._small_slot() as slot:
+        slot.view[:4] = b"late"
+    with client._calling():
+        client.lose("a put gave up")
+        assert client.setup({}) == 0
+        assert not made[0].closed
+        assert string_at(address, 4) == b"late"
+    client.lose("again")
+    assert client.setup({}) == 0
+    assert made[0].closed
+    assert string_at(address, 4) == bytes(4)
+
+
+def test_a_connection_whose_memory_is_refused_is_closed(host_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, made, _ = host_client
+    client.lose("for a new one")
+    monkeypatch.setattr(Dummy, "register_buffer", lambda *_: -600)
+    assert client.setup({}) == -600
+    assert all(one.closed for one in made)
+    assert client.is_exist("k") == -900, "there is no connection"
+
+
 def test_memory_of_a_closed_pool_is_used_again_and_holds_nothing_of_before() -> None:
     dummy = Dummy()
     size = 5 * 4096  # no other test's
@@ -335,8 +360,9 @@ def test_retired_memory_is_given_back_when_neither_a_slot_nor_the_mooncake_clien
     pool.retire()
     assert pool.try_lease() is None
     first.release()
-    assert bytes(first.view) == b"s" * SLOT, "a put may be carried out late, and must find what it was given"
     assert pool.register_with(dummy) == 0
+    assert bytes(first.view) == b"s" * SLOT, "a put may be carried out late, and must find what it was given"
+    pool.let_go()
     assert bytes(second.view) == b"t" * SLOT, "a reader still holds it"
     second.release()
     assert bytes(second.view) == bytes(SLOT), "its pages are gone"
