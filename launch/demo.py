@@ -110,7 +110,8 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
         )
     check_machine(config, source, local_nodes(config))
     console = Console(stderr=True)
-    todo = prompts(_vocabulary(engine), config.cache.chunk_size, engine.max_model_len)
+    config = msgspec.structs.replace(config, cache=config.cache.fitted(engine.block_size))
+    todo = prompts(_vocabulary(engine), config.cache.chunk_tokens, engine.max_model_len)
     with console.status("starting a master, a prefill node, a decode node and a proxy") as status:
         with running(config, source, sink=quiet) as cluster:
             url = cluster.urls[proxies[0].name]
@@ -188,7 +189,7 @@ def _compute_alone(engine: ReferenceEngineConfig, todo: list[list[int]]) -> Iter
 
 def _show(compared: list[Compared], all_equal: bool, config: ClusterConfig) -> None:
     console = Console()
-    table = Table(title=f"pd-cache demo: chunks of {config.cache.chunk_size} tokens", title_justify="left")
+    table = Table(title=f"pd-cache demo: chunks of {config.cache.chunk_tokens} tokens", title_justify="left")
     table.add_column("prompt\ntokens", justify="right")
     table.add_column("prefill node:\npool + computed", justify="right")
     table.add_column("decode node:\npool + computed", justify="right")

@@ -91,7 +91,8 @@ class BlockCache(Protocol):
     ) -> list[StoreOutcome]:
         """Stores the chunks that lie in `blocks` of `kv_caches` (by default, of the registered tensors). Returns the outcome of each.
 
-        `after` is a `mark`: the chunks are read once the work before it is done. `timeout` is in seconds.
+        `after` is a `mark`: the chunks are read once the work before it is done. If only the ends of prefixes need these layers
+        (`LayerGroup.tail`), the first blocks may be -1: no load will want them, and zeros are stored. `timeout` is in seconds.
         """
 
     def retrieve(

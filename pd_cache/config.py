@@ -21,6 +21,9 @@ AbsolutePath = Annotated[
 ]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
+USUAL_CHUNK = 256
+"""Tokens per chunk unless the model or the user wants another size."""
+
 MAX_SHARDS = 1024
 """The most objects that a chunk may be cut into: a lookup asks for each of them."""
 
@@ -81,8 +84,9 @@ StorageTier = LocalTier | DiskTier | MooncakeTier
 class CacheConfig(Section, frozen=True, kw_only=True):
     """The `cache` section: what a chunk is, and where chunks live. Nodes share hits only if they agree on it."""
 
-    chunk_size: Positive = 256
-    """Tokens per chunk; a multiple of the engine's block size."""
+    chunk_size: Positive | Literal["auto"] = "auto"
+    """Tokens per chunk, a multiple of the engine's block size. `auto`: 256, or the next size that fits the model's blocks; an engine knows
+    them, and sets the size before it opens a cache."""
     hash_mode: Literal["auto", "tokens", "blocks"] = "auto"
     """Whether chunks are named by hashing tokens or by the engine's own block hashes; `auto` means blocks for vLLM, otherwise tokens."""
     hash_seed: LineOrEmpty = ""
@@ -91,6 +95,17 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     means the least common multiple for the nodes in this file."""
     tiers: Annotated[tuple[StorageTier, ...], msgspec.Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
     """Where chunks live, fastest first."""
+
+    def fitted(self, unit: int) -> CacheConfig:
+        """Returns this section with a size for `chunk_size: auto`: at least 256 tokens, and a multiple of `unit`."""
+        if self.chunk_size != "auto":
+            return self
+        return msgspec.structs.replace(self, chunk_size=-(-USUAL_CHUNK // unit) * unit)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """`chunk_size`, with `auto` resolved to 256."""
+        return USUAL_CHUNK if self.chunk_size == "auto" else self.chunk_size
 
     @property
     def named_by(self) -> Literal["tokens", "blocks"]:

@@ -13,8 +13,9 @@ from typing import ClassVar
 import torch
 
 from pd_cache.backends import StorageBackend, open_backend
-from pd_cache.blocks import BlocksOrSlots, StoreOutcome
+from pd_cache.blocks import BlocksOrSlots, Slots, StoreOutcome
 from pd_cache.config import NodeSettings
+from pd_cache.groups import LayerGroups, Surveyed
 from pd_cache.layout import KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
@@ -54,6 +55,7 @@ class CacheEngine:
             world_size=metadata.world_size,
             rank=metadata.rank,
             shards_per_rank=metadata.shards_per_rank,
+            group=metadata.group,
         )
         if described != metadata:
             raise ValueError(f"the KV tensors are {described}, but the metadata says {metadata}")
@@ -66,7 +68,8 @@ class CacheEngine:
         self.block_size = layout.block_size
         self.backend = backend
         self.mover = ChunkMover(backend, self.database, self.metrics)
-        self.prefix = PrefixLookup(self.database, self.metrics)
+        self.prefix = PrefixLookup(LayerGroups([self.database]), self.metrics)
+        self._keeps_tail = metadata.group is not None and metadata.group.tail > 0
         self._registered: _Pages | None = None
         self._remembered: OrderedDict[tuple[object, ...], _Pages] = OrderedDict()
         self._lock = threading.Lock()
@@ -95,10 +98,14 @@ class CacheEngine:
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> int:
         """Looks up with a single request for the keys of all chunks and shards. Sessions protect nothing here."""
+        return self.survey(names, at_hand=at_hand, timeout=timeout).chunks
+
+    def survey(self, names: Sequence[bytes], *, at_hand: int = 0, timeout: float | None = None) -> Surveyed:
+        """Does the same as `lookup`; see `LookupClient.survey`."""
         check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
         if self.mover.closed:
-            return at_hand
+            return Surveyed(at_hand, at_hand)
         return self.prefix.find(names, at_hand, lambda keys: self.backend.batched_contains(keys, timeout=timeout))
 
     def store(
@@ -112,7 +119,7 @@ class CacheEngine:
     ) -> list[StoreOutcome]:
         """Stores the chunks that the pool lacks. `timeout` (s) bounds the whole call; without it, each transfer has the configured
         timeout."""
-        run = self._run(names, blocks, kv_caches, may_leave_out=False)
+        run = self._run(names, blocks, kv_caches, may_leave_out=self._keeps_tail and not isinstance(blocks, Slots))
         if after is not None:
             after.follow()
         return self.mover.store(run, timeout)
@@ -174,7 +181,7 @@ class CacheEngine:
             if pages is not None:
                 self._remembered.move_to_end(place)
                 return pages
-            found = KVLayout.from_tensors(tensors, self.layout.kind)
+            found = KVLayout.from_tensors(tensors, self.layout.kind, block_size=self.block_size)
             if found != self.layout:
                 raise ValueError(f"these KV tensors are {found}, but the engine was built for {self.layout}")
             shards = self.metadata.shards_per_rank
@@ -189,6 +196,29 @@ class CacheEngine:
     def _oldest(self) -> tuple[object, ...]:
         """Returns the key of the tensors that were used longest ago, apart from the registered ones."""
         return next(key for key, pages in self._remembered.items() if pages is not self._registered)
+
+
+class EngineGroups:
+    """The engines of one model's groups of layers, which share a backend, as one to look up in. The caller keeps them."""
+
+    def __init__(self, engines: Sequence[CacheEngine]) -> None:
+        """Raises ValueError if there is no engine, or if their chunks are not of one size."""
+        self._backend = engines[0].backend
+        self._engines = tuple(engines)
+        self.database = engines[0].database
+        self.prefix = PrefixLookup(LayerGroups([engine.database for engine in engines]), engines[0].metrics)
+
+    @property
+    def available(self) -> bool:
+        return all(engine.available for engine in self._engines)
+
+    def survey(self, names: Sequence[bytes], *, at_hand: int = 0, timeout: float | None = None) -> Surveyed:
+        """Returns how many chunks, from the first, a load could restore in all groups, by a single request."""
+        check_names(names)
+        at_hand = min(max(at_hand, 0), len(names))
+        if any(engine.mover.closed for engine in self._engines):
+            return Surveyed(at_hand, at_hand)
+        return self.prefix.find(names, at_hand, lambda keys: self._backend.batched_contains(keys, timeout=timeout))
 
 
 def _close(pages: _Pages) -> None:
@@ -220,7 +250,7 @@ class CacheEngineBuilder:
         with cls._lock:
             engine = cls._engines.get(instance_id)
             if engine is None or engine.mover.closed:
-                payload = layout.shard(metadata.shards_per_rank).chunk_bytes(config.cache.chunk_size)
+                payload = layout.shard(metadata.shards_per_rank).chunk_bytes(config.cache.chunk_tokens)
                 metrics = metrics or CacheMetrics()
                 opened = (
                     backend(config, payload)

@@ -11,6 +11,7 @@ of **pages**: page b is the part of block b that lies in this plane, and it is c
 | `KV_INNER` `[blocks, 2, block_size, kv_heads, head_dim]` | 1 | 2 |
 | `HEADS_LAST` `[blocks, kv_heads, block_size, 2*head_dim]`, laid out in memory as `[blocks, block_size, kv_heads, …]` | 1 | 1 |
 | `MLA` `[blocks, block_size, dim]` | 1 | 1 |
+| `OPAQUE` uint8 `[blocks, bytes]`: a state, or anything else whose inside is of no interest | 1 | – |
 
 Whole blocks move as opaque pages. Pieces matter only for slot mappings that do not cover whole blocks.
 
@@ -40,6 +41,7 @@ class PageKind(enum.Enum):
     KV_OUTER = "kv_outer"
     KV_INNER = "kv_inner"
     MLA = "mla"
+    OPAQUE = "opaque"
 
 
 class _Geometry(NamedTuple):
@@ -49,7 +51,10 @@ class _Geometry(NamedTuple):
     piece_elements: int
 
 
-def _geometry(kind: PageKind, shape: tuple[int, ...]) -> _Geometry:
+def _geometry(kind: PageKind, shape: tuple[int, ...], block_size: int) -> _Geometry:
+    if kind is PageKind.OPAQUE:
+        blocks, nbytes = shape
+        return _Geometry(blocks, block_size, 1, nbytes)
     if kind is PageKind.HEADS_FIRST:
         blocks, heads, block_size, width = shape
         return _Geometry(blocks, block_size, heads, width)
@@ -72,6 +77,7 @@ _DIMENSIONS = {
     PageKind.KV_OUTER: 5,
     PageKind.KV_INNER: 5,
     PageKind.MLA: 3,
+    PageKind.OPAQUE: 2,
 }
 
 
@@ -95,6 +101,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def page_bytes(self) -> int:
         """Bytes of one block in one plane."""
+        if self.kind is PageKind.OPAQUE:
+            return self.piece_bytes
         return self.pieces * self.block_size * self.piece_bytes
 
     @property
@@ -132,11 +140,12 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_tensors(cls, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor],
-                     kind: PageKind | None = None) -> KVLayout:  # fmt: skip
+                     kind: PageKind | None = None, *, block_size: int = 0) -> KVLayout:  # fmt: skip
         """Derives the layout from the engine's tensors, one per layer, in layer order.
 
-        `kind` is needed only if shapes cannot tell `KV_OUTER` from `KV_INNER` (both first dimensions are 2). Raises LayoutError for
-        tensors that differ from each other, have an unknown shape, or have pages that are not contiguous.
+        `kind` is needed only if shapes cannot tell `KV_OUTER` from `KV_INNER` (both first dimensions are 2), and for `OPAQUE`, which needs
+        `block_size`, too. Raises LayoutError for tensors that differ from each other, have an unknown shape, or have pages that are not
+        contiguous.
         """
         tensors = layer_tensors(kv_caches)
         if not tensors:
@@ -160,7 +169,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
                     f"layer {index}: the pages of {kind.value} {list(shape)} with strides {list(tensor.stride())} are not "
                     "contiguous, so a block cannot be moved as one run of bytes"
                 )
-        geometry = _geometry(kind, shape)
+        if kind is PageKind.OPAQUE and (first.element_size() != 1 or block_size < 1):
+            raise LayoutError(
+                f"opaque pages are bytes of blocks of a given size; got {first.dtype} and a block size of {block_size}"
+            )
+        geometry = _geometry(kind, shape, block_size)
         return cls(
             kind=kind,
             layers=len(tensors),

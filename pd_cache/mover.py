@@ -43,6 +43,18 @@ class Deadline:
         return self._end is not None and self._clock() > self._end
 
 
+class _Blanked:
+    """A copy, part of which is overwritten with zeros when it has ended."""
+
+    def __init__(self, copy: PendingCopy, blank: torch.Tensor) -> None:
+        self._copy = copy
+        self._blank = blank
+
+    def wait(self) -> None:
+        self._copy.wait()
+        self._blank.zero_()
+
+
 class ChunkRun(NamedTuple):
     """Chunks of a prompt: the keys of their objects, the places of their tokens in a paged cache, and the copiers that move them."""
 
@@ -58,9 +70,15 @@ class ChunkRun(NamedTuple):
         return ChunkRun(self.keys[first * shards : end * shards], self.chunks[first:end], self.copiers)
 
     def gather(self, index: int, payload: torch.Tensor) -> PendingCopy:
-        """Begins to copy into `payload` the tokens of the object whose key has this index."""
+        """Begins to copy into `payload` the tokens of the object whose key has this index. Blocks that are left out become zeros."""
         chunk, shard = divmod(index, len(self.copiers))
-        return self.copiers[shard].gather(self.chunks[chunk], payload)
+        slots, copier = self.chunks[chunk], self.copiers[shard]
+        left_out = slots.left_out
+        if not left_out or slots.blocks is None:
+            return copier.gather(slots, payload)
+        layout = copier.layout
+        pages = payload.view(layout.planes, len(slots.blocks), layout.page_bytes)
+        return _Blanked(copier.gather(ChunkSlots(slots.blocks.clamp(min=0), None), payload), pages[:, :left_out])
 
     def scatter(self, index: int, payload: torch.Tensor) -> PendingCopy:
         """Begins to copy the object whose key has this index to the places of its tokens."""
@@ -108,7 +126,7 @@ class ChunkMover:
                 return 0
             objects = self._get(run, timeout)
         loaded = objects // len(run.copiers)
-        self.metrics.moved("retrieve", objects * self.backend.payload_bytes)
+        self.metrics.moved("retrieve", objects * self._payload_bytes(run))
         self.metrics.tokens("retrieve", "loaded", loaded * self._database.chunk_size)
         return loaded
 
@@ -125,6 +143,9 @@ class ChunkMover:
             return True
 
     # --- inside --------------------------------------------------------------------------------------------------
+
+    def _payload_bytes(self, run: ChunkRun) -> int:
+        return run.copiers[0].layout.chunk_bytes(self._database.chunk_size)
 
     def _tokens(self, run: ChunkRun, objects: int) -> int:
         """Returns how many tokens this many objects of a run hold."""
@@ -169,7 +190,7 @@ class ChunkMover:
             stored = outcomes.count(StoreOutcome.NEW)
             if stored:
                 self._annotate(deadline)
-        self.metrics.moved("store", stored * self.backend.payload_bytes)
+        self.metrics.moved("store", stored * self._payload_bytes(run))
         self.metrics.tokens("store", "stored", self._tokens(run, stored))
         return outcomes
 
@@ -199,9 +220,10 @@ class ChunkMover:
         """
         staged: list[Staged] = []
         copies: list[PendingCopy] = []
+        size = self._payload_bytes(run)
         try:
             for index in indices:
-                memory = self.backend.stage(timeout=0.0 if staged else deadline.left())
+                memory = self.backend.stage(payload_bytes=size, timeout=0.0 if staged else deadline.left())
                 if memory is None:
                     break
                 staged.append(memory)
@@ -221,7 +243,8 @@ class ChunkMover:
         """Scatters objects in order up to the first that is missing. Returns how many were loaded."""
         loaded = 0
         deadline = Deadline(timeout)
-        with contextlib.closing(self.backend.batched_get(run.keys, timeout=timeout)) as fetches:
+        fetching = self.backend.batched_get(run.keys, payload_bytes=self._payload_bytes(run), timeout=timeout)
+        with contextlib.closing(fetching) as fetches:
             for index, fetched in zip(range(len(run.keys)), fetches, strict=True):
                 try:
                     if self._closed:

@@ -40,6 +40,17 @@ def salt_keys(cache_salt: str | None) -> tuple[ExtraKey, ...]:
     return () if cache_salt is None else ("salt", cache_salt)
 
 
+class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that keep their KV alike, of a model whose layers do not all do."""
+
+    layers: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    """Which layers, e.g. `0-4,6-10`."""
+    keeps: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    """What they keep, e.g. `the last 256 tokens`."""
+    tail: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    """How many chunks, the last ones, a prefix needs of them; 0 for all."""
+
+
 class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that must agree before two nodes may share a chunk. Its fingerprint is part of every key."""
 
@@ -57,15 +68,20 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     hash_mode: Literal["tokens", "blocks"]
     hash_seed: str = ""
     """Hash mode: what the engine's block hashes depend on besides tokens (algorithm and seed)."""
+    group: LayerGroup | None = None
+    """Which of the model's layers; None if all layers keep the KV of every token. Each group of layers has a namespace of its own."""
 
     def manifest(self) -> bytes:
         """Returns the namespace as canonical JSON, with sorted keys."""
-        return msgspec.json.encode({"format": KEY_FORMAT, **msgspec.to_builtins(self)}, order="sorted")
+        told = {"format": KEY_FORMAT, **msgspec.to_builtins(self)}
+        if self.group is None:
+            del told["group"]
+        return msgspec.json.encode(told, order="sorted")
 
     @classmethod
     def read(cls, manifest: bytes) -> Namespace:
         """Reads what `manifest` returned. Raises ValueError for any other text, and for another version's manifest."""
-        told: dict[str, str | int] = decode_json(manifest, dict[str, str | int])
+        told: dict[str, Any] = decode_json(manifest, dict[str, str | int | dict[str, str | int]])
         if told.pop("format", None) != KEY_FORMAT:
             raise ValueError(f"no manifest of format {KEY_FORMAT}: {manifest[:200]!r}")
         return msgspec.convert(told, prepared(cls))
@@ -172,10 +188,19 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     shards_per_rank: int = 1
     """How many shards of a chunk each rank holds; each shard is an object. page_format and page_bytes describe one shard."""
+    group: LayerGroup | None = None
+    """Which of the model's layers; see `Namespace.group`."""
 
     @classmethod
     def of(
-        cls, model: str, layout: KVLayout, *, world_size: int = 1, rank: int = 0, shards_per_rank: int = 1
+        cls,
+        model: str,
+        layout: KVLayout,
+        *,
+        world_size: int = 1,
+        rank: int = 0,
+        shards_per_rank: int = 1,
+        group: LayerGroup | None = None,
     ) -> CacheMetadata:
         """Returns the metadata of an engine whose paged cache, on this rank, has this layout.
 
@@ -192,6 +217,7 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
             world_size=world_size,
             rank=rank,
             shards_per_rank=shards_per_rank,
+            group=group,
         )
 
     @classmethod
@@ -205,6 +231,7 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
             block_size=namespace.block_size,
             page_bytes=namespace.page_bytes,
             world_size=namespace.shards,
+            group=namespace.group,
         )
 
     def __post_init__(self) -> None:
@@ -225,10 +252,11 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
             layers=self.layers,
             block_size=self.block_size,
             page_bytes=self.page_bytes,
-            chunk_size=cache.chunk_size,
+            chunk_size=cache.chunk_tokens,
             shards=self.world_size * self.shards_per_rank,
             hash_mode=cache.named_by,
             hash_seed=cache.hash_seed,
+            group=self.group,
         )
 
 
@@ -291,13 +319,3 @@ class ChunkedTokenDatabase:
             raise ValueError(
                 f"this namespace names chunks by {self.namespace.hash_mode}, not by {mode}: the two never agree on a key"
             )
-
-
-def leading_chunks(found: Iterable[bool], shards: int) -> int:
-    """Returns how many chunks, from the start, have all their shards, given `found` in the order of `all_shard_keys`."""
-    present = 0
-    for one in found:
-        if not one:
-            break
-        present += 1
-    return present // shards

@@ -24,6 +24,7 @@ LAYERS = (
         "runtime",
         "config",
         "metrics",
+        "groups",
         "tokens",
         "block_hashes",
         "layout",

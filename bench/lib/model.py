@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedModel
 
 VOCABULARY = 4096
 
-ModelKind = Literal["llama", "mla", "gemma3", "gptoss"]
+ModelKind = Literal["llama", "mla", "gemma3", "gptoss", "qwen3next", "mamba2"]
 """`llama`: grouped-query attention. `mla`: the latents of a DeepSeek-V3, whose layers are all dense. `gemma3` and `gptoss`: most, or half,
-of the layers have a sliding window, of 256 or 128 tokens."""
+of the layers have a sliding window, of 256 or 128 tokens. `qwen3next` and `mamba2`: three of four layers keep a state instead of keys and
+values, of a gated delta net or of Mamba-2 (a NemotronH)."""
 
 
 def write_model(
@@ -46,7 +49,13 @@ def write_model(
         "tie_word_embeddings": False,
         "initializer_range": 0.05,  # far from each other, so that rounding never decides which token is next
     }
-    made = {"llama": _llama, "mla": _mla, "gemma3": _gemma3, "gptoss": _gptoss}[kind](common, kv_heads)
+    made = _MAKERS[kind](common, kv_heads)
+    for name, parameter in made.named_parameters():
+        # states that take in every token and keep it for a hundred, so that a wrong state gives wrong tokens
+        if name.endswith(".A_log"):
+            parameter.data.fill_(-5)
+        elif name.endswith(".dt_bias"):
+            parameter.data.fill_(1)
     made.to(torch.bfloat16).save_pretrained(folder)
     tokenizer = Tokenizer(WordLevel({f"t{index}": index for index in range(VOCABULARY)}, unk_token="t2"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -116,3 +125,55 @@ def _mla(common: dict[str, Any], _kv_heads: int) -> PreTrainedModel:
             first_k_dense_replace=common["num_hidden_layers"],
         )
     )
+
+
+def _qwen3next(common: dict[str, Any], kv_heads: int) -> PreTrainedModel:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    layers, head_dim = common["num_hidden_layers"], common["hidden_size"] // common["num_attention_heads"]
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **common,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            linear_num_key_heads=kv_heads // 2,
+            linear_num_value_heads=kv_heads // 2,
+            linear_key_head_dim=64,  # vLLM's kernel for CPUs refuses 32
+            linear_value_head_dim=64,
+            layer_types=["full_attention" if index % 4 == 3 else "linear_attention" for index in range(layers)],
+            mlp_only_layers=list(range(layers - 1)),  # vLLM refuses a model that has no layer with experts
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=common["hidden_size"],
+            shared_expert_intermediate_size=common["hidden_size"],
+        )
+    )
+
+
+def _mamba2(common: dict[str, Any], kv_heads: int) -> PreTrainedModel:
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    layers, head_dim = common["num_hidden_layers"], common["hidden_size"] // common["num_attention_heads"]
+    return NemotronHForCausalLM(
+        NemotronHConfig(
+            **{**common, "initializer_range": 0.1},  # with less, attention hardly changes what comes out
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            layers_block_type=["attention" if index % 4 == 3 else "mamba" for index in range(layers)],
+            mamba_num_heads=common["num_attention_heads"] // 2,
+            mamba_head_dim=head_dim,
+            ssm_state_size=head_dim,
+            n_groups=kv_heads // 2,
+            rescale_prenorm_residual=False,
+        )
+    )
+
+
+_MAKERS: dict[ModelKind, Callable[[dict[str, Any], int], PreTrainedModel]] = {
+    "llama": _llama,
+    "mla": _mla,
+    "gemma3": _gemma3,
+    "gptoss": _gptoss,
+    "qwen3next": _qwen3next,
+    "mamba2": _mamba2,
+}

@@ -42,7 +42,7 @@ def run_proxy(
     timeout_s = config.transfer.timeouts.exist_ms / 1000 + 0.1
     tokens = config.proxy.direct_tokens
     direct = DirectRule(
-        config.cache.chunk_size if tokens is None else tokens,
+        config.cache.chunk_tokens if tokens is None else tokens,
         lambda pool: _open_lookup(config, node.host, pool),
         timeout_s=timeout_s,
         seeds=hash_seeds(config),

@@ -1,6 +1,7 @@
 """StorageBackend: storage for chunk objects. Batch-first and zero-copy. Trouble of the storage is a status, never an exception.
 
-1. A payload is opaque bytes. All payloads of a backend have one size. The backend seals and checks them.
+1. A payload is opaque bytes. Each has one of a few sizes, which the caller knows; `payload_bytes` is the largest. The backend seals and
+   checks them.
 2. Writers fill memory that the backend lends (`stage`), so that nothing is copied on the way out.
 3. Readers get views of memory that the backend owns, in the order of the keys, while later ones are still on their way.
    Each view is theirs until `release()`.
@@ -70,7 +71,7 @@ class StorageBackend(ABC):
     """Stores chunk objects. Thread-safe."""
 
     payload_bytes: int
-    """The size of every payload in bytes."""
+    """The size of the largest payload in bytes. Calls that name no size mean this one."""
     memory: ObjectMemory
     """The memory that `stage` lends from and that payloads are read into."""
     batch_size: int
@@ -99,15 +100,19 @@ class StorageBackend(ABC):
         return self.batched_contains(keys, timeout=timeout)
 
     @abstractmethod
-    def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
+    def batched_get(
+        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+    ) -> Generator[Fetched, None, None]:
         """Yields each key's outcome, in order. No key may occur twice. Closing the iterator early gives up the rest.
+
+        All these keys' payloads have `payload_bytes`; an object of another size is damaged.
 
         The caller must release each outcome. `timeout` (s) bounds the whole call; without it, the configured timeout bounds each transfer.
         """
 
     @abstractmethod
-    def stage(self, *, timeout: float | None = None) -> Staged | None:
-        """Returns memory for one payload, or None if none came free in time."""
+    def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
+        """Returns memory for one payload of this size, or None if none came free in time."""
 
     def wait_room(self, timeout: float | None = None) -> bool:
         """Waits until a put would be accepted. Returns False after `timeout` seconds. The caller must hold no staged memory."""

@@ -150,7 +150,10 @@ class LocalDiskBackend(StorageBackend):
         found = self.index.contains([digest_of(key) for key in keys])
         return [Status.OK if there else Status.MISSING for there in found]
 
-    def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
+    def batched_get(
+        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+    ) -> Generator[Fetched, None, None]:
+        size = self.memory.sized(payload_bytes)
         longest = self._timeouts.get_ms / 1000
         deadline = None if timeout is None else time.monotonic() + timeout
         ahead: deque[_Read] = deque()
@@ -161,7 +164,7 @@ class LocalDiskBackend(StorageBackend):
                 while started < len(keys) and len(ahead) < self._ahead:
                     seconds = longest if deadline is None else min(longest, max(0.0, deadline - time.monotonic()))
                     # only a reader that holds no memory waits for some, so two readers never wait for each other
-                    read = self._start_read(keys[started], seconds, 0.0 if ahead else seconds)
+                    read = self._start_read(keys[started], size, seconds, 0.0 if ahead else seconds)
                     if isinstance(read, str):
                         refusal = read
                         break
@@ -176,11 +179,11 @@ class LocalDiskBackend(StorageBackend):
             for left in ahead:
                 left.release()
 
-    def stage(self, *, timeout: float | None = None) -> Staged | None:
+    def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
         deadline = time.monotonic() + self._put_seconds(timeout)
         if not self.wait_room(timeout):
             return None
-        return self.memory.stage(max(0.0, deadline - time.monotonic()))
+        return self.memory.stage(max(0.0, deadline - time.monotonic()), payload_bytes=payload_bytes)
 
     def wait_room(self, timeout: float | None = None) -> bool:
         return self.writer.slots.wait_half_free(self._put_seconds(timeout))
@@ -244,7 +247,7 @@ class LocalDiskBackend(StorageBackend):
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def _start_read(self, key: str, seconds: float, patience: float) -> _Read | str:
+    def _start_read(self, key: str, size: int, seconds: float, patience: float) -> _Read | str:
         """Begins to read a key. Returns the reason as text if no memory came free within `patience` seconds."""
         if not self.available:
             return _Read(None, None, self.health.refusal.value)
@@ -255,7 +258,7 @@ class LocalDiskBackend(StorageBackend):
         place = self._read_slots.take(patience)
         if place is None:
             return self._rejection().value
-        staged = self.memory.stage(max(0.0, latest - time.monotonic()))
+        staged = self.memory.stage(max(0.0, latest - time.monotonic()), payload_bytes=size)
         if staged is None:
             self._read_slots.give_back(place)
             return self.memory.refusal
@@ -292,7 +295,7 @@ class LocalDiskBackend(StorageBackend):
             return self._unread(pin, error)
         self.health.worked()
         whole = nbytes == self.folder.file_bytes
-        damage = inspect(key, target.slot.view[: self.memory.object_bytes if whole else nbytes], self.payload_bytes)
+        damage = inspect(key, target.slot.view[: target.object_bytes if whole else nbytes], len(target.payload))
         if damage is None:
             return ""
         self._discard(pin)

@@ -110,15 +110,18 @@ class HybridBackend(StorageBackend):
                     statuses[index] = Status.MISSING
         return statuses
 
-    def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
-        yield from self._read(keys, 0, None if timeout is None else time.monotonic() + timeout)
+    def batched_get(
+        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+    ) -> Generator[Fetched, None, None]:
+        size = self.memory.sized(payload_bytes)
+        yield from self._read(keys, size, 0, None if timeout is None else time.monotonic() + timeout)
 
-    def stage(self, *, timeout: float | None = None) -> Staged | None:
+    def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
         """Stages as the last tier does, after waiting, within `timeout`, until no blocking tier has too much to write."""
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self.wait_room(timeout) and timeout == 0.0:
             return None  # the caller already holds memory; it puts that first
-        return self.tiers[-1].backend.stage(timeout=_seconds_to(deadline))
+        return self.tiers[-1].backend.stage(payload_bytes=payload_bytes, timeout=_seconds_to(deadline))
 
     def wait_room(self, timeout: float | None = None) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -174,15 +177,19 @@ class HybridBackend(StorageBackend):
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def _read(self, keys: Sequence[str], floor: int, deadline: float | None) -> Generator[Fetched, None, None]:
+    def _read(
+        self, keys: Sequence[str], size: int, floor: int, deadline: float | None
+    ) -> Generator[Fetched, None, None]:
         """Yields each key's outcome from the first tier that has it, beginning with tier number `floor`."""
         start = 0
         for level, run in groupby(self._levels(keys, floor, _seconds_to(deadline))):
             stop = start + len(list(run))
-            yield from self._read_run(level, keys[start:stop], deadline)
+            yield from self._read_run(level, keys[start:stop], size, deadline)
             start = stop
 
-    def _read_run(self, level: int, keys: Sequence[str], deadline: float | None) -> Generator[Fetched, None, None]:
+    def _read_run(
+        self, level: int, keys: Sequence[str], size: int, deadline: float | None
+    ) -> Generator[Fetched, None, None]:
         """Reads keys that one tier knows. If the tier lacks some of them after all, reads these from the tiers behind it.
 
         On average, each tier is asked for each key a constant number of times, whatever is missing. Misses in a row go to the next tier
@@ -190,11 +197,11 @@ class HybridBackend(StorageBackend):
         """
         tier = self.tiers[level]
         behind = level + 1 < len(self.tiers)
-        done, size = 0, len(keys)
+        done, together = 0, len(keys)
         while done < len(keys):
-            asked = keys[done : done + size]
+            asked = keys[done : done + together]
             lacking: list[str] = []
-            fetches = tier.backend.batched_get(asked, timeout=_seconds_to(deadline))
+            fetches = tier.backend.batched_get(asked, payload_bytes=size, timeout=_seconds_to(deadline))
             with contextlib.closing(fetches):
                 for key, fetched in zip(asked, fetches, strict=True):
                     if fetched.payload is None and behind:
@@ -210,11 +217,11 @@ class HybridBackend(StorageBackend):
                         self._promote(level, key, fetched)
                     done += 1
                     yield fetched
-            size *= 2
+            together *= 2
             if lacking:
-                size = 1
+                together = 1
                 done += len(lacking)
-                yield from self._read(lacking, level + 1, deadline)
+                yield from self._read(lacking, size, level + 1, deadline)
 
     def _levels(self, keys: Sequence[str], floor: int, timeout: float | None) -> list[int]:
         """Returns, for each key, the number of the first tier from `floor` on that knows it, or the last tier's if no other does."""

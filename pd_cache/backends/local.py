@@ -71,10 +71,11 @@ class HostShelf:
 class Row:
     """A row of a device's slab, taken until `drop`, or until nothing refers to this object any more."""
 
-    __slots__ = ("__weakref__", "number")
+    __slots__ = ("__weakref__", "number", "payload_bytes")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, payload_bytes: int) -> None:
         self.number = number
+        self.payload_bytes = payload_bytes
 
 
 class DeviceShelf:
@@ -95,11 +96,12 @@ class DeviceShelf:
     def keep(self, staged: StagedObject) -> Row | None:
         try:
             slab = self._slab
-            row = None if slab is None else self._take()
+            row = None if slab is None else self._take(len(staged.payload))
             if slab is None or row is None:
                 return None
             try:
-                slab[row.number].copy_(self._view(staged.slot.view[: self._memory.object_bytes]))
+                size = staged.object_bytes
+                slab[row.number][:size].copy_(self._view(staged.slot.view[:size]))
             except BaseException:
                 self.drop(row)
                 raise
@@ -109,11 +111,13 @@ class DeviceShelf:
 
     def show(self, resource: Row, key: str, deadline: float) -> StagedObject | None:
         slab = self._slab
-        staged = None if slab is None else self._memory.stage(max(0.0, deadline - time.monotonic()))
+        seconds = max(0.0, deadline - time.monotonic())
+        staged = None if slab is None else self._memory.stage(seconds, payload_bytes=resource.payload_bytes)
         if slab is None or staged is None:
             return None
         try:
-            self._view(staged.slot.view[: self._memory.object_bytes]).copy_(slab[resource.number])
+            size = staged.object_bytes
+            self._view(staged.slot.view[:size]).copy_(slab[resource.number][:size])
         except BaseException:
             staged.release()
             raise
@@ -129,7 +133,7 @@ class DeviceShelf:
     def close(self) -> None:
         self._slab = None
 
-    def _take(self) -> Row | None:
+    def _take(self, payload_bytes: int) -> Row | None:
         """Returns a row. Returns None if none is free, because another thread evicted an entry and has not dropped its row yet."""
         with self._lock:
             if not self._free:
@@ -138,7 +142,7 @@ class DeviceShelf:
             if not self._free:
                 return None
             # in this order, an interrupt between any two steps neither loses a row nor hands it out twice
-            row = Row(self._free[-1])
+            row = Row(self._free[-1], payload_bytes)
             self._taken[row.number] = weakref.ref(row)
             self._free.pop()
             return row
@@ -189,7 +193,10 @@ class LocalBackend(StorageBackend, Generic[H]):
             return [Status.CLOSED] * len(keys)
         return [Status.OK if found else Status.MISSING for found in self.index.contains(keys)]
 
-    def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
+    def batched_get(
+        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+    ) -> Generator[Fetched, None, None]:
+        size = self.memory.sized(payload_bytes)
         pins: list[Pin[H] | None] = []
         served = 0
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -200,14 +207,16 @@ class LocalBackend(StorageBackend, Generic[H]):
             for key, pin in zip(keys, pins, strict=True):
                 pins[served] = None  # from now on the outcome holds it
                 served += 1
-                yield self._missing() if pin is None else self._read(key, pin, deadline)
+                yield self._missing() if pin is None else self._read(key, pin, size, deadline)
         finally:
             for left in pins[served:]:
                 if left is not None:
                     self._unpin(left)
 
-    def stage(self, *, timeout: float | None = None) -> Staged | None:
-        return self.memory.stage(self._timeouts.put_ms / 1000 if timeout is None else timeout)
+    def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
+        return self.memory.stage(
+            self._timeouts.put_ms / 1000 if timeout is None else timeout, payload_bytes=payload_bytes
+        )
 
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
@@ -254,7 +263,7 @@ class LocalBackend(StorageBackend, Generic[H]):
     def _missing(self) -> Fetched:
         return FetchedObject(None, (Status.CLOSED if self._closed else Status.MISSING).value)
 
-    def _read(self, key: str, pin: Pin[H], deadline: float | None) -> Fetched:
+    def _read(self, key: str, pin: Pin[H], size: int, deadline: float | None) -> Fetched:
         latest = time.monotonic() + self._timeouts.get_ms / 1000
         with contextlib.ExitStack() as undo:  # a failing device raises
             undo.callback(self._unpin, pin)
@@ -262,7 +271,7 @@ class LocalBackend(StorageBackend, Generic[H]):
             if staged is None:
                 return FetchedObject(None, self.memory.refusal)
             undo.callback(staged.release)
-            damage = inspect(key, staged.slot.view[: self.memory.object_bytes], self.payload_bytes)
+            damage = inspect(key, staged.slot.view[: staged.object_bytes], size)
             if damage is None:
                 undo.pop_all()
                 return FetchedObject(staged, on_release=lambda: self._unpin(pin))

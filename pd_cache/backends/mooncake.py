@@ -100,7 +100,10 @@ class MooncakeBackend(StorageBackend):
     def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         return self.store.batch_exist(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms))
 
-    def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
+    def batched_get(
+        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+    ) -> Generator[Fetched, None, None]:
+        size = self.memory.sized(payload_bytes)
         longest = self._timeouts.get_ms / 1000
         deadline = None if timeout is None else time.monotonic() + timeout
         ahead: deque[_ReadBatch] = deque()
@@ -129,7 +132,7 @@ class MooncakeBackend(StorageBackend):
                     return
                 batch_keys, slots, call, end = ahead[0]
                 for key, result in zip(batch_keys, call.results(), strict=True):
-                    yield self._checked(key, slots.popleft(), result, end)
+                    yield self._checked(key, slots.popleft(), result, size, end)
                 ahead.popleft()
         finally:
             for batch_left in ahead:
@@ -137,8 +140,8 @@ class MooncakeBackend(StorageBackend):
                 for slot in batch_left.slots:
                     slot.release()
 
-    def stage(self, *, timeout: float | None = None) -> Staged | None:
-        return self.memory.stage(self._seconds(timeout, self._timeouts.put_ms), self._puts)
+    def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
+        return self.memory.stage(self._seconds(timeout, self._timeouts.put_ms), self._puts, payload_bytes=payload_bytes)
 
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
@@ -178,30 +181,30 @@ class MooncakeBackend(StorageBackend):
             first = self.staging.try_lease(self._reads) if len(slots) < count else None
         return slots
 
-    def _checked(self, key: str, slot: Slot, result: GetResult, end: float) -> Fetched:
+    def _checked(self, key: str, slot: Slot, result: GetResult, size: int, end: float) -> Fetched:
         """Returns a key's outcome. Takes over its slot.
 
         Removes an object that is damaged, also when it is read again, so that the next writer of its key replaces it.
         """
-        reason = self._trouble(key, slot, result)
+        reason = self._trouble(key, slot, result, size)
         if reason in _DAMAGED:
             # Another reader may have found the damage, and a writer may have replaced the object. Mooncake has no conditional removal,
             # so a replacement that comes after the second read is removed, too. That costs a miss.
             again = self.store.start_get([key], [slot], timeout=max(0.0, end - time.monotonic())).results()[0]
-            now = self._trouble(key, slot, again)
+            now = self._trouble(key, slot, again, size)
             if now == reason:
                 self._heal(key, end)
             reason = now and reason
         if not reason:
             slot.settle()  # its peer has delivered, so it leaves the quota
-            return FetchedObject(StagedObject(self.memory, slot, key))
+            return FetchedObject(StagedObject(self.memory, slot, size, key))
         slot.release()
         return FetchedObject(None, reason)
 
-    def _trouble(self, key: str, slot: Slot, result: GetResult) -> str:
+    def _trouble(self, key: str, slot: Slot, result: GetResult, size: int) -> str:
         """Returns the reason why a slot does not hold the object of `key` after a read; empty if it does."""
         if result.status is Status.OK:
-            damage = inspect(key, slot.view[: result.size], self.payload_bytes)
+            damage = inspect(key, slot.view[: result.size], size)
             return "" if damage is None else damage.value
         # Mooncake refuses to read an object larger than the slot; a chunk of this namespace would fit
         return "other_size" if result.status is Status.INVALID else result.status.value

@@ -124,8 +124,10 @@ class PipelinedBackend(StorageBackend):
     def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         return self.inner.batched_wants(keys, timeout=timeout)
 
-    def batched_get(self, keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
-        fetches = self.inner.batched_get(keys, timeout=timeout)
+    def batched_get(
+        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+    ) -> Generator[Fetched, None, None]:
+        fetches = self.inner.batched_get(keys, payload_bytes=payload_bytes, timeout=timeout)
         pump: _Pump | None = None
         try:
             first = next(fetches, None)
@@ -153,8 +155,8 @@ class PipelinedBackend(StorageBackend):
                 pump.stop()
                 del place  # kept alive until here
 
-    def stage(self, *, timeout: float | None = None) -> Staged | None:
-        return self.inner.stage(timeout=timeout)
+    def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
+        return self.inner.stage(payload_bytes=payload_bytes, timeout=timeout)
 
     def wait_room(self, timeout: float | None = None) -> bool:
         return self.inner.wait_room(timeout)

@@ -29,13 +29,18 @@ class StagedObject:
 
     __slots__ = ("_slot", "memory", "payload", "sealed_for")
 
-    def __init__(self, memory: ObjectMemory, slot: Slot, sealed_for: str | None = None) -> None:
+    def __init__(self, memory: ObjectMemory, slot: Slot, payload_bytes: int, sealed_for: str | None = None) -> None:
         """Takes over one reference of `slot`."""
         self.memory = memory
         self._slot: Slot | None = slot
-        self.payload = slot.view[: memory.payload_bytes]
+        self.payload = slot.view[:payload_bytes]
         self.sealed_for = sealed_for
         """The key whose trailer lies behind the payload."""
+
+    @property
+    def object_bytes(self) -> int:
+        """The size of the object: payload and trailer."""
+        return len(self.payload) + TRAILER_BYTES
 
     @property
     def slot(self) -> Slot:
@@ -47,15 +52,15 @@ class StagedObject:
     def seal(self, key: str) -> int:
         """Writes the trailer, unless it is already there. Returns the object's size in bytes."""
         if self.sealed_for != key:
-            seal(key, self.slot.view, self.memory.payload_bytes)
+            seal(key, self.slot.view, len(self.payload))
             self.sealed_for = key
-        return self.memory.object_bytes
+        return self.object_bytes
 
     def share(self) -> StagedObject:
         """Returns one more reference to the same bytes. They must not be written to any more."""
         slot = self.slot
         slot.retain()
-        return StagedObject(self.memory, slot, self.sealed_for)
+        return StagedObject(self.memory, slot, len(self.payload), self.sealed_for)
 
     def release(self) -> None:
         """Lets go of this reference. Idempotent."""
@@ -90,7 +95,7 @@ class FetchedObject:
 
 
 class ObjectMemory:
-    """Slots of one `StagingPool`, each for an object with a payload of `payload_bytes`."""
+    """Slots of one `StagingPool`, each for an object with a payload of at most `payload_bytes`."""
 
     def __init__(self, pool: StagingPool, payload_bytes: int) -> None:
         """Raises ValueError if the pool's slots are too small."""
@@ -100,10 +105,20 @@ class ObjectMemory:
             raise ValueError(f"slots of {pool.slot_bytes} bytes cannot hold an object of {self.object_bytes} bytes")
         self.pool = pool
 
-    def stage(self, seconds: float, quota: Quota | None = None) -> StagedObject | None:
+    def stage(
+        self, seconds: float, quota: Quota | None = None, *, payload_bytes: int | None = None
+    ) -> StagedObject | None:
         """Returns memory for one payload, which counts in `quota`; None if none came free within `seconds`."""
+        size = self.sized(payload_bytes)
         slot = self.pool.lease(time.monotonic() + seconds, quota)
-        return None if slot is None else StagedObject(self, slot)
+        return None if slot is None else StagedObject(self, slot, size)
+
+    def sized(self, payload_bytes: int | None) -> int:
+        """Returns the size of a payload, by default the largest. Raises ValueError for one that no slot holds."""
+        size = self.payload_bytes if payload_bytes is None else payload_bytes
+        if not 0 <= size <= self.payload_bytes:
+            raise ValueError(f"payloads have at most {self.payload_bytes} bytes here, got {size}")
+        return size
 
     @property
     def refusal(self) -> str:

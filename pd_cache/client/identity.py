@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 import pd_cache
 from pd_cache.config import CacheConfig
-from pd_cache.tokens import CacheMetadata
-from pd_cache.wire.messages import Hello
+from pd_cache.tokens import CacheMetadata, LayerGroup
+from pd_cache.wire.messages import FurtherLayers, Hello
 
 
 class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,23 +32,30 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """What those hashes depend on besides tokens; empty to use the setting in the server's file."""
     namespace: str = ""
     """Fingerprint of the namespace that the server must serve; empty for any."""
+    layers: LayerGroup | None = None
+    """Which of the model's layers; None if all are kept alike."""
+    further: tuple[FurtherLayers, ...] = ()
+    """The other groups of layers that lookups ask for."""
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size % self.block_size:
             raise ValueError(f"chunk_size {self.chunk_size} must be a multiple of the block size {self.block_size}")
 
     @classmethod
-    def of(cls, metadata: CacheMetadata, cache: CacheConfig) -> EngineIdentity:
-        """Returns the identity of an engine's rank, whose chunks are sized and named as `cache` says."""
+    def of(cls, metadata: CacheMetadata, cache: CacheConfig, further: Sequence[CacheMetadata] = ()) -> EngineIdentity:
+        """Returns the identity of an engine's rank, whose chunks are sized and named as `cache` says. `further` are its other groups of
+        layers, for lookups."""
         return cls(
             model=metadata.model,
             block_size=metadata.block_size,
             world_size=metadata.world_size,
             rank=metadata.rank,
             shards_per_rank=metadata.shards_per_rank,
-            chunk_size=cache.chunk_size,
+            chunk_size=cache.chunk_tokens,
             hash_mode=cache.named_by,
             hash_seed=cache.hash_seed,
+            layers=metadata.group,
+            further=tuple(FurtherLayers(one.group, one.block_size) for one in further if one.group is not None),
         )
 
     def hello(self, client: str, kind: Literal["scheduler", "worker"]) -> Hello:
@@ -64,4 +72,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
             self.hash_mode,
             self.hash_seed,
             self.shards_per_rank,
+            self.chunk_size or 0,
+            self.layers,
+            self.further,
         )

@@ -10,6 +10,7 @@ import msgspec
 from pd_cache.client.identity import EngineIdentity
 from pd_cache.client.server_cache import ServerCache
 from pd_cache.config import NodeSettings
+from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
@@ -26,25 +27,28 @@ class ServerLookupClient(LookupClient):
         url: str,
         timeout_s: float,
         *,
+        further: Sequence[CacheMetadata] = (),
         context: Context[Any] | None = None,
         metrics: CacheMetrics | None = None,
     ) -> None:
         """Begins to connect; lookups find nothing while there is no server. Raises ValueError for a bad address.
 
-        A lookup waits at most `timeout_s` for its answer.
+        A lookup waits at most `timeout_s` for its answer. `further` are the model's other groups of layers, if it has several.
         """
         super().__init__(ChunkedTokenDatabase(metadata.namespace(config.cache)), metrics)
         self._cache = ServerCache(
             url,
-            self._identity(config, metadata),
+            self._identity(config, metadata, further),
             kind="scheduler",
             context=context,
             lookup_timeout_s=timeout_s,
             metrics=self.metrics,
         )
 
-    def _identity(self, config: NodeSettings, metadata: CacheMetadata) -> EngineIdentity:
-        return EngineIdentity.of(metadata, config.cache)
+    def _identity(
+        self, config: NodeSettings, metadata: CacheMetadata, further: Sequence[CacheMetadata]
+    ) -> EngineIdentity:
+        return EngineIdentity.of(metadata, config.cache, further)
 
     @property
     def available(self) -> bool:
@@ -54,8 +58,8 @@ class ServerLookupClient(LookupClient):
         """Waits for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
         self._cache.connection.wait_ready(timeout)
 
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> int:
-        return self._cache.lookup(names, at_hand=at_hand, session=lookup_id)
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
+        return self._cache.begin_lookup(names, at_hand=at_hand, session=lookup_id).survey()
 
     def end(self, lookup_id: str) -> None:
         self._cache.end(lookup_id)
@@ -80,7 +84,9 @@ class RpcLookupClient(ServerLookupClient):
         seconds = 2 * config.transfer.timeouts.exist_ms / 1000
         super().__init__(config, metadata, url, seconds, context=context, metrics=metrics)
 
-    def _identity(self, config: NodeSettings, metadata: CacheMetadata) -> EngineIdentity:
+    def _identity(
+        self, config: NodeSettings, metadata: CacheMetadata, further: Sequence[CacheMetadata]
+    ) -> EngineIdentity:
         fingerprint = metadata.namespace(config.cache).fingerprint()
         return msgspec.structs.replace(EngineIdentity.of(metadata, config.cache), namespace=fingerprint)
 
@@ -88,5 +94,5 @@ class RpcLookupClient(ServerLookupClient):
     def available(self) -> bool:
         return True  # the worker lives as long as its scheduler, and knows the pool's state itself
 
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> int:
-        return self._cache.lookup(names, at_hand=at_hand)
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
+        return self._cache.begin_lookup(names, at_hand=at_hand).survey()

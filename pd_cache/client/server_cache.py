@@ -11,6 +11,7 @@ import torch
 from pd_cache.blocks import BlocksOrSlots, StoreOutcome
 from pd_cache.client.connection import PendingMove, ServerConnection, failure_of
 from pd_cache.client.identity import EngineIdentity
+from pd_cache.groups import Surveyed
 from pd_cache.layout import KVLayout, PageKind, layer_tensors
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import plan_named
@@ -80,7 +81,7 @@ class ServerCache:
         the server's reason, if it does not take them, and SharingError if they cannot be shared.
         """
         tensors = layer_tensors(kv_caches)
-        layout = KVLayout.from_tensors(tensors, kind)
+        layout = KVLayout.from_tensors(tensors, kind, block_size=self.block_size)
         chunk_bytes = layout.chunk_bytes(self.chunk_size)
         self.connection.register(kv_caches, layout.kind)
         self._tensors, self._layout, self._chunk_bytes = tensors, layout, chunk_bytes
@@ -198,7 +199,9 @@ class ServerCache:
         timeout: float | None,
     ) -> PendingMove:
         seconds = self._move_timeout_s if timeout is None else timeout
-        ids = self._block_ids(names, blocks, may_leave_out=kind is Retrieve)
+        layers = self.connection.hello.layers
+        may_leave_out = kind is Retrieve or (layers is not None and layers.tail > 0)
+        ids = self._block_ids(names, blocks, may_leave_out=may_leave_out)
         return self.connection.move(kind, session, names, ids, after, seconds)
 
     def _block_ids(self, names: Sequence[bytes], places: BlocksOrSlots, *, may_leave_out: bool) -> list[int]:
@@ -229,7 +232,7 @@ class PendingLookup:
         self._future = future
         self._at_hand = at_hand
         self._chunks = chunks
-        self._found = at_hand if future is None else None
+        self._found = Surveyed(at_hand, at_hand) if future is None else None
 
     def query(self) -> int | None:
         """Looks without waiting. Returns the chunks found, or None while there is no answer."""
@@ -238,27 +241,31 @@ class PendingLookup:
             if not self._future.query():
                 return None
             self._found = self._judge(self._future)
-        return self._found
+        return self._found.chunks
 
     def wait(self) -> int:
         """Returns the chunks found, those at hand included. Waits until the deadline at the latest."""
+        return self.survey().chunks
+
+    def survey(self) -> Surveyed:
+        """Does the same as `wait`; see `LookupClient.survey`."""
         if self._found is None:
             assert self._future is not None
             with self._cache.metrics.timed("lookup"):
                 self._found = self._judge(self._future)
         return self._found
 
-    def _judge(self, future: Future) -> int:
+    def _judge(self, future: Future) -> Surveyed:
         """Returns what the answer says. Without an answer, only the chunks at hand count as found."""
         reason = failure_of(future)
         answer = None if reason else future.result()
         metrics, size = self._cache.metrics, self._cache.chunk_size
-        if not isinstance(answer, Found) or not self._at_hand <= answer.chunks <= self._chunks:
+        if not isinstance(answer, Found) or not self._at_hand <= answer.chunks <= answer.leading <= self._chunks:
             metrics.trouble("lookup", reason or "nonsense")
-            return self._at_hand
+            return Surveyed(self._at_hand, self._at_hand)
         metrics.tokens("lookup", "requested", (self._chunks - self._at_hand) * size)
         metrics.tokens("lookup", "hit", (answer.chunks - self._at_hand) * size)
-        return answer.chunks
+        return Surveyed(answer.chunks, answer.leading)
 
 
 class _PendingOperation:

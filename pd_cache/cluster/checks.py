@@ -198,7 +198,8 @@ def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
     if engine is None:
         return
     block, chunk = engine.block_size, config.cache.chunk_size
-    if block is not None and (block < 1 or chunk % block):
+    if block is not None and (block < 1 or (chunk != "auto" and chunk % block)):
+        chunk = config.cache.chunk_tokens
         near = sorted({max(1, chunk // max(1, block)) * block, (chunk // max(1, block) + 1) * block})
         named = "engine.block_size" if isinstance(engine, ReferenceEngineConfig) else "engine.args.block-size"
         yield Problem(

@@ -157,7 +157,11 @@ def _in_words(kind: Any, value: Any) -> str | None:
     """Returns what is allowed in place of a value, if the schema says more than msgspec does; otherwise None."""
     for one in _alternatives(kind):
         if typing.get_origin(one) is Literal:
-            return _one_of([str(option) for option in typing.get_args(one)], value)
+            options = [str(option) for option in typing.get_args(one)]
+            if int in _alternatives(kind):
+                least = next((meta.ge for meta in _constraints(kind) if meta.ge is not None), None)
+                return f"must be {' or '.join(options)}, or a whole number{'' if least is None else f' of at least {least}'}"
+            return _one_of(options, value)
     for meta in _constraints(kind):
         if meta.pattern and meta.description and isinstance(value, str) and not re.search(meta.pattern, value):
             return f"must be {meta.description}"

@@ -506,14 +506,14 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
 
     def settings_of(self, node: Node) -> NodeSettings:
         """Returns the settings of the cache inside a node of the file."""
-        transfer = self.transfer
+        transfer, engine = self.transfer, self.engine
         if transfer.client == "host" and not transfer.client_address and (stores := self.stores_of(node.host)):
             address = f"{node.host}:{stores[0].port}"
             transfer = msgspec.structs.replace(transfer, client_address=address)
         return NodeSettings(
             master=self.master_address,
             host=node.host,
-            cache=self.cache,
+            cache=self.cache.fitted(engine.block_size) if isinstance(engine, ReferenceEngineConfig) else self.cache,
             transfer=transfer,
             segment_size=self.segment_size(node),
         )

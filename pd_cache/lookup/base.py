@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pd_cache.groups import Surveyed
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import ChunkedTokenDatabase, ExtraKey, Tokens
 
@@ -50,17 +51,20 @@ class LookupClient(ABC):
         Whole chunks among the first `at_hand` tokens are not looked up, and count as found. `lookup_id` names the request in log lines. If
         a lookup protects what it found, it does so for that id, until the prefix is loaded or until `end`.
         """
-        size = self._database.chunk_size
-        chunks = min(max(at_hand, 0) // size, len(names))
+        return self.survey(names, lookup_id, at_hand=at_hand).chunks * self._database.chunk_size
+
+    def survey(self, names: Sequence[bytes], lookup_id: str | None = None, *, at_hand: int = 0) -> Surveyed:
+        """Does the same as `find`. Returns the prefix in chunks, and how many chunks the layers have that need all of them."""
+        chunks = min(max(at_hand, 0) // self._database.chunk_size, len(names))
         if chunks < len(names):
             try:
-                chunks = self._find(names, chunks, lookup_id or "")
+                return self._find(names, chunks, lookup_id or "")
             except Exception as error:  # noqa: BLE001 - a lookup never fails its request
                 self._count(error, lookup_id)
-        return chunks * size
+        return Surveyed(chunks, chunks)
 
     @abstractmethod
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> int:
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
         """Returns the end of the prefix. All numbers are in chunks. May raise any exception."""
 
     def end(self, lookup_id: str) -> None:  # noqa: B027 - only some clients protect anything

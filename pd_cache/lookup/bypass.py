@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pd_cache.config import NodeSettings
+from pd_cache.groups import Surveyed
 from pd_cache.lookup.base import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
 
 
 class LooksUp(Protocol):
-    """The part of a `CacheEngine` that is needed here. This layer does not import `CacheEngine`."""
+    """The part of a `CacheEngine`, or of an `EngineGroups`, that is needed here. This layer does not import either."""
 
     @property
     def database(self) -> ChunkedTokenDatabase: ...
@@ -20,11 +21,11 @@ class LooksUp(Protocol):
     @property
     def available(self) -> bool: ...
 
-    def lookup(self, names: Sequence[bytes], *, at_hand: int = 0, timeout: float | None = None) -> int: ...
+    def survey(self, names: Sequence[bytes], *, at_hand: int = 0, timeout: float | None = None) -> Surveyed: ...
 
 
 class BypassLookupClient(LookupClient):
-    """Calls `engine.lookup` directly. The caller keeps ownership of the engine."""
+    """Calls `engine.survey` directly. The caller keeps ownership of the engine."""
 
     def __init__(
         self,
@@ -47,10 +48,10 @@ class BypassLookupClient(LookupClient):
     def available(self) -> bool:
         return self._engine is not None and self._engine.available
 
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> int:
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
         if self._engine is None:
-            return at_hand
-        return self._engine.lookup(names, at_hand=at_hand, timeout=self._timeout)
+            return Surveyed(at_hand, at_hand)
+        return self._engine.survey(names, at_hand=at_hand, timeout=self._timeout)
 
     def close(self) -> None:
         self._engine = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pd_cache.config import NodeSettings
+from pd_cache.groups import LayerGroups, Surveyed
 from pd_cache.lookup.base import LookupClient
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
@@ -14,22 +15,32 @@ from transfer.store import MooncakeStore
 
 
 class MooncakeLookupClient(LookupClient):
-    """Does one `batch_is_exist` per lookup, for all chunks and all shards."""
+    """Does one `batch_is_exist` per lookup, for all chunks and all shards, in all groups of layers."""
 
     def __init__(
-        self, config: NodeSettings, metadata: CacheMetadata, master_addr: str, *, metrics: CacheMetrics | None = None
+        self,
+        config: NodeSettings,
+        metadata: CacheMetadata,
+        master_addr: str,
+        *,
+        further: Sequence[CacheMetadata] = (),
+        metrics: CacheMetrics | None = None,
     ) -> None:
-        """Begins to connect to the master at `master_addr` (`host:port`); lookups find nothing until it answers."""
-        super().__init__(ChunkedTokenDatabase(metadata.namespace(config.cache)), metrics)
+        """Begins to connect to the master at `master_addr` (`host:port`); lookups find nothing until it answers.
+
+        `further` are the model's other groups of layers, if it has several.
+        """
+        databases = [ChunkedTokenDatabase(one.namespace(config.cache)) for one in (metadata, *further)]
+        super().__init__(databases[0], metrics)
         self.store = MooncakeStore(config.transfer, master=master_addr, host=config.host, segment_size=0)
         self._timeout = config.transfer.timeouts.exist_ms / 1000
-        self._prefix = PrefixLookup(self._database, self.metrics)
+        self._prefix = PrefixLookup(LayerGroups(databases), self.metrics)
 
     @property
     def available(self) -> bool:
         return self.store.available
 
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> int:
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
         return self._prefix.find(names, at_hand, self._exist)
 
     def _exist(self, keys: list[str]) -> list[Status]:

@@ -20,13 +20,18 @@ from pd_cache.tokens import check_names
 class ChunkSlots(NamedTuple):
     """Where the tokens of one chunk lie: whole blocks, or single slots. Exactly one of the two is given.
 
-    Negative values stand for tokens that a scatter leaves out; a gather accepts none.
+    Negative values stand for tokens that a scatter leaves out; a copier gathers none.
     """
 
     blocks: torch.Tensor | None
     """int64 `[chunk_size / block_size]`, on the CPU: block b of the chunk is block `blocks[b]` of the cache."""
     slots: torch.Tensor | None
     """int64 `[chunk_size]`, on the CPU: `block * block_size + offset` of each token."""
+
+    @property
+    def left_out(self) -> int:
+        """How many blocks at the start are left out; 0 for slots."""
+        return 0 if self.blocks is None else int((self.blocks < 0).sum())
 
 
 class PendingCopy(Protocol):
@@ -190,7 +195,7 @@ def plane_bytes(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], 
     Raises ValueError if the tensors are not those that `layout` was derived from.
     """
     tensors = layer_tensors(kv_caches)
-    found = KVLayout.from_tensors(tensors, layout.kind)
+    found = KVLayout.from_tensors(tensors, layout.kind, block_size=layout.block_size)
     if found != layout:
         raise ValueError(f"these KV tensors are {found}, but the engine was built for {layout}")
     planes = []

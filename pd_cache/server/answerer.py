@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+from pd_cache.backends import StorageBackend
+from pd_cache.groups import LayerGroups, Surveyed
+from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.receiving import failed
 from pd_cache.server.served_models import Model
-from pd_cache.server.sessions import Sessions
+from pd_cache.server.sessions import FoundChunks, Sessions
 from pd_cache.wire.messages import Answer, Found
 from transfer.errors import Status
 
@@ -20,6 +25,11 @@ MOST_KEYS = 1 << 18
 """The most keys that one lookup asks for in all. Keys behind these count as not found."""
 
 
+class _BackendKeys(NamedTuple):
+    backend: StorageBackend
+    keys: list[str]
+
+
 class Question:
     """A lookup, how far it has come, and the name of its session.
 
@@ -27,54 +37,60 @@ class Question:
     or at `MOST_KEYS`.
     """
 
-    __slots__ = ("_asked", "_behind", "_hole", "_statuses", "at_hand", "client", "model", "names", "session")
+    __slots__ = ("_asked", "_behind", "_hole", "_statuses", "at_hand", "client", "groups", "models", "names", "session")
 
-    def __init__(self, model: Model, client: str, session: str, at_hand: int, names: list[bytes]) -> None:
-        """The first `at_hand` chunks need not be asked for."""
-        self.model = model
+    def __init__(self, models: Sequence[Model], client: str, session: str, at_hand: int, names: list[bytes]) -> None:
+        """`models`: one for each group of layers. The first `at_hand` chunks need not be asked for."""
+        self.models = models
+        self.groups = LayerGroups([model.database for model in models])
         self.client = client
         self.session = session
         self.at_hand = at_hand
-        self.names = names[: at_hand + max(1, MOST_KEYS // model.database.namespace.shards)]
+        self.names = names[: at_hand + max(1, MOST_KEYS // self.groups.keys_per_chunk)]
         self._behind = len(names) - len(self.names)
         """How many chunks at the end are never asked for."""
         self._asked = at_hand
         """How many of the first chunks are at hand or were asked for."""
         self._hole = False
-        self._statuses: list[Status] = []
+        self._statuses: list[list[Status]] = [[] for _ in models]
+        """What is known of each group's keys, chunk by chunk."""
 
-    def next_keys(self) -> list[str]:
-        """Returns the keys to ask for next: `STEP_KEYS`, or those of one chunk if a chunk has more."""
-        shards = self.model.database.namespace.shards
-        start, self._asked = self._asked, min(len(self.names), self._asked + max(1, STEP_KEYS // shards))
-        return self.model.database.all_shard_keys(self.names[start : self._asked])
+    def next_keys(self) -> list[list[str]]:
+        """Returns the keys to ask each model's backend for next: `STEP_KEYS`, or those of one chunk if a chunk has more."""
+        step = max(1, STEP_KEYS // self.groups.keys_per_chunk)
+        start, self._asked = self._asked, min(len(self.names), self._asked + step)
+        return [model.database.all_shard_keys(self.names[start : self._asked]) for model in self.models]
 
-    def learn(self, statuses: Sequence[Status]) -> None:
+    def learn(self, statuses: Sequence[Sequence[Status]]) -> None:
         """Takes in the outcomes of the keys that were asked for."""
-        self._hole = statuses.count(Status.OK) < len(statuses)
-        self._statuses += statuses
+        for known, new, model in zip(self._statuses, statuses, self.models, strict=True):
+            known += new
+            # a prefix that lacks a chunk which it needs from its beginning on ends there
+            self._hole |= not model.keeps_tail and new.count(Status.OK) < len(new)
 
     @property
     def ended(self) -> bool:
         """Whether the answer is known."""
         return self._hole or self._asked == len(self.names)
 
-    def judge(self, metrics: CacheMetrics) -> int:
-        """Returns how many of the first chunks are at hand or were found with every shard. Counts their tokens in `metrics`."""
+    def judge(self, metrics: CacheMetrics) -> Surveyed:
+        """Returns how many of the first chunks are at hand or were found. Counts their tokens in `metrics`."""
         unasked = len(self.names) - self._asked + self._behind
-        metrics.tokens("lookup", "requested", unasked * self.model.database.chunk_size)
-        return self.model.prefix.judge(self._asked, self.at_hand, self._statuses)
+        metrics.tokens("lookup", "requested", unasked * self.groups.first.chunk_size)
+        statuses = [status for known in self._statuses for status in known]
+        return PrefixLookup(self.groups, metrics).judge(self._asked, self.at_hand, statuses)
 
-    def found_by_rank(self, end: int) -> list[list[str]]:
-        """Returns the keys of the chunks from `at_hand` to `end`, in one list for each rank."""
-        database, shards = self.model.database, self.model.database.namespace.shards
-        keys = database.all_shard_keys(self.names[self.at_hand : end])
-        if shards == 1:
-            return [keys]
-        return [
-            [keys[chunk + shard] for chunk in range(0, len(keys), shards) for shard in self.model.shards_of(rank)]
-            for rank in range(self.model.group.world_size)
-        ]
+    def found(self, end: int) -> Iterator[FoundChunks]:
+        """Yields, for each group of layers, the chunks that a load up to `end` needs."""
+        for model, needed in zip(self.models, self.groups.needed(self.at_hand, end), strict=True):
+            names = self.names[needed.start : needed.stop]
+            database, shards = model.database, model.database.namespace.shards
+            keys = database.all_shard_keys(names)
+            by_rank = [
+                [keys[chunk + shard] for chunk in range(0, len(keys), shards) for shard in model.shards_of(rank)]
+                for rank in range(model.group.world_size)
+            ]
+            yield FoundChunks(model.group, model.mover.backend, names, by_rank)
 
 
 class Answerer:
@@ -90,28 +106,34 @@ class Answerer:
 
         Yields in any order, as soon as an outcome is known. Never raises.
         """
-        by_backend: dict[int, list[int]] = {}
+        by_backends: dict[tuple[int, ...], list[int]] = {}
         for index, question in enumerate(questions):
-            by_backend.setdefault(id(question.model.mover.backend), []).append(index)
-        for indices in by_backend.values():
+            backends = tuple(id(model.mover.backend) for model in question.models)
+            by_backends.setdefault(backends, []).append(index)
+        for indices in by_backends.values():
             yield from self._ask(questions, indices)
 
     def _ask(self, questions: Sequence[Question], indices: list[int]) -> Iterator[tuple[int, Answer | None]]:
-        """Asks one backend the questions at `indices`."""
+        """Asks the questions at `indices`, whose models have the same backends: each backend once."""
         try:
             keys_of = [questions[index].next_keys() for index in indices]
-            backend = questions[indices[0]].model.mover.backend
+            asked: dict[int, _BackendKeys] = {}
+            for index, parts in zip(indices, keys_of, strict=True):
+                for model, keys in zip(questions[index].models, parts, strict=True):
+                    asked.setdefault(id(model.mover.backend), _BackendKeys(model.mover.backend, [])).keys.extend(keys)
             with self._metrics.timed("lookup"):
-                statuses = backend.batched_contains([key for keys in keys_of for key in keys])
+                answers = {place: iter(one.backend.batched_contains(one.keys)) for place, one in asked.items()}
         except Exception as error:  # an error of one backend must not stop the others
             log.exception("lookups failed")
             for index in indices:
                 yield index, failed(error)
             return
-        start = 0
-        for index, keys in zip(indices, keys_of, strict=True):
-            question, found = questions[index], statuses[start : start + len(keys)]
-            start += len(keys)
+        for index, parts in zip(indices, keys_of, strict=True):
+            question = questions[index]
+            found = [
+                list(itertools.islice(answers[id(model.mover.backend)], len(keys)))
+                for model, keys in zip(question.models, parts, strict=True)
+            ]
             answer: Answer | None = None
             try:
                 question.learn(found)
@@ -124,11 +146,12 @@ class Answerer:
 
     def _judge(self, question: Question) -> Answer:
         """Returns what a lookup found, and pins it for the lookup's session."""
-        model, end = question.model, question.judge(self._metrics)
-        if question.session and end > question.at_hand:
-            names, backend = question.names[question.at_hand : end], model.mover.backend
-            by_rank, client, session = question.found_by_rank(end), question.client, question.session
-            self._sessions.open(client, session, model.group, backend, names, by_rank, self._session_s)
-            if model.mover.closed:  # the backend was released meanwhile, together with its sessions
+        reach = question.judge(self._metrics)
+        end = reach.chunks
+        client, session = question.client, question.session
+        if session and end > question.at_hand:
+            self._sessions.open(client, session, list(question.found(end)), self._session_s)
+            if any(model.mover.closed for model in question.models):
+                # a backend was released meanwhile, together with its sessions
                 self._sessions.end(client, session)
-        return Found(end)
+        return Found(*reach)

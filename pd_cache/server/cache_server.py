@@ -271,14 +271,16 @@ class CacheServer:
         if identity != hello.client.encode():
             raise RefusalError("invalid", "a client's name must be the same on its connection and in its hello")
         cache = self.settings.cache
-        group = self.models.group(hello)
+        groups = self.models.groups(hello)
+        group = groups[0]
         if hello.kind != "observer":
-            if cache.chunk_size % hello.block_size:
-                raise RefusalError(
-                    "mismatch",
-                    f"this server's chunks have {cache.chunk_size} tokens, which is not a multiple of the engine's block size "
-                    f"{hello.block_size}",
-                )
+            for one in groups:
+                if one.chunk_size % one.block_size:
+                    raise RefusalError(
+                        "mismatch",
+                        f"this server's chunks have {one.chunk_size} tokens, which is not a multiple of the engine's block size "
+                        f"{one.block_size}",
+                    )
             model = self.models.get(group)
             known = "" if model is None else model.database.namespace.fingerprint()
             if hello.namespace and known and hello.namespace != known:
@@ -292,7 +294,7 @@ class CacheServer:
                 displaced = self._displace()
             before = self._clients.get(identity)
             if before is None or before.hello != hello:
-                self._clients[identity] = Client(hello, group)
+                self._clients[identity] = Client(hello, groups)
         if displaced is not None:
             self._forget(displaced)
         if before is not None and before.hello != hello:
@@ -300,10 +302,11 @@ class CacheServer:
         return Welcome(
             server=self._server,
             software=pd_cache.__version__,
-            chunk_size=cache.chunk_size,
+            chunk_size=group.chunk_size,
             hash_mode=group.hash_mode,
             hash_seed=group.hash_seed,
             may_choose=cache.hash_mode == "auto",
+            may_size=cache.chunk_size == "auto",
             lifeline=str(self._lifeline.path),
         )
 
@@ -319,10 +322,11 @@ class CacheServer:
 
     def _handle_lookup(self, incoming: Incoming, client: Client, request: Lookup) -> Answer | None:
         names = split_names(request.names)
-        model = self.models.get(client.group)
-        if model is None or request.at_hand >= len(names):
-            return Found(min(request.at_hand, len(names)))
-        question = Question(model, client.hello.client, request.session, request.at_hand, names)
+        models = [model for group in client.groups if (model := self.models.get(group)) is not None]
+        if len(models) < len(client.groups) or request.at_hand >= len(names):
+            at_hand = min(request.at_hand, len(names))
+            return Found(at_hand, at_hand)
+        question = Question(models, client.hello.client, request.session, request.at_hand, names)
         self._submit(Item(client.hello.client, Lane.QUICK, 1, _QueuedWork(incoming, client, question)))
         return None
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 import pd_cache
-from pd_cache.engine import CacheEngine
+from pd_cache.lookup.bypass import LooksUp
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.receiving import Receiver, failed
 from pd_cache.wire.channel import Incoming, ServerChannel
@@ -25,7 +25,7 @@ _CLIENTS = 256
 class RpcLookupServer:
     """Answers lookups about one engine, from construction until `close`. The caller keeps ownership of the engine."""
 
-    def __init__(self, engine: CacheEngine, url: str, *, metrics: CacheMetrics | None = None) -> None:
+    def __init__(self, engine: LooksUp, url: str, *, metrics: CacheMetrics | None = None) -> None:
         """Listens at `url`; a tcp:// port of 0 takes a free one. Raises CacheServerError if that is impossible."""
         self._engine = engine
         self._name = uuid.uuid4().hex
@@ -78,12 +78,13 @@ class RpcLookupServer:
             hash_mode=namespace.hash_mode,
             hash_seed=namespace.hash_seed,
             may_choose=False,
+            may_size=False,
             lifeline="",
         )
 
     def _lookup(self, incoming: Incoming, request: Lookup) -> None:
         try:
-            answer: Answer = Found(self._engine.lookup(split_names(request.names), at_hand=request.at_hand))
+            answer: Answer = Found(*self._engine.survey(split_names(request.names), at_hand=request.at_hand))
         except Exception as error:  # noqa: BLE001 - the client receives and counts the error
             answer = failed(error)
         finally:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pd_cache.mover import ChunkRun
 from pd_cache.paged import plan
-from pd_cache.server.served_models import Group, Model, ServedModels
+from pd_cache.server.served_models import EngineGroup, Model, ServedModels
 from pd_cache.wire.channel import Incoming
 from pd_cache.wire.fence import FenceView
 from pd_cache.wire.lifeline import LifelineServer
@@ -39,7 +40,8 @@ class Worker(NamedTuple):
         if len(request.blocks) != needed:
             raise RefusalError("invalid", f"{len(names)} chunks need {needed} blocks, got {len(request.blocks)}")
         try:
-            chunks = plan(request.blocks, layout, database.chunk_size, may_leave_out=isinstance(request, Retrieve))
+            may_leave_out = isinstance(request, Retrieve) or self.model.keeps_tail
+            chunks = plan(request.blocks, layout, database.chunk_size, may_leave_out=may_leave_out)
         except ValueError as error:
             raise RefusalError("invalid", str(error)) from None
         shards = self.model.shards_of(self.rank)
@@ -62,9 +64,10 @@ class PendingRegistration(NamedTuple):
 class Client:
     """A client that has said hello."""
 
-    def __init__(self, hello: Hello, group: Group) -> None:
+    def __init__(self, hello: Hello, groups: Sequence[EngineGroup]) -> None:
+        """`groups`: those of its tensors, or of its lookups."""
         self.hello = hello
-        self.group = group
+        self.groups = tuple(groups)
         self.worker: Worker | None = None
         self.pending: PendingRegistration | None = None
         """At most one: a second registration replaces the first."""
@@ -119,9 +122,11 @@ class Client:
     def _map(self, request: Register, descriptors: list[int], models: ServedModels) -> None:
         """Call with `registering` held."""
         self._unmap(_UNMAP_S)
-        tensors = MappedTensors(request, descriptors[1:], FenceView(descriptors[0]), self.hello.shards_per_rank)
+        hello = self.hello
+        fence = FenceView(descriptors[0])
+        tensors = MappedTensors(request, descriptors[1:], fence, hello.shards_per_rank, hello.block_size)
         try:
-            model = models.serve(self.group, tensors.layout, self.hello.client)
+            model = models.serve(self.groups[0], tensors.layout, self.hello.client)
             self.worker = Worker(model, self.hello.rank, tensors)
         except BaseException:
             tensors.unmap(0.0)

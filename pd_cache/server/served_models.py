@@ -13,11 +13,10 @@ from pd_cache.backends import StorageBackend, open_backend
 from pd_cache.config import MAX_SHARDS, CacheConfig, NodeSettings
 from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVLayout
-from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover
 from pd_cache.paged import host_pin
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, LayerGroup
 from pd_cache.wire.messages import Hello, RefusalError
 
 OpenBackend = Callable[[NodeSettings, int], StorageBackend]
@@ -30,7 +29,7 @@ _MAX_BACKENDS = 4
 """The most payload sizes at a time. Each has its own backend."""
 
 
-class Group(NamedTuple):
+class EngineGroup(NamedTuple):
     """What engines say about themselves. Engines that say the same share chunks if their tensors agree, too."""
 
     model: str
@@ -40,6 +39,9 @@ class Group(NamedTuple):
     block_size: int
     hash_mode: Literal["tokens", "blocks"]
     hash_seed: str
+    chunk_size: int
+    layers: LayerGroup | None
+    """Which of the model's layers; None for all."""
 
 
 class Model:
@@ -47,7 +49,7 @@ class Model:
 
     def __init__(
         self,
-        group: Group,
+        group: EngineGroup,
         metadata: CacheMetadata,
         cache: CacheConfig,
         backend: StorageBackend,
@@ -55,14 +57,17 @@ class Model:
     ) -> None:
         self.group = group
         self.metadata = metadata
-        named = msgspec.structs.replace(cache, hash_mode=group.hash_mode, hash_seed=group.hash_seed)
+        named = msgspec.structs.replace(
+            cache, chunk_size=group.chunk_size, hash_mode=group.hash_mode, hash_seed=group.hash_seed
+        )
         self.database = ChunkedTokenDatabase(metadata.namespace(named))
         ranks = [msgspec.structs.replace(metadata, rank=rank) for rank in range(group.world_size)]
         self._shards = [one.shards for one in ranks]
         self.workers: set[str] = set()
         """The clients that are registered."""
         self.mover = ChunkMover(backend, self.database, metrics)
-        self.prefix = PrefixLookup(self.database, metrics)
+        self.keeps_tail = group.layers is not None and group.layers.tail > 0
+        """Whether stores may leave out blocks that no load needs."""
 
     def shards_of(self, rank: int) -> range:
         """Returns the numbers of the shards that a rank holds."""
@@ -85,7 +90,7 @@ class ServedModels:
         self._opens = opens or self._open_tiers
         self._released = released
         self._opening = threading.Lock()
-        self._models: dict[Group, Model] = {}
+        self._models: dict[EngineGroup, Model] = {}
         self._backends: dict[int, StorageBackend] = {}
         """Backends by payload size. The one with the latest registration comes last."""
         self._idle_since: dict[int, float] = {}
@@ -93,7 +98,7 @@ class ServedModels:
         self._segment_of: int | None = None
         """The size whose backend has given the segment to the pool. Only one backend gives it."""
 
-    def group(self, hello: Hello) -> Group:
+    def group(self, hello: Hello) -> EngineGroup:
         """Returns the group with which an engine shares chunks. The engine may choose the hash mode if the file says `auto`.
 
         Raises RefusalError if the hash modes differ, or if a chunk would have too many shards.
@@ -112,13 +117,22 @@ class ServedModels:
                 f"a world size of {hello.world_size} with {hello.shards_per_rank} shards per rank makes {hello.world_size * hello.shards_per_rank} "
                 f"objects of each chunk; expected at most {MAX_SHARDS}",
             )
-        return Group(hello.model, hello.world_size, hello.shards_per_rank, hello.block_size, mode, seed)
+        chunk_size = (hello.chunk_size or cache.chunk_tokens) if cache.chunk_size == "auto" else cache.chunk_size
+        return EngineGroup(
+            hello.model, hello.world_size, hello.shards_per_rank, hello.block_size, mode, seed, chunk_size, hello.layers
+        )
 
-    def get(self, group: Group) -> Model | None:
+    def groups(self, hello: Hello) -> list[EngineGroup]:
+        """Returns a group for each of an engine's groups of layers: `group`, and those of `hello.further`."""
+        first = self.group(hello)
+        further = (first._replace(block_size=one.block_size, layers=one.layers) for one in hello.further)
+        return [first, *further]
+
+    def get(self, group: EngineGroup) -> Model | None:
         """Returns the group's model, or None before the group's first worker has registered."""
         return self._models.get(group)
 
-    def serve(self, group: Group, layout: KVLayout, client: str) -> Model:
+    def serve(self, group: EngineGroup, layout: KVLayout, client: str) -> Model:
         """Adds this client to the workers of the group's model, which the first worker makes. Returns the model.
 
         Raises RefusalError if the worker does not fit the others or there is no room for it, LayoutError if its pages cannot be cut
@@ -130,7 +144,11 @@ class ServedModels:
                 f"the KV tensors have blocks of {layout.block_size} tokens, the engine said {group.block_size}",
             )
         metadata = CacheMetadata.of(
-            group.model, layout, world_size=group.world_size, shards_per_rank=group.shards_per_rank
+            group.model,
+            layout,
+            world_size=group.world_size,
+            shards_per_rank=group.shards_per_rank,
+            group=group.layers,
         )
         with self._opening:
             model = self._models.get(group)
@@ -142,7 +160,7 @@ class ServedModels:
                         f"{metadata}: their chunks are not interchangeable",
                     )
                 cache = self._settings.cache
-                backend = self._backend(layout.shard(group.shards_per_rank).chunk_bytes(cache.chunk_size))
+                backend = self._backend(layout.shard(group.shards_per_rank).chunk_bytes(group.chunk_size))
                 if model is not None:
                     model.mover.close(0.0)
                 model = self._models[group] = Model(group, metadata, cache, backend, self._metrics)
@@ -189,9 +207,10 @@ class ServedModels:
             backend.close()
 
     def _backend(self, payload_bytes: int) -> StorageBackend:
-        backend = self._backends.get(payload_bytes)
-        if backend is not None:
-            return backend
+        # the groups of layers of one model have chunks of nearly one size, and need not have a backend each
+        fitting = [size for size in self._backends if payload_bytes <= size <= 2 * payload_bytes]
+        if fitting:
+            return self._backends[min(fitting)]
         if len(self._backends) >= _MAX_BACKENDS and not self._release_one():
             raise RefusalError(
                 "mismatch",

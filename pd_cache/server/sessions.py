@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 from pd_cache.backends import StorageBackend
 
@@ -20,32 +21,28 @@ MAX_KEYS = 1 << 20
 """The most keys of all sessions. More keys end the oldest sessions of the client that holds most."""
 
 
-class Session:
-    """One request's pins."""
+class FoundChunks(NamedTuple):
+    """What a lookup found of one model: a group of an engine's layers."""
 
-    __slots__ = ("_pinned", "_shards", "backend", "client", "deadline", "model", "name", "names", "size")
+    model: Hashable
+    backend: StorageBackend
+    names: Sequence[bytes]
+    shards: Sequence[Sequence[str]]
+    """The chunks' keys, one list for each rank, which loads its own."""
 
-    def __init__(
-        self,
-        client: str,
-        name: str,
-        model: object,
-        backend: StorageBackend,
-        names: frozenset[bytes],
-        shards: Sequence[Sequence[str]],
-        deadline: float,
-    ) -> None:
-        """`names` are the chunks found. `shards` are their keys, one list for each rank, which loads its own."""
-        self.client = client
-        self.name = name
-        self.model = model
-        self.backend = backend
-        self.names = names
-        self.deadline = deadline
-        self._shards = dict(enumerate(shards))
-        self.size = sum(len(keys) for keys in shards)
+
+class _Pins:
+    """What a session holds of one model."""
+
+    __slots__ = ("_pinned", "_shards", "backend", "names", "size")
+
+    def __init__(self, found: FoundChunks) -> None:
+        self.backend = found.backend
+        self.names = frozenset(found.names)
+        self._shards = dict(enumerate(found.shards))
+        self.size = sum(len(keys) for keys in found.shards)
         """How many keys it was opened with."""
-        self._pinned = set(backend.pin(self.keys))
+        self._pinned = set(found.backend.pin(self.keys))
 
     @property
     def keys(self) -> list[str]:
@@ -73,6 +70,36 @@ class Session:
         return not self._shards
 
 
+class Session:
+    """One request's pins."""
+
+    __slots__ = ("client", "deadline", "name", "pins", "size")
+
+    def __init__(self, client: str, name: str, found: Sequence[FoundChunks], deadline: float) -> None:
+        self.client = client
+        self.name = name
+        self.deadline = deadline
+        self.pins = {one.model: _Pins(one) for one in found}
+        self.size = sum(one.size for one in self.pins.values())
+        """How many keys it was opened with."""
+
+    @property
+    def pinned(self) -> int:
+        """How many keys it holds."""
+        return sum(one.pinned for one in self.pins.values())
+
+    def drop(self, model: Hashable, rank: int) -> bool:
+        """Unpins the keys of one rank of a model. Returns True if none are left of any model."""
+        if self.pins[model].drop(rank):
+            del self.pins[model]
+        return not self.pins
+
+    def drop_all(self) -> None:
+        """Unpins all keys."""
+        for one in self.pins.values():
+            one.drop()
+
+
 class _ClientShare:
     """What one client holds."""
 
@@ -96,7 +123,7 @@ class Sessions:
         self._lock = threading.Lock()
         self._clients: dict[str, _ClientShare] = {}
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
-        self._by_request: dict[tuple[object, str], list[Session]] = {}
+        self._by_request: dict[tuple[Hashable, str], list[Session]] = {}
         self._keys = 0
         """How many keys the sessions were opened with."""
 
@@ -109,22 +136,14 @@ class Sessions:
         with self._lock:
             return sum(session.pinned for session in self._sessions.values())
 
-    def open(
-        self,
-        client: str,
-        name: str,
-        model: object,
-        backend: StorageBackend,
-        names: Sequence[bytes],
-        shards: Sequence[Sequence[str]],
-        lifetime: float,
-    ) -> None:
+    def open(self, client: str, name: str, found: Sequence[FoundChunks], lifetime: float) -> None:
         """Pins what a lookup found. Ends the client's earlier session of this name."""
-        session = Session(client, name, model, backend, frozenset(names), shards, self._clock() + lifetime)
+        session = Session(client, name, found, self._clock() + lifetime)
         with self._lock:
             self._end(client, name)  # only now, when the new one already holds the same keys
             self._sessions[client, name] = session
-            self._by_request.setdefault((model, name), []).append(session)
+            for model in session.pins:
+                self._by_request.setdefault((model, name), []).append(session)
             share = self._clients.setdefault(client, _ClientShare())
             share.names[name] = None
             share.keys += session.size
@@ -135,7 +154,7 @@ class Sessions:
             while self._keys > self._most_keys:
                 self._end_oldest_of(max(self._clients, key=lambda one: self._clients[one].keys))
 
-    def loaded(self, name: str, model: object, rank: int, names: Sequence[bytes]) -> None:
+    def loaded(self, name: str, model: Hashable, rank: int, names: Sequence[bytes]) -> None:
         """Releases what the request's session holds for a rank, which has loaded it.
 
         The client that looks up and the client that loads belong to one engine. If several engines of a model have requests of the
@@ -143,8 +162,13 @@ class Sessions:
         """
         with self._lock:
             candidates = self._by_request.get((model, name), ())
-            session = next((one for one in candidates if one.names.issuperset(names)), None)
-            if session is not None and session.drop(rank):
+            session = next((one for one in candidates if one.pins[model].names.issuperset(names)), None)
+            if session is None:
+                return
+            ended = session.drop(model, rank)
+            if model not in session.pins:
+                self._forget(session, model)
+            if ended:
                 self._end(session.client, session.name)
 
     def end(self, client: str, name: str) -> None:
@@ -161,7 +185,12 @@ class Sessions:
     def end_backend(self, backend: StorageBackend) -> None:
         """Ends all sessions over a backend that is about to be closed."""
         with self._lock:
-            for key in [key for key, session in self._sessions.items() if session.backend is backend]:
+            over = [
+                key
+                for key, session in self._sessions.items()
+                if any(pins.backend is backend for pins in session.pins.values())
+            ]
+            for key in over:
                 self._end(*key)
 
     def expire(self) -> int:
@@ -178,8 +207,9 @@ class Sessions:
         with self._lock:
             by_backend: dict[int, tuple[StorageBackend, dict[str, None]]] = {}
             for session in self._sessions.values():
-                _, keys = by_backend.setdefault(id(session.backend), (session.backend, {}))
-                keys.update(dict.fromkeys(session.unpinned))
+                for pins in session.pins.values():
+                    _, keys = by_backend.setdefault(id(pins.backend), (pins.backend, {}))
+                    keys.update(dict.fromkeys(pins.unpinned))
         return [(backend, list(keys)) for backend, keys in by_backend.values()]
 
     def _end_oldest_of(self, client: str) -> None:
@@ -195,8 +225,13 @@ class Sessions:
         self._keys -= session.size
         if not share.names:
             del self._clients[client]
-        same = self._by_request[session.model, name]
+        for model in session.pins:
+            self._forget(session, model)
+        session.drop_all()
+
+    def _forget(self, session: Session, model: Hashable) -> None:
+        """Takes a session off the list of those that hold chunks of a model for its request."""
+        same = self._by_request[model, session.name]
         same.remove(session)
         if not same:
-            del self._by_request[session.model, name]
-        session.drop()
+            del self._by_request[model, session.name]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import torch
 
+from pd_cache.backends import open_backend
 from pd_cache.blocks import BlockCache
 from pd_cache.client.identity import EngineIdentity
 from pd_cache.client.server_cache import ServerCache
 from pd_cache.config import MooncakeTier, NodeSettings
-from pd_cache.engine import CacheEngineBuilder
+from pd_cache.engine import CacheEngineBuilder, EngineGroups
 from pd_cache.errors import ConfigError
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
+from pd_cache.paged import host_pin
 from pd_cache.runtime import temporary_folder
 from pd_cache.server.lookup_server import RpcLookupServer
 from pd_cache.tokens import CacheMetadata
@@ -31,11 +34,22 @@ _CONNECT_S = 10.0
 """How long a worker waits at its start for a cache server; a server that comes later is still found."""
 
 
+class WorkerGroup(NamedTuple):
+    """A group of layers of one worker."""
+
+    metadata: CacheMetadata
+    layout: KVLayout
+    kv_caches: Sequence[torch.Tensor]
+
+
 class WorkerCache:
     """A worker's cache, and what has to be closed with it."""
 
-    def __init__(self, cache: BlockCache, resources: contextlib.ExitStack, lookup_url: str | None = None) -> None:
-        self.cache = cache
+    def __init__(
+        self, caches: Sequence[BlockCache], resources: contextlib.ExitStack, lookup_url: str | None = None
+    ) -> None:
+        self.caches = caches
+        """One for each group of layers."""
         self.lookup_url = lookup_url
         """The address that answers lookups about this worker's chunks, if no other process knows as much."""
         self._resources = resources
@@ -47,9 +61,7 @@ class WorkerCache:
 
 def open_cache(
     settings: Settings,
-    metadata: CacheMetadata,
-    layout: KVLayout,
-    kv_caches: Sequence[torch.Tensor],
+    groups: Sequence[WorkerGroup],
     instance: str,
     rank: int,
     ranks: int,
@@ -60,37 +72,46 @@ def open_cache(
     Raises ConfigError for settings that cannot work, RefusedError, with the server's reason, if a cache server does not take this worker.
     """
     with contextlib.ExitStack() as stack:
-        if settings.server_url is not None:
-            cache = _open_server(settings.server_url, settings, metadata, layout, metrics, stack)
-            _lend(cache, kv_caches, layout, settings.server_url)
-            return WorkerCache(cache, stack.pop_all())
-        node = settings.node
+        url, node = settings.server_url, settings.node
+        if url is not None:
+            served = [_open_server(url, settings, group, metrics, stack) for group in groups]
+            return WorkerCache(served, stack.pop_all())
+        node = _of_rank(node, rank, ranks)
+        size = node.cache.chunk_tokens
+        largest = max(group.layout.shard(group.metadata.shards_per_rank).chunk_bytes(size) for group in groups)
         try:
-            engine = CacheEngineBuilder.get_or_create(
-                instance, _of_rank(node, rank, ranks), metadata, layout, metrics=metrics
-            )
+            backend = open_backend(node, largest, pin=host_pin(), metrics=metrics)
         except ValueError as error:  # the file cannot know how large a chunk of this model is
             raise ConfigError(f"transfer.staging_size: {node.transfer.staging_size}: {error}") from None
-        stack.callback(CacheEngineBuilder.destroy, instance)
-        engine.register_kv_caches(kv_caches)
+        stack.callback(backend.close)
+        engines = []
+        for place, group in enumerate(groups):
+            name = engine_name(instance, place)
+            engine = CacheEngineBuilder.get_or_create(
+                name, node, group.metadata, group.layout, metrics=metrics, backend=lambda *_: backend
+            )
+            stack.callback(CacheEngineBuilder.destroy, name)
+            engine.register_kv_caches(group.kv_caches)
+            engines.append(engine)
         # with several ranks, each has tiers of its own and none knows what the others hold, so lookups ask the pool
         tiered = any(not isinstance(tier, MooncakeTier) for tier in node.cache.tiers)
         lookup_url = None
         if tiered and ranks == 1:
             lookup_url = f"ipc://{stack.enter_context(temporary_folder())}/lookup"
-            stack.callback(RpcLookupServer(engine, lookup_url, metrics=metrics).close)
-        return WorkerCache(engine, stack.pop_all(), lookup_url)
+            stack.callback(RpcLookupServer(EngineGroups(engines), lookup_url, metrics=metrics).close)
+        return WorkerCache(engines, stack.pop_all(), lookup_url)
+
+
+def engine_name(instance: str, place: int) -> str:
+    """Returns the name under which `CacheEngineBuilder` knows the engine of a group of layers."""
+    return f"{instance}/{place}"
 
 
 def _open_server(
-    url: str,
-    settings: Settings,
-    metadata: CacheMetadata,
-    layout: KVLayout,
-    metrics: CacheMetrics,
-    stack: contextlib.ExitStack,
+    url: str, settings: Settings, group: WorkerGroup, metrics: CacheMetrics, stack: contextlib.ExitStack
 ) -> ServerCache:
-    cache = ServerCache(url, EngineIdentity.of(metadata, settings.node.cache), metrics=metrics)
+    """Returns a connection for a group of layers, whose tensors are lent to the server."""
+    cache = ServerCache(url, EngineIdentity.of(group.metadata, settings.node.cache), metrics=metrics)
     stack.callback(cache.close)
     try:
         cache.connection.wait_ready(_CONNECT_S)
@@ -98,14 +119,11 @@ def _open_server(
         log.warning("pd-cache: no cache server at %s yet; prompts are computed until one comes", url)
     else:
         log.info("pd-cache: the cache server at %s holds this worker's cache", url)
-    return cache
-
-
-def _lend(cache: ServerCache, kv_caches: Sequence[torch.Tensor], layout: KVLayout, url: str) -> None:
     try:
-        cache.register_kv_caches(kv_caches, layout.kind)
+        cache.register_kv_caches(group.kv_caches, group.layout.kind)
     except SharingError as error:
         raise ConfigError(f"the KV cache cannot be lent to the cache server at {url}: {error}") from None
+    return cache
 
 
 def _of_rank(node: NodeSettings, rank: int, ranks: int) -> NodeSettings:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -30,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.logger import init_logger
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -40,16 +40,17 @@ from vllm.v1.outputs import KVConnectorOutput
 from pd_cache.block_hashes import describe_hashes
 from pd_cache.client.lookup import RpcLookupClient, ServerLookupClient
 from pd_cache.config import NodeSettings
-from pd_cache.engine import CacheEngineBuilder
+from pd_cache.engine import CacheEngineBuilder, EngineGroups
 from pd_cache.errors import ConfigError, UnsupportedModelError
-from pd_cache.layout import KVLayout
+from pd_cache.layout import PageKind
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.vllm.cache import WorkerCache, open_cache
+from pd_cache.vllm.cache import WorkerCache, WorkerGroup, engine_name, open_cache
 from pd_cache.vllm.compat import check_version
 from pd_cache.vllm.connector_messages import Handshake, StepMetadata, WorkerReport
 from pd_cache.vllm.events import describe_chunks
-from pd_cache.vllm.model import check_supported, keeps_latents, model_identity, place_of
+from pd_cache.vllm.layers import GroupTensors, KeptLayers, described, fitting_chunk, group_tensors, kept_layers
+from pd_cache.vllm.model import RankPart, check_supported, keeps_latents, model_identity, place_of
 from pd_cache.vllm.namespace_file import write_namespace
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings, read_settings
@@ -69,11 +70,10 @@ logger = init_logger("vllm.pd_cache")  # below vLLM's own logger, whose handlers
 R = TypeVar("R")
 
 
-class PdCacheConnector(KVConnectorBase_V1):
+class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     """The KV of prompts in a pool that all nodes share. One instance in the scheduler, one in each worker.
 
-    It does not declare `SupportsHMA`. vLLM therefore keeps all attention layers in one group, whose blocks hold the KV of every token,
-    also where a model has sliding windows.
+    As it supports vLLM's hybrid memory allocator, layers with sliding windows or states have groups of their own (`layers.py`).
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -94,6 +94,13 @@ class PdCacheConnector(KVConnectorBase_V1):
             # consume: with asynchronous scheduling they would go to another request (docs/vllm.md)
             transfer.kv_role = "kv_both"
         settings = read_settings(transfer.kv_connector_extra_config, transfer.kv_role)
+        self._layers = kept_layers(kv_cache_config)
+        settings = with_chunk_size(settings, self._layers)
+        if len(self._layers) > 1 and settings.connector.load == "sync":
+            raise ConfigError(
+                "connector.load is sync, and vLLM cannot compute again what a synchronous load failed to bring if a model's layers are in "
+                f"{len(self._layers)} groups; set it to async"
+            )
         self._settings = with_hash_seed(settings, vllm_config)
         self._metrics = CacheMetrics()
         self._stats = CacheStatsSource(self._metrics)
@@ -102,24 +109,20 @@ class PdCacheConnector(KVConnectorBase_V1):
         self._cache: WorkerCache | None = None
         self._handshake: Handshake | None = None
         self._bad_blocks: set[int] = set()
-        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        chunk_size = self._settings.node.cache.chunk_size
-        if chunk_size % block_size:
-            near = f"{max(1, chunk_size // block_size) * block_size} or {(chunk_size // block_size + 1) * block_size}"
-            raise ConfigError(
-                f"cache.chunk_size {chunk_size} must be a multiple of vLLM's block size {block_size}, e.g. {near}"
-            )
-        self._block_size = block_size
+        chunk_size = self._settings.node.cache.chunk_tokens
+        hash_block_size = kv_cache_config.hash_block_size or self._layers[0].block_size
         if role is KVConnectorRole.SCHEDULER:
             if self._settings.namespace_file is not None:
                 Path(self._settings.namespace_file).unlink(missing_ok=True)  # left by an earlier start
             events = vllm_config.kv_events_config
             wanted = events is not None and events.enable_kv_cache_events
-            describe = functools.partial(describe_chunks, chunk_size=chunk_size, block_size=block_size)
+            describe = functools.partial(describe_chunks, chunk_size=chunk_size, block_size=hash_block_size)
             self._scheduler = SchedulerSide(
                 self._settings,
                 stores=stores,
-                block_size=block_size,
+                layers=self._layers,
+                hash_block_size=hash_block_size,
+                retention=kv_cache_config.prefix_cache_retention_interval,
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
                 describe=describe if wanted else None,
                 metrics=self._metrics,
@@ -141,37 +144,56 @@ class PdCacheConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Opens the cache for these tensors. Does not wait for the pool."""
-        config, name = self._vllm_config, self._vllm_config.model_config.model
-        tensors = _in_layer_order(kv_caches)
-        layout = KVLayout.from_tensors(tensors)
-        if layout.block_size != self._block_size:
+        config, settings = self._vllm_config, self._settings
+        identity = model_identity(config, settings.connector.revision)
+        ranks, rank = config.parallel_config.tensor_parallel_size, get_tensor_model_parallel_rank()
+        parts = [self._group_of(group, kv_caches, identity, rank, ranks) for group in self._layers]
+        metadata = [part.place.metadata for part in parts]
+        instance = f"vllm-{self._kv_transfer_config.engine_id}-{rank}"
+        groups = [WorkerGroup(part.place.metadata, part.kv.layout, part.kv.tensors) for part in parts]
+        self._cache = open_cache(settings, groups, instance, rank, ranks, self._metrics)
+        self._worker = WorkerSide(
+            self._cache.caches,
+            stores=[part.place.stores for part in parts],
+            load_timeout_s=settings.connector.load_timeout_ms / 1000,
+            asynchronous=settings.connector.load == "async",
+        )
+        self._handshake = Handshake(metadata, os.getpid(), instance, self._cache.lookup_url)
+        for one in metadata:
+            namespace = one.namespace(settings.node.cache)
+            logger.info("pd-cache: namespace %s: %s", namespace.fingerprint(), namespace.manifest().decode())
+
+    def _group_of(
+        self,
+        group: KeptLayers,
+        kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+        identity: str,
+        rank: int,
+        ranks: int,
+    ) -> _GroupOfRank:
+        """Returns a group's tensors on this rank, and which part of its chunks they hold."""
+        told, name = self._kv_cache_config, self._vllm_config.model_config.model
+        alone = len(self._layers) == 1
+        names = list(kv_caches) if alone else told.kv_cache_groups[group.number].layer_names
+        kv = group_tensors(group, kv_caches, names, told.num_blocks, name)
+        plain = alone and group.kind == "full"
+        if plain and kv.layout.kind is PageKind.OPAQUE:
             raise UnsupportedModelError(
-                f"{name}: its attention kernel uses blocks of {layout.block_size} tokens, vLLM blocks of {self._block_size}; set "
-                f"--block-size {layout.block_size}"
+                f"{name}: its attention kernel uses smaller blocks than vLLM, of {group.block_size} tokens; set --block-size to the "
+                "kernel's"
             )
-        ranks = config.parallel_config.tensor_parallel_size
-        rank = get_tensor_model_parallel_rank()
         place = place_of(
-            model_identity(config, self._settings.connector.revision),
-            layout,
+            identity,
+            kv.layout,
             name,
             rank=rank,
             ranks=ranks,
-            replicas=self._kv_cache_config.kv_tp_replicas,
+            replicas=told.kv_tp_replicas,
             shards=self._settings.shards,
-            latent=keeps_latents(self._kv_cache_config),
+            latent=keeps_latents(told, group.number),
+            group=None if plain else described(group, names, kv, self._settings.node.cache.chunk_tokens),
         )
-        instance = f"vllm-{self._kv_transfer_config.engine_id}-{rank}"
-        self._cache = open_cache(self._settings, place.metadata, layout, tensors, instance, rank, ranks, self._metrics)
-        self._worker = WorkerSide(
-            self._cache.cache,
-            stores=place.stores,
-            load_timeout_s=self._settings.connector.load_timeout_ms / 1000,
-            asynchronous=self._settings.connector.load == "async",
-        )
-        self._handshake = Handshake(place.metadata, os.getpid(), instance, self._cache.lookup_url)
-        namespace = place.metadata.namespace(self._settings.node.cache)
-        logger.info("pd-cache: namespace %s: %s", namespace.fingerprint(), namespace.manifest().decode())
+        return _GroupOfRank(kv, place)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Returns what the scheduler has to know about the KV tensors."""
@@ -203,7 +225,7 @@ class PdCacheConnector(KVConnectorBase_V1):
             return KVConnectorTransferResults()
         loads = self._worker.take_loads(self._step(), finished_req_ids)
         self._bad_blocks = loads.bad_blocks
-        return KVConnectorTransferResults(finished_recving=loads.finished)
+        return KVConnectorTransferResults(finished_recving=loads.finished, failed_recving=loads.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns the blocks that were to be loaded and were not; belongs to the last `get_transfer_results`."""
@@ -231,33 +253,38 @@ class PdCacheConnector(KVConnectorBase_V1):
         cache = self._settings.node.cache
         first = known[0]
         for other in known[1:]:
-            if other.metadata.namespace(cache) != first.metadata.namespace(cache):
+            if [one.namespace(cache) for one in other.metadata] != [one.namespace(cache) for one in first.metadata]:
                 raise UnsupportedModelError(
                     f"{self._vllm_config.model_config.model}: its ranks have different KV: {first.metadata} and {other.metadata}"
                 )
-        self._scheduler.open(first.metadata, self._open_lookup(first))
-        file, namespace = self._settings.namespace_file, first.metadata.namespace(cache)
+        self._scheduler.open(first.metadata[0], self._open_lookup(first))
+        file, namespace = self._settings.namespace_file, first.metadata[0].namespace(cache)
         # the file holds a digest of PYTHONHASHSEED, 32 bits that vLLM expects to be secret if hashes are xxhash
         if file is not None and not namespace.hash_seed.startswith("xxhash"):
             self._safely("namespace", lambda: write_namespace(Path(file), namespace), None)
 
     def _open_lookup(self, worker: Handshake) -> LookupClient:
         """Returns the client that asks the best informed process: the cache server, the worker's engine, or else the pool's master."""
-        settings, metadata, metrics = self._settings, worker.metadata, self._metrics
+        settings, metrics = self._settings, self._metrics
+        metadata, *further = worker.metadata
         milliseconds = settings.connector.lookup_timeout_ms
         own, seconds = _with_exist_timeout(settings.node, milliseconds), milliseconds / 1000
         if settings.server_url is not None:
             logger.info("pd-cache: lookups ask the cache server at %s", settings.server_url)
-            return ServerLookupClient(own, metadata, settings.server_url, seconds, metrics=metrics)
+            return ServerLookupClient(own, metadata, settings.server_url, seconds, further=further, metrics=metrics)
         if worker.lookup_url is not None:
             logger.info("pd-cache: lookups ask the worker, which has tiers of its own")
             return RpcLookupClient(own, metadata, worker.lookup_url, metrics=metrics)
-        engine = CacheEngineBuilder.get(worker.instance) if worker.pid == os.getpid() else None
-        if engine is not None:
-            logger.info("pd-cache: lookups ask the worker's engine")
-            return BypassLookupClient(settings.node, metadata, engine, timeout=seconds, metrics=metrics)
+        if worker.pid == os.getpid():
+            names = [engine_name(worker.instance, place) for place in range(len(worker.metadata))]
+            engines = [engine for name in names if (engine := CacheEngineBuilder.get(name)) is not None]
+            if len(engines) == len(names):
+                logger.info("pd-cache: lookups ask the worker's engine")
+                return BypassLookupClient(
+                    settings.node, metadata, EngineGroups(engines), timeout=seconds, metrics=metrics
+                )
         logger.info("pd-cache: lookups ask the master at %s", settings.node.master)
-        return MooncakeLookupClient(own, metadata, own.master, metrics=metrics)
+        return MooncakeLookupClient(own, metadata, own.master, further=further, metrics=metrics)
 
     # --- scheduler: each step ------------------------------------------------------------------------------------
 
@@ -295,6 +322,12 @@ class PdCacheConnector(KVConnectorBase_V1):
         """Lets vLLM free the request's blocks: those that are still being stored are held separately."""
         scheduler = self._scheduling()
         return False, self._safely("request_finished", lambda: scheduler.finished(request), None)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Does the same as `request_finished`, for all groups of layers."""
+        return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
         """Returns whether the engine has to go on stepping, so that blocks are given back when stores end."""
@@ -360,6 +393,18 @@ class PdCacheConnector(KVConnectorBase_V1):
             return otherwise
 
 
+class _GroupOfRank(NamedTuple):
+    kv: GroupTensors
+    place: RankPart
+
+
+def with_chunk_size(settings: Settings, layers: Sequence[KeptLayers]) -> Settings:
+    """Returns settings whose chunks fit the model's blocks. Raises ConfigError for a size that does not."""
+    cache = settings.node.cache
+    cache = msgspec.structs.replace(cache, chunk_size=fitting_chunk(cache.chunk_size, layers))
+    return msgspec.structs.replace(settings, node=msgspec.structs.replace(settings.node, cache=cache))
+
+
 def with_hash_seed(settings: Settings, vllm_config: VllmConfig) -> Settings:
     """Returns settings whose namespace says what vLLM's block hashes depend on besides tokens."""
     cache = settings.node.cache
@@ -380,12 +425,3 @@ def with_hash_seed(settings: Settings, vllm_config: VllmConfig) -> Settings:
 def _with_exist_timeout(node: NodeSettings, timeout_ms: int) -> NodeSettings:
     timeouts = msgspec.structs.replace(node.transfer.timeouts, exist_ms=timeout_ms)
     return msgspec.structs.replace(node, transfer=msgspec.structs.replace(node.transfer, timeouts=timeouts))
-
-
-def _in_layer_order(kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Returns one tensor for each layer that has its own, in the order of the layers' numbers, which is the same on every node."""
-    ordered = sorted(
-        kv_caches, key=lambda name: [int(part) if part.isdigit() else -1 for part in re.split(r"(\d+)", name)]
-    )
-    tensors = {kv_caches[name].data_ptr(): kv_caches[name] for name in ordered}
-    return list(tensors.values())

@@ -40,7 +40,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
 class Handshake(KVConnectorHandshakeMetadata):
     """What a worker found out from its KV tensors, sent to the scheduler once."""
 
-    metadata: CacheMetadata
+    metadata: list[CacheMetadata]
+    """One for each group of layers."""
     pid: int
     instance: str
     """The name under which the worker's process knows the engine."""

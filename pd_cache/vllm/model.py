@@ -9,34 +9,41 @@ from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from pd_cache.errors import LayoutError, UnsupportedModelError
 from pd_cache.layout import KVLayout
-from pd_cache.tokens import CacheMetadata
+from pd_cache.tokens import CacheMetadata, LayerGroup
 from pd_cache.weights import WeightsError, weights_digest
 
 _VOLATILE = frozenset(("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"))
 """Keys of a model's configuration that may differ between two copies of one model."""
 _NO_KV_DRAFTS = frozenset(("ngram", "ngram_gpu", "suffix"))
 """Methods of speculative decoding that have no KV cache of their own."""
+_RESTORED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
+"""What vLLM keeps of a group of layers that `layers.py` knows how to restore. Kinds derived from these keep something else."""
 
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raises UnsupportedModelError, with the model's name and the reason, for anything that could give a wrong token."""
     name = vllm_config.model_config.model
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups})) or "none"
-        raise UnsupportedModelError(
-            f"{name}: its layers keep KV in {len(groups)} groups ({kinds}), and pd-cache restores models with one group of full attention"
-        )
-    spec = groups[0].kv_cache_spec
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-        raise UnsupportedModelError(
-            f"{name}: its KV cache is a {type(spec).__name__}; pd-cache restores full attention and MLA, whose blocks keep "
-            "the KV of every token"
-        )
+    if not groups:
+        raise UnsupportedModelError(f"{name}: it keeps no KV")
+    specs = [group.kv_cache_spec for group in groups]
+    for spec in specs:
+        if type(spec) not in _RESTORED:
+            known = ", ".join(one.__name__.removesuffix("Spec") for one in _RESTORED)
+            hint = "; --disable-hybrid-kv-cache-manager may keep all its layers in one group" if len(groups) > 1 else ""
+            raise UnsupportedModelError(
+                f"{name}: its KV cache has a {type(spec).__name__}; pd-cache restores {known}{hint}"
+            )
     parallel, cache, speculative = (
         vllm_config.parallel_config,
         vllm_config.cache_config,
@@ -56,16 +63,25 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         "a draft model keeps KV of its own, which depends on more than tokens": (
             speculative is not None and speculative.method not in _NO_KV_DRAFTS
         ),
-        "its tokens attend to later tokens, so that their KV depends on more than what comes before them": spec.non_causal,
+        "its tokens attend to later tokens, so that their KV depends on more than what comes before them": any(
+            getattr(spec, "non_causal", False) for spec in specs
+        ),
+        "mamba_cache_mode is not align, in which vLLM keeps the states at the ends of blocks": any(
+            isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align" for spec in specs
+        ),
+        "some of its layers keep KV that vLLM does not share between requests": any(
+            not group.enable_kv_transfer or not group.kv_cache_spec.prefix_cacheable or group.host_resident
+            for group in groups
+        ),
         "vLLM itself does not reuse prefixes of its prompts": not vllm_config.model_config.is_prefix_caching_supported,
-        **_limits_on_cpus(vllm_config),
+        **_limits_on_cpus(vllm_config, len(groups)),
     }
     for reason, applies in reasons.items():
         if applies:
             raise UnsupportedModelError(f"{name}: {reason}")
 
 
-def _limits_on_cpus(vllm_config: VllmConfig) -> dict[str, bool]:
+def _limits_on_cpus(vllm_config: VllmConfig, groups: int) -> dict[str, bool]:
     """Returns what vLLM's CPU backend computes wrongly once KV was loaded, or in any case, and whether that applies."""
     model, on_cpus = vllm_config.model_config, current_platform.is_cpu()
     return {
@@ -73,14 +89,14 @@ def _limits_on_cpus(vllm_config: VllmConfig) -> dict[str, bool]:
             on_cpus and model.use_mla and not vllm_config.scheduler_config.enable_chunked_prefill
         ),
         "on CPUs vLLM 0.32 gives wrong tokens for its attention sinks unless sliding windows have a group of their own": (
-            on_cpus and model.hf_config.model_type == "gpt_oss"
+            on_cpus and model.hf_config.model_type == "gpt_oss" and groups == 1
         ),
     }
 
 
-def keeps_latents(kv_cache_config: KVCacheConfig) -> bool:
-    """Returns whether a supported model keeps latents. Shapes do not tell: vLLM's tensors of latents may look like one KV head."""
-    return isinstance(kv_cache_config.kv_cache_groups[0].kv_cache_spec, MLAAttentionSpec)
+def keeps_latents(kv_cache_config: KVCacheConfig, group: int) -> bool:
+    """Returns whether a group's layers keep latents. Shapes do not tell: vLLM's tensors of latents may look like one KV head."""
+    return isinstance(kv_cache_config.kv_cache_groups[group].kv_cache_spec, MLAAttentionSpec)
 
 
 def model_identity(vllm_config: VllmConfig, revision: str) -> str:
@@ -129,7 +145,16 @@ class RankPart(NamedTuple):
 
 
 def place_of(
-    model: str, layout: KVLayout, name: str, *, rank: int, ranks: int, replicas: int, shards: int, latent: bool = False
+    model: str,
+    layout: KVLayout,
+    name: str,
+    *,
+    rank: int,
+    ranks: int,
+    replicas: int,
+    shards: int,
+    latent: bool = False,
+    group: LayerGroup | None = None,
 ) -> RankPart:
     """Returns the place of tensor-parallel rank `rank` of `ranks`, of which `replicas` in a row hold the same KV.
 
@@ -148,7 +173,7 @@ def place_of(
         )
     try:
         metadata = CacheMetadata.of(
-            model, layout, world_size=distinct, rank=rank // replicas, shards_per_rank=shards // distinct
+            model, layout, world_size=distinct, rank=rank // replicas, shards_per_rank=shards // distinct, group=group
         )
     except LayoutError as error:
         raise UnsupportedModelError(

@@ -17,9 +17,10 @@ from pd_cache.blocks import StoreOutcome
 from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read_params, write_params
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, stride_hashes
+from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.settings import Settings
-from pd_cache.vllm.steps import LoadOp, Step, StepReport, StoreOp
+from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.distributed.kv_events import BlockStored, KVCacheEvent
@@ -72,8 +73,8 @@ class _Tracked:
         self.loaded = 0
         """Tokens that were loaded, for the hand-off."""
         self.may_load = True
-        self.planned = 0
-        """Chunks that need no more storing: planned already, or in the pool."""
+        self.planned: dict[int, int] = {}
+        """For each group of layers, the chunks that need no more storing: planned already, or in the pool."""
 
 
 class _Job(NamedTuple):
@@ -82,8 +83,11 @@ class _Job(NamedTuple):
     request_id: str
     first: int
     """Number of its first chunk in the request."""
+    group: int
+    """The group of layers, by its place in `kept_layers`."""
+    names: list[bytes]
     blocks: list[int]
-    chunks: int
+    """The blocks of those chunks. Blocks at the start that no load will need are -1."""
     events: list[BlockStored]
     """The events to publish for each chunk; empty if KV events are off."""
 
@@ -96,23 +100,30 @@ class SchedulerSide:
         settings: Settings,
         *,
         stores: bool,
-        block_size: int,
+        layers: Sequence[KeptLayers],
+        hash_block_size: int,
+        retention: int | None = 0,
         ranks: int,
         describe: Describe | None,
         metrics: CacheMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stores` is false for a consumer; `describe` is None if the engine's KV events are off."""
+        """`stores` is false for a consumer. `layers`: vLLM's groups, as `kept_layers` returns them. `hash_block_size`: the tokens of each of
+        a request's block hashes. `retention`: vLLM's `prefix_cache_retention_interval`. `describe` is None if the engine's KV events are
+        off."""
         self._clock = clock
         self._settings = settings
         self._options = settings.connector
         self._stores = stores
-        self._block_size = block_size
+        self._layers = tuple(layers)
+        self._hash_block_size = hash_block_size
+        self._retention = retention
         self._ranks = ranks
         self._describe = describe
         self.metrics = metrics
-        self._chunk = settings.node.cache.chunk_size
-        self._blocks_per_chunk = self._chunk // block_size
+        self._chunk = settings.node.cache.chunk_tokens
+        self._tails = [group.tail(self._chunk) for group in layers]
+        self._divisible = all(group.divisible for group in layers)
         self._token_mode = settings.node.cache.hash_mode == "tokens"
         self._database: ChunkedTokenDatabase | None = None
         self._lookup: LookupClient | None = None
@@ -171,15 +182,17 @@ class SchedulerSide:
         if external <= 0 or proposed is None:
             return
         first, last = proposed.start // self._chunk, proposed.end // self._chunk
-        ids = blocks.get_block_ids()[0][first * self._blocks_per_chunk : last * self._blocks_per_chunk]
-        at_hand = proposed.start // self._block_size - first * self._blocks_per_chunk
+        ids = blocks.get_block_ids()
+        parts = [self._load_part(tracked, place, ids, proposed) for place in range(len(self._layers))]
+        failing = parts[0].blocks
         # if vLLM takes another number of tokens than was proposed, we cannot know which: load none, and vLLM computes
         # all of them
-        names = self._names(tracked, last)[first:] if external == proposed.tokens else []
-        self._loads.append(LoadOp(request.request_id, names, [-1] * at_hand + list(ids[at_hand:])))
+        wanted = [part for part in parts if part.names] if external == proposed.tokens else []
+        self._loads.append(LoadOp(request.request_id, wanted, failing if len(parts) == 1 else []))
         tracked.loaded = external
-        if first <= tracked.planned:
-            tracked.planned = max(tracked.planned, last)
+        for place in range(len(self._layers)):
+            if first <= tracked.planned.get(place, 0):
+                tracked.planned[place] = max(tracked.planned.get(place, 0), last)
 
     def begin_step(self, output: SchedulerOutput) -> Step:
         """Returns what has to be done with this step, whatever else is planned."""
@@ -203,6 +216,10 @@ class SchedulerSide:
                 # computed is worth nothing then: wait for the outcome before any of it is stored
                 certain = -request.num_in_flight_tokens if self._options.load == "sync" else scheduled
                 step.stores += self._plan_stores(tracked, request.num_computed_tokens + certain)
+        state = output.kv_connector_block_state
+        for request_id, offers in (state.boundary_state_offloads if state is not None else {}).items():
+            if (tracked := self._requests.get(request_id)) is not None:
+                step.stores += self._plan_states(tracked, offers)
 
     def take_report(self, report: StepReport) -> None:
         """Takes in what the workers have done since the last report."""
@@ -214,7 +231,7 @@ class SchedulerSide:
                 # what the pool had is gone: compute it, and store it again
                 tracked.may_load = False
                 tracked.found = None
-                tracked.planned = 0
+                tracked.planned.clear()
                 tracked.loaded = 0
 
     def finished(self, request: Request) -> dict[str, Any] | None:
@@ -254,7 +271,9 @@ class SchedulerSide:
     def frees_blocks(self) -> bool:
         """Whether the end of a store will free blocks that only the store holds."""
         pool = self._pool()
-        return any(pool.blocks[block].ref_cnt == 1 for job, _, _ in self._jobs.values() for block in job.blocks)
+        return any(
+            pool.blocks[block].ref_cnt == 1 for job, _, _ in self._jobs.values() for block in job.blocks if block >= 0
+        )
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Returns `BlockStored` for chunks that all ranks have stored."""
@@ -294,9 +313,13 @@ class SchedulerSide:
         if known is not None and known.start <= at_hand and (known.end >= awaited or now < tracked.next_poll):
             return known if known.end >= awaited else None
         request = tracked.request
-        names = self._names(tracked, request.num_tokens // self._chunk)
+        names = self._names(tracked, self._most_chunks(request))
         tracked.looked_up = True
-        end = lookup.find(names, request.request_id, at_hand=at_hand)
+        reach = lookup.survey(names, request.request_id, at_hand=at_hand)
+        end = reach.chunks * self._chunk
+        if reach.leading > reach.chunks:
+            # prompts have parted here: vLLM ends a step at this place, so that states can be stored, and keeps what it can itself
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, reach.leading * self._chunk)
         tracked.found = _FoundPrefix(at_hand, end)
         if end < awaited:
             tracked.next_poll = self._clock() + tracked.poll_s
@@ -318,8 +341,13 @@ class SchedulerSide:
             )
             tracked.handoff = Handoff(tracked.handoff.announce)
             return 0
-        length: int = tracked.request.num_tokens
-        return min(announced.prefix_tokens, length) // self._chunk * self._chunk
+        return min(announced.prefix_tokens // self._chunk, self._most_chunks(tracked.request)) * self._chunk
+
+    def _most_chunks(self, request: Request) -> int:
+        """Returns how many chunks may be loaded: the last token has to be computed, and some layers can be loaded only up to a chunk's
+        end."""
+        length: int = request.num_tokens
+        return (length if self._divisible else length - 1) // self._chunk
 
     def _names(self, tracked: _Tracked, count: int) -> list[bytes]:
         """Returns the names of the request's first chunks, up to `count` of them."""
@@ -329,49 +357,133 @@ class SchedulerSide:
             if self._token_mode:
                 tracked.names = names = self._database.hash_tokens(list(request.all_token_ids), _isolation(request))
             else:
-                new = request.block_hashes[len(names) * self._blocks_per_chunk : count * self._blocks_per_chunk]
-                names += self._database.stride_hashes(new)
+                stride = self._chunk // self._hash_block_size
+                new = request.block_hashes[len(names) * stride : count * stride]
+                names += stride_hashes(new, stride)
         return names[:count]
 
+    def _load_part(
+        self, tracked: _Tracked, place: int, ids: Sequence[Sequence[int]], proposed: _Proposal
+    ) -> GroupChunks:
+        """Returns what a group of layers has to load. Blocks that the engine holds, and those that vLLM allocated none for, are left out."""
+        group, tail = self._layers[place], self._tails[place]
+        per_chunk = self._chunk // group.block_size
+        last = proposed.end // self._chunk
+        first = max(proposed.start // self._chunk, last - tail) if tail else proposed.start // self._chunk
+        blocks = list(ids[group.number][first * per_chunk : last * per_chunk])
+        at_hand = min(len(blocks), max(0, proposed.start // group.block_size - first * per_chunk))
+        while at_hand < len(blocks) and tail and blocks[at_hand] == self._null:
+            at_hand += 1
+        skipped = at_hand // per_chunk
+        blocks = [-1] * (at_hand - skipped * per_chunk) + blocks[at_hand:]
+        return GroupChunks(place, self._names(tracked, last)[first + skipped :], blocks)
+
+    @property
+    def _null(self) -> int:
+        """The number of the block that vLLM puts in place of those that it has given back."""
+        number: int = self._pool().null_block.block_id
+        return number
+
     def _plan_stores(self, tracked: _Tracked, computed: int) -> list[StoreOp]:
-        """Returns a store of the chunks that are complete with the request's first `computed` tokens, if there are any."""
-        if (
-            not self._stores
-            or self._database is None
-            or (self._token_mode and tracked.request.prompt_embeds is not None)
-        ):
-            return []
+        """Returns stores of the chunks that are complete with the request's first `computed` tokens, if there are any."""
         request = tracked.request
-        if not self._options.store_generated:
-            computed = min(computed, request.num_prompt_tokens)
+        if not self._may_store(request):
+            return []
         # vLLM also counts tokens that it only speculates on; the certain ones are in the request
         complete = min(computed, request.num_tokens) // self._chunk
-        if complete <= tracked.planned:
-            return []
-        names = self._names(tracked, complete)
-        first, last = tracked.planned, len(names)
-        tracked.planned = last
-        room = self._options.store_queue - self._chunks_under_way
-        if last - first > room:
-            self.metrics.trouble("store", "queue_full", last - first - room)
-            last = first + room
-        if last <= first:
-            return []
-        assert self._manager is not None
-        ids = self._manager.get_block_ids(request.request_id)[0]
-        blocks = list(ids[first * self._blocks_per_chunk : last * self._blocks_per_chunk])
-        events = self._describe(request, first, last) if self._describe is not None else []
-        job = _Job(request.request_id, first, blocks, last - first, events)
-        return [self._begin(job, names)]
+        ops: list[StoreOp] = []
+        for place, group in enumerate(self._layers):
+            first = tracked.planned.get(place, 0)
+            if group.kind == "state" or complete <= first:
+                continue
+            last = len(self._names(tracked, complete))
+            tracked.planned[place] = last
+            for run in self._wanted(tracked, place, first, last):
+                ops += self._plan_run(tracked, place, run)
+        return ops
 
-    def _begin(self, job: _Job, names: Sequence[bytes]) -> StoreOp:
+    def _may_store(self, request: Request) -> bool:
+        return (
+            self._stores and self._database is not None and not (self._token_mode and request.prompt_embeds is not None)
+        )
+
+    def _wanted(self, tracked: _Tracked, place: int, first: int, last: int) -> list[range]:
+        """Returns those of the chunks from `first` to before `last` that a load could want of a group, in runs."""
+        request, tail = tracked.request, self._tails[place]
+        prompt = request.num_prompt_tokens // self._chunk
+        if not self._options.store_generated:
+            last = min(last, prompt)
+        if not tail or self._retention is None:
+            return [range(first, last)] if first < last else []
+        # a resend of the prompt ends before its last token, and what continues it somewhere behind that
+        ends = max(0, (request.num_prompt_tokens - 1) // self._chunk - tail)
+        junction = request.shared_prefix_boundary // self._chunk
+        period = self._retention // self._chunk
+        runs: list[range] = []
+        for number in range(first, last):
+            periodic = period > 0 and number % period >= period - tail
+            if number >= ends or junction - tail <= number < junction or periodic:
+                if runs and runs[-1].stop == number:
+                    runs[-1] = range(runs[-1].start, number + 1)
+                else:
+                    runs.append(range(number, number + 1))
+        return runs
+
+    def _plan_run(self, tracked: _Tracked, place: int, run: range) -> list[StoreOp]:
+        """Returns the store of a run of chunks, if there is room in the queue, and if vLLM still has the blocks."""
+        request, group = tracked.request, self._layers[place]
+        assert self._manager is not None
+        per_chunk = self._chunk // group.block_size
+        ids = self._manager.get_block_ids(request.request_id)[group.number]
+        first, blocks = run.start, list(ids[run.start * per_chunk : run.stop * per_chunk])
+        if group.kind == "window":
+            gone = next((at for at, block in enumerate(blocks) if block != self._null), len(blocks))
+            # the blocks of a chunk before the window of its end are not needed
+            needed = -(-max(0, group.window - 1) // group.block_size)
+            skipped = max(0, -(-(gone - max(0, per_chunk - needed)) // per_chunk))
+            first += skipped
+            blocks = blocks[skipped * per_chunk :]
+            gone = max(0, gone - skipped * per_chunk)
+            blocks = [-1] * gone + blocks[gone:]
+        count = self._room(run.stop - first)
+        if count <= 0:
+            return []
+        names = self._names(tracked, first + count)[first:]
+        events = self._describe(request, first, first + count) if self._describe is not None and place == 0 else []
+        return [self._begin(_Job(request.request_id, first, place, names, blocks[: count * per_chunk], events))]
+
+    def _plan_states(self, tracked: _Tracked, offers: Iterable[tuple[int, int, int]]) -> list[StoreOp]:
+        """Returns stores of the states that vLLM hands over: each is a group's number, a block, and the tokens up to which it holds."""
+        request = tracked.request
+        if not self._may_store(request):
+            return []
+        places = {group.number: place for place, group in enumerate(self._layers) if group.kind == "state"}
+        ops: list[StoreOp] = []
+        for number, block, tokens in offers:
+            place = places.get(number)
+            if place is None or tokens % self._chunk or not 0 < tokens <= request.num_tokens or not self._room(1):
+                continue
+            chunk = tokens // self._chunk - 1
+            before = [-1] * (self._chunk // self._layers[place].block_size - 1)
+            names = self._names(tracked, chunk + 1)[chunk:]
+            ops.append(self._begin(_Job(request.request_id, chunk, place, names, [*before, block], [])))
+        return ops
+
+    def _room(self, chunks: int) -> int:
+        """Returns how many of these chunks may be stored now, and counts the others as dropped."""
+        room = min(chunks, self._options.store_queue - self._chunks_under_way)
+        if room < chunks:
+            self.metrics.trouble("store", "queue_full", chunks - room)
+        return room
+
+    def _begin(self, job: _Job) -> StoreOp:
         pool = self._pool()
-        pool.touch([pool.blocks[block] for block in job.blocks])
+        pool.touch([pool.blocks[block] for block in job.blocks if block >= 0])
         number = self._next_job
         self._next_job += 1
-        self._chunks_under_way += job.chunks
-        self._jobs[number] = (job, self._ranks, [StoreOutcome.BEFORE] * job.chunks)
-        return StoreOp(number, list(names[job.first : job.first + job.chunks]), job.blocks)
+        self._chunks_under_way += len(job.names)
+        self._jobs[number] = (job, self._ranks, [StoreOutcome.BEFORE] * len(job.names))
+        return StoreOp(number, GroupChunks(job.group, job.names, job.blocks))
 
     def _advance(self, number: int, ranks: int, outcomes: Sequence[StoreOutcome]) -> None:
         """Notes that some ranks are done with a job. When all are, its blocks are given back."""
@@ -383,16 +495,17 @@ class SchedulerSide:
             self._jobs[number] = (job, remaining - ranks, both)
             return
         del self._jobs[number]
-        self._chunks_under_way -= job.chunks
+        self._chunks_under_way -= len(job.names)
         pool = self._pool()
         # the last first: what is freed first is evicted first, and a prefix is worth more than what follows it
-        pool.free_blocks(pool.blocks[block] for block in reversed(job.blocks))
+        pool.free_blocks(pool.blocks[block] for block in reversed(job.blocks) if block >= 0)
         self._stored_events += [
             event for event, outcome in zip(job.events, both, strict=False) if outcome is StoreOutcome.NEW
         ]
         tracked = self._requests.get(job.request_id)
-        if tracked is not None and tracked.found is not None and StoreOutcome.NOT not in both:
-            start, end = job.first * self._chunk, (job.first + job.chunks) * self._chunk
+        alone = len(self._layers) == 1 and not self._tails[0]
+        if alone and tracked is not None and tracked.found is not None and StoreOutcome.NOT not in both:
+            start, end = job.first * self._chunk, (job.first + len(job.names)) * self._chunk
             if start <= tracked.found.end < end:
                 tracked.found = _FoundPrefix(tracked.found.start, end)  # useful if the request is preempted
 

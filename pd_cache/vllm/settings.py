@@ -116,7 +116,9 @@ def _of_server(given: ExtraConfig) -> Settings:
         raise ConfigError(f"kv_connector_extra_config.server_url: {given.server_url}: {error}") from None
     mode, seed = welcome.hash_mode, welcome.hash_seed
     cache = CacheConfig(
-        chunk_size=welcome.chunk_size, hash_mode="blocks" if welcome.may_choose else mode, hash_seed=seed
+        chunk_size="auto" if welcome.may_size else welcome.chunk_size,
+        hash_mode="blocks" if welcome.may_choose else mode,
+        hash_seed=seed,
     )
     return Settings(
         node=NodeSettings(master="", host=given.host, cache=cache),

@@ -8,14 +8,26 @@ from pd_cache.blocks import StoreOutcome
 
 
 @dataclass(frozen=True, slots=True)
+class GroupChunks:
+    """Chunks of one group of layers, and where they lie."""
+
+    group: int
+    """The group's place in `kept_layers`."""
+    names: list[bytes]
+    """Names of the chunks, in order."""
+    blocks: list[int]
+    """The blocks of those chunks. Blocks at the start that need not move are -1."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadOp:
     """Load chunks into a request's blocks."""
 
     request_id: str
-    names: list[bytes]
-    """Names of the chunks, in order; none for a load that has to fail."""
+    parts: list[GroupChunks]
+    """A part for each group that has something to load; none for a load that has to fail."""
     blocks: list[int]
-    """The blocks of those chunks; blocks at the start that the engine holds already are -1."""
+    """The blocks to report if the load fails, of a model with one group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +35,7 @@ class StoreOp:
     """Store chunks whose KV is complete after this step's forward pass. Each rank reports the job's end."""
 
     job: int
-    names: list[bytes]
-    blocks: list[int]
+    chunks: GroupChunks
 
 
 @dataclass

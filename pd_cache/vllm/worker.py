@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from pd_cache.blocks import BlockCache, StoreOutcome
-from pd_cache.vllm.steps import LoadOp, Step, StepReport, StoreOp
+from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 from transfer.locks import Condition
 
 _LOADERS = 2
@@ -37,7 +37,10 @@ class EndedLoads(NamedTuple):
     """Loads that ended since the last step."""
 
     finished: set[str]
+    failed: set[str]
+    """Those of `finished` that failed, of a model with several groups of layers."""
     bad_blocks: set[int]
+    """The blocks that were not loaded, of a model with one group."""
 
 
 class WorkerSide:
@@ -45,17 +48,19 @@ class WorkerSide:
 
     def __init__(
         self,
-        cache: BlockCache,
+        caches: Sequence[BlockCache],
         *,
-        stores: bool,
+        stores: Sequence[bool],
         load_timeout_s: float,
         asynchronous: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The caller keeps ownership of `cache`. `stores` is false if another rank stores the same KV."""
-        self._cache = cache
+        """`caches`: one for each group of layers; the caller keeps them. `stores` is
+        false for a group whose KV another rank stores, too."""
+        self._caches = tuple(caches)
+        self._metrics = caches[0].metrics
         self._clock = clock
-        self._stores = stores
+        self._stores = tuple(stores)
         self._load_timeout_s = load_timeout_s
         self._asynchronous = asynchronous
         self._load_queue: queue.SimpleQueue[_LoadUnderWay | None] = queue.SimpleQueue()
@@ -67,6 +72,7 @@ class WorkerSide:
         self._wanted: set[str] = set()
         """Requests whose load is queued or running."""
         self._ended_loads: set[str] = set()
+        self._failed_loads: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._report = StepReport()
         self._closing = False
@@ -92,22 +98,20 @@ class WorkerSide:
                 continue
             bad = self._load(op, deadline)
             with self._changed:
-                self._bad_blocks |= bad
-                if bad:
-                    self._report.failed_loads.add(op.request_id)
+                self._note_failure(op, bad)
 
     def save(self, step: Step) -> None:
         """Queues this step's stores. The forward pass has been launched, and a mark stands for its end."""
         if not step.stores:
             return
-        after = self._cache.mark()
+        after = self._caches[0].mark()
         for op in step.stores:
             with self._changed:
-                if self._stores:
+                if self._stores[op.chunks.group]:
                     self._under_way += 1
                 else:
-                    self._report.jobs[op.job] = (1, [StoreOutcome.BEFORE] * len(op.names))
-            if self._stores:
+                    self._report.jobs[op.job] = (1, [StoreOutcome.BEFORE] * len(op.chunks.names))
+            if self._stores[op.chunks.group]:
                 self._store_queue.put(_StoreUnderWay(op, after))
 
     def take_loads(self, step: Step, finished: set[str]) -> EndedLoads:
@@ -117,8 +121,9 @@ class WorkerSide:
             if step.nothing_to_compute and (self._under_way or step.expecting) and not self._something_ended():
                 self._changed.wait(_IDLE_WAIT_S)
             ended, self._ended_loads = self._ended_loads, set()
+            failed, self._failed_loads = self._failed_loads, set()
             bad, self._bad_blocks = self._bad_blocks, set()
-        return EndedLoads(ended, bad)
+        return EndedLoads(ended, failed, bad)
 
     def take_report(self) -> StepReport | None:
         """Returns the report for the scheduler; None if nothing ended."""
@@ -148,49 +153,64 @@ class WorkerSide:
         while (item := self._load_queue.get()) is not None:
             op = item.op
             wanted = op.request_id in self._wanted
-            bad = _blocks(op.blocks) if wanted else set()
+            bad = None if not wanted else _blocks(op.blocks)
             if wanted and not self._closing:
                 bad = self._load(op, item.deadline)
             with self._changed:
                 self._under_way -= 1
                 self._wanted.discard(op.request_id)
                 self._ended_loads.add(op.request_id)
-                self._bad_blocks |= bad
-                if bad:
-                    self._report.failed_loads.add(op.request_id)
+                self._note_failure(op, bad)
                 self._changed.notify_all()
 
-    def _load(self, op: LoadOp, deadline: float) -> set[int]:
-        """Loads chunks. Returns the blocks that were not loaded."""
-        if not op.names:
+    def _note_failure(self, op: LoadOp, bad: set[int] | None) -> None:
+        """Notes that a load failed, and which blocks it left without KV; None if it did not fail. Call with the lock held."""
+        if bad is None:
+            return
+        self._report.failed_loads.add(op.request_id)
+        if len(self._caches) > 1:
+            self._failed_loads.add(op.request_id)
+        else:
+            self._bad_blocks |= bad
+
+    def _load(self, op: LoadOp, deadline: float) -> set[int] | None:
+        """Loads chunks. Returns the blocks that were not loaded; None if all were."""
+        if not op.parts:
             return _blocks(op.blocks)
-        loaded = 0
+        for part in op.parts:
+            loaded = self._load_part(op.request_id, part, deadline)
+            if loaded < len(part.names):
+                return _blocks(op.blocks[loaded * len(op.blocks) // len(part.names) :])
+        return None
+
+    def _load_part(self, request_id: str, part: GroupChunks, deadline: float) -> int:
+        """Returns how many of a group's chunks were loaded, from the first."""
         try:
             remaining = deadline - self._clock()
             if remaining > 0:
-                loaded = self._cache.retrieve(op.names, op.blocks, session=op.request_id, timeout=remaining)
-            else:
-                self._cache.metrics.trouble("retrieve", "deadline", len(op.names))
+                cache = self._caches[part.group]
+                return cache.retrieve(part.names, part.blocks, session=request_id, timeout=remaining)
+            self._metrics.trouble("retrieve", "deadline", len(part.names))
         except Exception as error:  # noqa: BLE001 - whatever the error is, vLLM computes the blocks
-            self._unexpected("retrieve", len(op.names), error)
-        return _blocks(op.blocks[loaded * len(op.blocks) // len(op.names) :])
+            self._unexpected("retrieve", len(part.names), error)
+        return 0
 
     def _run_stores(self) -> None:
         while (item := self._store_queue.get()) is not None:
-            op = item.op
-            outcomes = [StoreOutcome.NOT] * len(op.names)
+            op, chunks = item.op, item.op.chunks
+            outcomes = [StoreOutcome.NOT] * len(chunks.names)
             try:
                 if not self._closing:
-                    outcomes = self._cache.store(op.names, op.blocks, after=item.after)
+                    outcomes = self._caches[chunks.group].store(chunks.names, chunks.blocks, after=item.after)
             except Exception as error:  # noqa: BLE001 - a chunk that is not stored is computed again, no more
-                self._unexpected("store", len(op.names), error)
+                self._unexpected("store", len(chunks.names), error)
             with self._changed:
                 self._under_way -= 1
                 self._report.jobs[op.job] = (1, outcomes)
                 self._changed.notify_all()
 
     def _unexpected(self, op: str, chunks: int, error: Exception) -> None:
-        self._cache.metrics.trouble(op, f"error_{type(error).__name__}", chunks, detail=str(error))
+        self._metrics.trouble(op, f"error_{type(error).__name__}", chunks, detail=str(error))
 
 
 def _blocks(blocks: Sequence[int]) -> set[int]:

@@ -22,9 +22,9 @@ import msgspec
 
 from pd_cache.config import MAX_SHARDS
 from pd_cache.decoding import UndecodableError, msgpack_decoder
-from pd_cache.tokens import NAME_WIDTHS, check_names
+from pd_cache.tokens import NAME_WIDTHS, LayerGroup, check_names
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 _HEADER = struct.Struct("<4sHHQ")
 _MAGIC = b"PDCM"
@@ -50,6 +50,13 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="type"):
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
+class FurtherLayers(msgspec.Struct, frozen=True, array_like=True):
+    """A group of layers besides the first, of an engine with several."""
+
+    layers: LayerGroup
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+
+
 class Hello(Message, frozen=True, tag="hello"):
     """Introduces the client: the first message of a connection. Answered with `Welcome`."""
 
@@ -71,6 +78,12 @@ class Hello(Message, frozen=True, tag="hello"):
     """What the names of chunks depend on besides tokens; empty if the server's file decides."""
     shards_per_rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
     """How many shards of each chunk every rank holds. Each shard is an object."""
+    chunk_size: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0
+    """Tokens per chunk; 0 if the server's file decides."""
+    layers: LayerGroup | None = None
+    """Which of the model's layers; None if all are kept alike. An engine has a connection for each group of layers."""
+    further: Annotated[tuple[FurtherLayers, ...], msgspec.Meta(max_length=64)] = ()
+    """For a scheduler: the groups that its lookups ask for, besides `layers`."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
@@ -200,6 +213,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     hash_seed: str
     may_choose: bool
     """Whether the file lets each engine decide what chunks are named by."""
+    may_size: bool
+    """Whether the file lets each engine decide how many tokens a chunk has."""
     lifeline: str
     """The path of the socket for file descriptors; empty if there is none."""
 
@@ -209,7 +224,10 @@ class Done(Message, frozen=True, tag="done"):
 
 
 class Found(Message, frozen=True, tag="found"):
+    """How long a prefix is, as in `pd_cache.groups.Surveyed`."""
+
     chunks: Count
+    leading: Count
 
 
 _OUTCOMES = bytes(range(3))

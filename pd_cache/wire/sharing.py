@@ -139,11 +139,16 @@ class MappedTensors:
     """Maps an engine's KV tensors. `unmap` gives the memory back as soon as nothing uses it."""
 
     def __init__(
-        self, request: Register, descriptors: Sequence[int], fence: FenceView, shards_per_rank: int = 1
+        self,
+        request: Register,
+        descriptors: Sequence[int],
+        fence: FenceView,
+        shards_per_rank: int = 1,
+        block_size: int = 0,
     ) -> None:
         """Maps the memory of the descriptors (in the order of the CPU storages; the caller keeps them) and of the handles.
 
-        `shards_per_rank` is how many shards of each chunk the tensors hold. Takes over `fence`, which copies must pass. Raises
+        `shards_per_rank` is how many shards of each chunk the tensors hold, `block_size` the engine's, which opaque pages do not show. Takes over `fence`, which copies must pass. Raises
         SharingError, SealError or LayoutError, with nothing left open, if the parts do not fit together.
         """
         self.fence = fence
@@ -156,7 +161,7 @@ class MappedTensors:
         try:
             tensors = self._map(request, list(descriptors))
             kind = PageKind(request.layout_kind) if request.layout_kind else None
-            self.layout = KVLayout.from_tensors(tensors, kind)
+            self.layout = KVLayout.from_tensors(tensors, kind, block_size=block_size)
             self.device = tensors[0].device
             self.shard_layout = self.layout.shard(shards_per_rank)
             for views in shard_tensors(tensors, shards_per_rank):

@@ -91,9 +91,9 @@ _REQUESTS: tuple[messages.Message, ...] = (
     messages.StatusQuery(),
 )
 _ANSWERS: tuple[messages.Message, ...] = (
-    messages.Welcome(TOKEN, "0.1", 256, "tokens", "", True, "/run/x"),
+    messages.Welcome(TOKEN, "0.1", 256, "tokens", "", True, True, "/run/x"),
     messages.Done(),
-    messages.Found(3),
+    messages.Found(3, 3),
     messages.Stored(b"\x00\x01\x02"),
     messages.Loaded(4),
     messages.StatusReport("0.1", 1, 1e9, 1, 1, 1, 1, 1, True, "# nothing\n"),

@@ -13,7 +13,7 @@ from pd_cache.errors import LayoutError
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.paged import ChunkSlots, open_copier
 from pd_cache.paged.base import plan_slots
-from tests.support.kv import make_cache, token_view
+from tests.support.kv import KINDS_WITH_TOKENS, make_cache, token_view
 
 CHUNK = 8
 
@@ -39,7 +39,7 @@ def make_cache_like(cache: list[torch.Tensor], layout: KVLayout, blocks: int) ->
     return [torch.zeros(shape, dtype=tensor.dtype) for tensor in cache]
 
 
-@pytest.mark.parametrize("kind", PageKind)
+@pytest.mark.parametrize("kind", KINDS_WITH_TOKENS)
 @pytest.mark.parametrize("one_storage", [True, False])
 @pytest.mark.parametrize(("heads", "dim"), [(3, 8), (1, 1), (5, 3)])
 @pytest.mark.parametrize("whole_blocks", [True, False])
@@ -126,7 +126,7 @@ def test_slot_mappings_that_cannot_be_are_refused(slots: torch.Tensor, message: 
 
 
 def test_layouts_count_bytes_as_the_tensors_do() -> None:
-    for kind in PageKind:
+    for kind in KINDS_WITH_TOKENS:
         cache = make_cache(kind)
         layout = KVLayout.from_tensors(cache)
         assert layout.blocks == 32
@@ -217,7 +217,7 @@ def test_a_shard_is_a_contiguous_slice_of_heads_of_each_page(count: int) -> None
     assert layout.shard(count).page_bytes * count == layout.page_bytes
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PageKind if kind is not PageKind.HEADS_FIRST])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS_WITH_TOKENS if kind is not PageKind.HEADS_FIRST])
 def test_pages_whose_heads_are_not_outermost_are_never_cut(kind: PageKind) -> None:
     with pytest.raises(LayoutError, match="cannot be cut into 3 shards"):
         KVLayout.from_tensors(make_cache(kind)).shard(3)

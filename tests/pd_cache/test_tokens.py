@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cache.config import CacheConfig
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, Namespace, leading_chunks, token_bytes
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, Namespace, token_bytes
 
 BASE = {
     "model": "m@1",
@@ -151,17 +151,6 @@ def test_a_prompt_is_given_once() -> None:
 def test_a_chunk_that_is_no_whole_number_of_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of block_size 4"):
         database(chunk_size=10)
-
-
-@given(st.lists(st.booleans(), max_size=30), st.integers(min_value=1, max_value=4))
-def test_the_prefix_counts_chunks_whose_every_shard_is_there(found: list[bool], shards: int) -> None:
-    whole = found[: len(found) // shards * shards]
-    expected = 0
-    for start in range(0, len(whole), shards):
-        if not all(whole[start : start + shards]):
-            break
-        expected += 1
-    assert leading_chunks(whole, shards) == expected
 
 
 def test_nothing_depends_on_the_hash_seed_of_the_interpreter() -> None:

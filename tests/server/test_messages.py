@@ -65,9 +65,9 @@ REQUESTS = [
     StatusQuery(),
 ]
 ANSWERS = [
-    Welcome(TOKEN, "0.1", 256, "tokens", "", True, "/run/x"),
+    Welcome(TOKEN, "0.1", 256, "tokens", "", True, True, "/run/x"),
     Done(),
-    Found(3),
+    Found(3, 3),
     Stored(b"\x00\x01\x02"),
     Loaded(4),
     Refused("busy", "later"),
@@ -114,7 +114,7 @@ BAD = {
     "names of no whole length": nonsense(msgspec.msgpack.encode(["lookup", "r", b"\x10abc", 0])),
     "a rank outside of the world": nonsense(msgspec.msgpack.encode(["hello", TOKEN, "worker", "x", "m", 2, 2, 4])),
     "a pickle": nonsense(b"\x80\x04cos\nsystem\n(S'true'\ntR."),
-    "an answer": encode(9, Found(3)),
+    "an answer": encode(9, Found(3, 3)),
     "nested deeply": nonsense(b"\x91" * 5000),
 }
 
@@ -156,7 +156,7 @@ def test_another_version_is_refused_and_the_refusal_is_read_across_versions() ->
     refusal = bytearray(encode(7, Refused("version", "why")))
     refusal[4] = 9
     assert decode_answer(bytes(refusal)) == (7, Refused("version", "why"))
-    answer = bytearray(encode(7, Found(3)))
+    answer = bytearray(encode(7, Found(3, 3)))
     answer[4] = 9
     with pytest.raises(FrameError):
         decode_answer(bytes(answer))

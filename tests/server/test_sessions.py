@@ -10,8 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pd_cache.server.sessions import Sessions
+from pd_cache.server.sessions import FoundChunks, Sessions
 
+MODELS = ["first", "second"]
 NAMES = [bytes([index]) * 16 for index in range(4)]
 
 
@@ -56,11 +57,12 @@ class SessionsModel(RuleBasedStateMachine):
     @rule(client=st.sampled_from("xy"), name=st.sampled_from("abc"), count=st.integers(1, 4))
     def look_up(self, client: str, name: str, count: int) -> None:
         names = NAMES[:count]
-        self.sessions.open(client, name, "model", self.tier, names, shards(names, 2), 10)
+        found = [FoundChunks(model, self.tier, names[at:], shards(names[at:], 2)) for at, model in enumerate(MODELS)]
+        self.sessions.open(client, name, found, 10)
 
-    @rule(name=st.sampled_from("abc"), rank=st.integers(0, 1), count=st.integers(1, 4))
-    def load(self, name: str, rank: int, count: int) -> None:
-        self.sessions.loaded(name, "model", rank, NAMES[:count])
+    @rule(name=st.sampled_from("abc"), model=st.sampled_from(MODELS), rank=st.integers(0, 1), count=st.integers(1, 4))
+    def load(self, name: str, model: str, rank: int, count: int) -> None:
+        self.sessions.loaded(name, model, rank, NAMES[MODELS.index(model) : count])
 
     @rule(client=st.sampled_from("xy"), name=st.sampled_from("abc"))
     def end(self, client: str, name: str) -> None:
@@ -77,13 +79,16 @@ class SessionsModel(RuleBasedStateMachine):
 
     @invariant()
     def pins_are_what_sessions_hold(self) -> None:
-        held = Counter(key for session in self.sessions._sessions.values() for key in session.keys)
+        held = Counter(
+            key for session in self.sessions._sessions.values() for pins in session.pins.values() for key in pins.keys
+        )
         pinned = Counter({key: count for key, count in held.items() if key in self.tier.have})
         assert +self.tier.pins == pinned
         leased = {key for _, keys in self.sessions.leases() for key in keys}
         assert leased == set(held) - self.tier.have
         assert len(self.sessions) <= 5
-        assert sum(map(len, self.sessions._by_request.values())) == len(self.sessions)
+        listed = sum(map(len, self.sessions._by_request.values()))
+        assert listed == sum(len(session.pins) for session in self.sessions._sessions.values())
         shares = self.sessions._clients
         assert {(c, n) for c, share in shares.items() for n in share.names} == set(self.sessions._sessions)
         assert self.sessions._keys == sum(share.keys for share in shares.values())
@@ -97,7 +102,7 @@ def test_a_session_outlives_its_deadline_by_nothing() -> None:
     clock = Clock()
     sessions = Sessions(clock)
     tier: Any = CountingTier(shards(NAMES, 1)[0])
-    sessions.open("x", "a", "model", tier, NAMES, shards(NAMES, 1), 10)
+    sessions.open("x", "a", [FoundChunks("model", tier, NAMES, shards(NAMES, 1))], 10)
     clock.now = 9.9
     assert sessions.expire() == 0
     clock.now = 10.0
@@ -108,20 +113,20 @@ def test_a_session_outlives_its_deadline_by_nothing() -> None:
 def test_a_client_with_too_many_sessions_loses_its_own() -> None:
     sessions = Sessions(Clock(), most=4)
     tier: Any = CountingTier([])
-    sessions.open("modest", "a", "model", tier, NAMES, shards(NAMES, 1), 10)
+    sessions.open("modest", "a", [FoundChunks("model", tier, NAMES, shards(NAMES, 1))], 10)
     for index in range(10):
-        sessions.open("greedy", str(index), "model", tier, NAMES, shards(NAMES, 1), 10)
+        sessions.open("greedy", str(index), [FoundChunks("model", tier, NAMES, shards(NAMES, 1))], 10)
     assert set(sessions._sessions) == {("modest", "a"), *(("greedy", str(index)) for index in (7, 8, 9))}
 
 
 def test_a_client_with_too_many_keys_loses_its_own() -> None:
     sessions = Sessions(Clock(), most_keys=10)
     tier: Any = CountingTier([])
-    sessions.open("modest", "a", "model", tier, NAMES, shards(NAMES, 1), 10)
+    sessions.open("modest", "a", [FoundChunks("model", tier, NAMES, shards(NAMES, 1))], 10)
     for index in range(3):
-        sessions.open("greedy", str(index), "model", tier, NAMES, shards(NAMES, 1), 10)
+        sessions.open("greedy", str(index), [FoundChunks("model", tier, NAMES, shards(NAMES, 1))], 10)
     assert set(sessions._sessions) == {("modest", "a"), ("greedy", "2")}
-    sessions.open("greedy", "3", "model", tier, NAMES, shards(NAMES, 4), 10)
+    sessions.open("greedy", "3", [FoundChunks("model", tier, NAMES, shards(NAMES, 4))], 10)
     assert set(sessions._sessions) == {("modest", "a")}, "one that is too large by itself is not kept at all"
 
 
@@ -129,6 +134,6 @@ def test_sessions_over_a_backend_that_is_closed_end() -> None:
     sessions = Sessions(Clock())
     one, other = CountingTier([]), CountingTier([])
     for tier in (one, other):
-        sessions.open("x", str(id(tier)), "model", tier, NAMES, shards(NAMES, 1), 10)  # type: ignore[arg-type]
+        sessions.open("x", str(id(tier)), [FoundChunks("model", tier, NAMES, shards(NAMES, 1))], 10)  # type: ignore[arg-type]
     sessions.end_backend(one)  # type: ignore[arg-type]
     assert [name for _, name in sessions._sessions] == [str(id(other))]

@@ -9,6 +9,9 @@ import torch
 
 from pd_cache.layout import KVLayout, PageKind
 
+KINDS_WITH_TOKENS = [kind for kind in PageKind if kind is not PageKind.OPAQUE]
+"""Those whose pages show where a token lies."""
+
 
 def make_cache(
     kind: PageKind = PageKind.HEADS_FIRST,

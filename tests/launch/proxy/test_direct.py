@@ -12,6 +12,7 @@ from aiohttp import web
 
 from launch.proxy.direct import DirectRule, Pool
 from pd_cache.block_hashes import BlockHasher, describe_hashes
+from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
 from pd_cache.tokens import ChunkedTokenDatabase, salt_keys
 from tests.support.proxy import (
@@ -55,7 +56,7 @@ class Lookups(LookupClient):
         self.gate.wait(60)
         return self.found
 
-    def _find(self, names: Any, at_hand: int, lookup_id: str) -> int:
+    def _find(self, names: Any, at_hand: int, lookup_id: str) -> Surveyed:
         raise NotImplementedError
 
     def close(self) -> None:

@@ -562,7 +562,7 @@ def test_an_interrupted_read_leaves_nothing_pinned(open_disk: Open, monkeypatch:
     subject.put(all_values())
     disk = disk_of(subject)
 
-    def interrupt(seconds: float) -> Any:
+    def interrupt(seconds: float, **options: Any) -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -29,9 +29,11 @@ class Watched:
         self.fail_at: str | None = None
         real = backend.batched_get
 
-        def watched(keys: Sequence[str], *, timeout: float | None = None) -> Generator[Fetched, None, None]:
+        def watched(
+            keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+        ) -> Generator[Fetched, None, None]:
             try:
-                for key, fetched in zip(keys, real(keys, timeout=timeout), strict=True):
+                for key, fetched in zip(keys, real(keys, payload_bytes=payload_bytes, timeout=timeout), strict=True):
                     if not self.gate.acquire(timeout=60):
                         raise AssertionError("held back for too long")
                     if key == self.fail_at:

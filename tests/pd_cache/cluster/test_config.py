@@ -154,8 +154,16 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
             "c.yaml:1: x` - at `$.cache.chunk_size: 1: unknown key (allowed here: name, transfer,",
         ),
         ("seed: 1", "sead: 1", "c.yaml:6: engine.model.random.sead: 1: unknown key; did you mean seed?"),
-        ("chunk_size: 256", "chunk_size: big", "c.yaml:3: cache.chunk_size: 'big': expected `int`, got `str`"),
-        ("chunk_size: 256", "chunk_size: 0", "c.yaml:3: cache.chunk_size: 0: expected `int` >= 1"),
+        (
+            "chunk_size: 256",
+            "chunk_size: big",
+            "c.yaml:3: cache.chunk_size: 'big': must be auto, or a whole number of at least 1",
+        ),
+        (
+            "chunk_size: 256",
+            "chunk_size: 0",
+            "c.yaml:3: cache.chunk_size: 0: must be auto, or a whole number of at least 1",
+        ),
         (
             "chunk_size: 256",
             "chunk_size: 100",

@@ -8,9 +8,11 @@ from typing import Any
 
 from pd_cache.cluster import ConnectorConfig
 from pd_cache.config import CacheConfig, NodeSettings
+from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
+from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings
 
@@ -45,6 +47,7 @@ class Request:
     lora_request: Any = None
     prefill_stats: Any = None
     mm_features: list[Any] = field(default_factory=list)
+    shared_prefix_boundary: int = 0
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prompt_tokens or len(self.all_token_ids)
@@ -111,14 +114,14 @@ class Lookups(LookupClient):
     def available(self) -> bool:
         return self.here
 
-    def _find(self, names: Any, at_hand: int, lookup_id: str) -> int:
+    def _find(self, names: Any, at_hand: int, lookup_id: str) -> Surveyed:
         self.asked.append(at_hand)
         if not self.here:
             raise ConnectionError("the server is lost")
         found = at_hand
         while found < len(names) and names[found] in self.there:
             found += 1
-        return found
+        return Surveyed(found, found)
 
     def end(self, lookup_id: str) -> None:
         self.ended.append(lookup_id)
@@ -140,7 +143,8 @@ class Scene:
         self.side = SchedulerSide(
             settings,
             stores=stores,
-            block_size=BLOCK,
+            layers=[KeptLayers(0, BLOCK)],
+            hash_block_size=BLOCK,
             ranks=ranks,
             describe=lambda request, first, last: [(request.request_id, chunk) for chunk in range(first, last)],  # type: ignore[misc]
             metrics=self.metrics,
@@ -156,7 +160,9 @@ class Scene:
     def step(self, **scheduled: int) -> Any:
         """One step, in which each of these requests has so many tokens computed."""
         output: Any = SimpleNamespace(
-            total_num_scheduled_tokens=sum(scheduled.values()), num_scheduled_tokens=dict(scheduled)
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            num_scheduled_tokens=dict(scheduled),
+            kv_connector_block_state=None,
         )
         step = self.side.begin_step(output)
         self.side.plan_stores(step, output)

@@ -29,11 +29,11 @@ def test_a_hit_is_loaded_with_the_next_step_and_only_the_rest_is_stored() -> Non
     assert hit(scene, request, 2) == (2 * CHUNK, True)
     step = scene.step()
     (load,) = step.loads
-    assert (load.names, load.blocks) == (scene.names(request)[:2], [10, 11, 12, 13])
+    assert (load.parts[0].names, load.parts[0].blocks) == (scene.names(request)[:2], [10, 11, 12, 13])
     assert step.nothing_to_compute
     request.num_computed_tokens = 2 * CHUNK
     (store,) = scene.step(a=CHUNK + 3).stores
-    assert (store.names, store.blocks) == (scene.names(request)[2:], [14, 15])
+    assert (store.chunks.names, store.chunks.blocks) == (scene.names(request)[2:], [14, 15])
 
 
 def test_a_prompt_is_named_and_looked_up_once_however_often_vllm_asks() -> None:
@@ -47,7 +47,7 @@ def test_the_last_token_is_left_to_compute() -> None:
     scene, request = Scene(), Request("a", PROMPT[: 2 * CHUNK])
     assert hit(scene, request, 2) == (2 * CHUNK - 1, True)
     (load,) = scene.step().loads
-    assert len(load.names) == 2, "the chunk is loaded whole"
+    assert len(load.parts[0].names) == 2, "the chunk is loaded whole"
 
 
 def test_blocks_that_vllm_holds_are_left_out_of_a_load() -> None:
@@ -58,8 +58,8 @@ def test_blocks_that_vllm_holds_are_left_out_of_a_load() -> None:
     assert scene.lookups.asked == [1], "the chunk that is whole is not asked for"
     scene.side.allocated(request, scene.manager.allocate(request, 10), external)  # type: ignore[arg-type]
     (load,) = scene.step().loads
-    assert load.names == scene.names(request)[1:3]
-    assert load.blocks == [-1, 13, 14, 15]
+    assert load.parts[0].names == scene.names(request)[1:3]
+    assert load.parts[0].blocks == [-1, 13, 14, 15]
 
 
 def test_room_for_another_number_of_tokens_than_was_matched_loads_nothing_and_fails() -> None:
@@ -68,7 +68,7 @@ def test_room_for_another_number_of_tokens_than_was_matched_loads_nothing_and_fa
     scene.side.matched_tokens(request, 0)  # type: ignore[arg-type]
     scene.side.allocated(request, scene.manager.allocate(request, 10), CHUNK)  # type: ignore[arg-type]
     (load,) = scene.step().loads
-    assert load.names == []
+    assert load.parts == []
     assert load.blocks, "the worker reports these as not loaded, and vLLM computes them"
 
 
@@ -104,7 +104,7 @@ def test_after_a_failed_load_the_prompt_is_computed_and_stored_and_not_loaded_ag
     scene.side.take_report(StepReport(failed_loads={"a"}))
     assert scene.side.matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
     (store,) = scene.step(a=len(PROMPT)).stores
-    assert store.names == scene.names(request)
+    assert store.chunks.names == scene.names(request)
 
 
 def test_an_abort_during_a_store_gives_the_blocks_back_when_all_ranks_have_ended() -> None:
@@ -128,11 +128,11 @@ def test_with_asynchronous_scheduling_tokens_in_flight_are_not_stored_before_a_s
     scene.manager.allocate(request, 10)
     request.num_computed_tokens, request.num_in_flight_tokens = 3 * CHUNK, 2 * CHUNK
     (store,) = scene.step(a=3).stores
-    assert store.names == scene.names(request)[:1]
+    assert store.chunks.names == scene.names(request)[:1]
     request.num_in_flight_tokens = 0
     scene.side.finished(request)  # type: ignore[arg-type]
     (late,) = scene.step().stores
-    assert late.names == scene.names(request)[1:]
+    assert late.chunks.names == scene.names(request)[1:]
 
 
 def test_tokens_that_are_only_speculated_on_are_not_stored() -> None:
@@ -140,7 +140,7 @@ def test_tokens_that_are_only_speculated_on_are_not_stored() -> None:
     scene.side.track(request)  # type: ignore[arg-type]
     scene.manager.allocate(request, 10)
     (store,) = scene.step(a=2 * CHUNK + 5).stores
-    assert len(store.names) == 1
+    assert len(store.chunks.names) == 1
 
 
 def test_a_reset_of_vllms_own_cache_has_the_prompt_looked_up_from_its_start() -> None:
@@ -169,7 +169,7 @@ def test_a_full_queue_of_stores_drops_the_rest_and_counts_it() -> None:
     scene.side.track(request)  # type: ignore[arg-type]
     scene.manager.allocate(request, 10)
     (store,) = scene.step(a=len(PROMPT)).stores
-    assert len(store.names) == 2
+    assert len(store.chunks.names) == 2
     assert scene.metrics.totals()["troubles", "store", "queue_full"] == 1
     assert not scene.step(a=0).stores, "what was dropped is not tried again with each step"
 

@@ -10,7 +10,7 @@ import pytest
 
 from pd_cache.blocks import StoreOutcome
 from pd_cache.metrics import CacheMetrics
-from pd_cache.vllm.steps import LoadOp, Step, StepReport, StoreOp
+from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 from pd_cache.vllm.worker import WorkerSide
 from tests.pd_cache.vllm.histories import Clock
 from tests.support.waiting import PATIENCE_S, wait_for
@@ -64,8 +64,8 @@ def make(cache: Cache, clock: Clock) -> Iterator[Callable[..., WorkerSide]]:
 
     def worker(*, stores: bool = True, asynchronous: bool = True) -> WorkerSide:
         side = WorkerSide(
-            cache,  # type: ignore[arg-type]
-            stores=stores,
+            [cache],  # type: ignore[list-item]
+            stores=[stores],
             load_timeout_s=5.0,
             asynchronous=asynchronous,
             clock=clock,
@@ -80,7 +80,8 @@ def make(cache: Cache, clock: Clock) -> Iterator[Callable[..., WorkerSide]]:
 
 
 def load(request: str, blocks: list[int] | None = None) -> LoadOp:
-    return LoadOp(request, NAMES, BLOCKS if blocks is None else blocks)
+    places = BLOCKS if blocks is None else blocks
+    return LoadOp(request, [GroupChunks(0, NAMES, places)], places)
 
 
 def finished(side: WorkerSide, *requests: str) -> set[int]:
@@ -190,7 +191,7 @@ def test_a_sync_load_has_ended_when_start_returns(make: Any, cache: Cache) -> No
 
 def test_a_store_comes_after_the_step_that_computes_it(make: Any, cache: Cache) -> None:
     side = make()
-    side.save(Step(stores=[StoreOp(7, NAMES, BLOCKS)]))
+    side.save(Step(stores=[StoreOp(7, GroupChunks(0, NAMES, BLOCKS))]))
     assert reported(side).jobs == {7: (1, [StoreOutcome.NEW] * 3)}
     assert cache.calls == [("store", "mark")]
 
@@ -198,13 +199,13 @@ def test_a_store_comes_after_the_step_that_computes_it(make: Any, cache: Cache) 
 def test_a_store_that_raises_is_reported_so_that_its_blocks_are_given_back(make: Any, cache: Cache) -> None:
     cache.loads = RuntimeError("no")
     side = make()
-    side.save(Step(stores=[StoreOp(7, NAMES, BLOCKS)]))
+    side.save(Step(stores=[StoreOp(7, GroupChunks(0, NAMES, BLOCKS))]))
     assert reported(side).jobs == {7: (1, [StoreOutcome.NOT] * 3)}
 
 
 def test_a_replica_reports_at_once_what_another_rank_stores(make: Any, cache: Cache) -> None:
     side = make(stores=False)
-    side.save(Step(stores=[StoreOp(7, NAMES, BLOCKS)]))
+    side.save(Step(stores=[StoreOp(7, GroupChunks(0, NAMES, BLOCKS))]))
     assert reported(side).jobs == {7: (1, [StoreOutcome.BEFORE] * 3)}
     assert not cache.calls
 
@@ -212,7 +213,7 @@ def test_a_replica_reports_at_once_what_another_rank_stores(make: Any, cache: Ca
 def test_close_gives_up_what_is_queued_and_waits_for_what_runs(make: Any, cache: Cache) -> None:
     cache.gate.clear()
     side = make()
-    side.save(Step(stores=[StoreOp(1, NAMES, BLOCKS), StoreOp(2, NAMES, BLOCKS)]))
+    side.save(Step(stores=[StoreOp(1, GroupChunks(0, NAMES, BLOCKS)), StoreOp(2, GroupChunks(0, NAMES, BLOCKS))]))
     wait_for(lambda: len(cache.calls) == 1)
     assert not side.close(0.0), "a store still runs"
     cache.gate.set()

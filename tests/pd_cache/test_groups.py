@@ -1,0 +1,97 @@
+"""How long a prefix is, of models whose layers do not all keep the KV of every token."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_cache.groups import LayerGroups, Surveyed
+from pd_cache.tokens import ChunkedTokenDatabase, LayerGroup, Namespace
+
+
+def group(tail: int | None, *, shards: int = 1, chunk_size: int = 64, layers: str = "0") -> ChunkedTokenDatabase:
+    return ChunkedTokenDatabase(
+        Namespace(
+            model="m",
+            kv_dtype="bf16",
+            layout="p",
+            layers=1,
+            block_size=16,
+            page_bytes=64,
+            chunk_size=chunk_size,
+            shards=shards,
+            hash_mode="blocks",
+            group=None if tail is None else LayerGroup(layers=layers, keeps="something", tail=tail),
+        )
+    )
+
+
+def test_a_namespace_tells_its_group_and_is_read_back() -> None:
+    one, other = group(1, layers="0"), group(1, layers="1")
+    assert one.manifest_key != other.manifest_key
+    for database in (one, other, group(None)):
+        manifest = database.namespace.manifest()
+        assert Namespace.read(manifest) == database.namespace
+        assert (b'"group"' in manifest) == (database.namespace.group is not None)
+
+
+def test_the_namespace_of_a_model_with_one_group_is_the_one_it_had_before_there_were_groups() -> None:
+    assert group(None).namespace.fingerprint() == "17e4510ab057f65e"
+
+
+def test_the_keys_of_the_groups_differ_in_their_namespaces_only() -> None:
+    groups = LayerGroups([group(0, layers="0", shards=2), group(1, layers="1", shards=2)])
+    keys = groups.keys([b"a" * 16, b"b" * 16])
+    assert len(set(keys)) == len(keys) == 2 * groups.keys_per_chunk
+    assert [key.split("/", 2)[2] for key in keys[:4]] == [key.split("/", 2)[2] for key in keys[4:]]
+
+
+def test_groups_share_a_chunk_size() -> None:
+    with pytest.raises(ValueError, match="chunks of one size"):
+        LayerGroups([group(0), group(1, chunk_size=128)])
+    with pytest.raises(ValueError, match="chunks of one size"):
+        LayerGroups([])
+
+
+def test_answers_that_are_no_whole_chunks_are_refused() -> None:
+    with pytest.raises(ValueError, match="no whole number of chunks"):
+        LayerGroups([group(0), group(1, layers="1")]).reach([True])
+
+
+def test_a_prefix_ends_where_the_end_of_a_window_was_stored() -> None:
+    groups = LayerGroups([group(0), group(2, layers="1")])
+    full, window = [True] * 5, [False, True, True, False, True]
+    assert groups.reach(full + window) == Surveyed(3, 5)
+    assert groups.reach([True, False, True, True, True, *window]) == Surveyed(0, 1)
+    assert groups.reach([True] * 5 + [True, False, False, False, False]) == Surveyed(1, 5), (
+        "what is shorter than the window"
+    )
+    assert groups.needed(0, 5) == [range(5), range(3, 5)]
+    assert groups.needed(4, 5) == [range(4, 5), range(4, 5)]
+
+
+def test_without_a_group_that_needs_every_chunk_nothing_says_that_prompts_parted() -> None:
+    assert LayerGroups([group(1)]).reach([False, True, False, False]) == Surveyed(2, 2)
+    assert LayerGroups([group(1)]).reach([False, False]) == Surveyed(0, 0)
+
+
+@given(st.data())
+def test_a_prefix_is_the_longest_of_which_all_that_is_needed_is_there(data: st.DataObject) -> None:
+    tails = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4), label="tails")
+    shards = data.draw(st.integers(1, 3), label="shards")
+    chunks = data.draw(st.integers(0, 8), label="chunks")
+    groups = LayerGroups([group(tail, shards=shards, layers=str(at)) for at, tail in enumerate(tails)])
+    size = len(tails) * shards * chunks
+    present = data.draw(st.lists(st.booleans() | st.just(True), min_size=size, max_size=size), label="present")
+
+    def there(at: int, chunk: int) -> bool:
+        start = (at * chunks + chunk) * shards
+        return all(present[start : start + shards])
+
+    def restorable(end: int) -> bool:
+        needed = groups.needed(0, end)
+        return all(there(at, chunk) for at, chunks_of in enumerate(needed) for chunk in chunks_of)
+
+    expected = max(end for end in range(chunks + 1) if restorable(end))
+    assert groups.reach(present).chunks == expected
