@@ -130,6 +130,26 @@ def test_memory_that_is_not_used_can_be_given_back(subject: Subject) -> None:
     assert subject.backend.memory.pool.in_use == before
 
 
+def test_payloads_have_one_of_a_few_sizes(subject: Subject, key: Callable[[object], str]) -> None:
+    largest = subject.backend.payload_bytes
+    small = value("small")[: largest // 3]
+    staged = subject.backend.stage(payload_bytes=len(small), timeout=60)
+    assert staged is not None
+    staged.payload[:] = small
+    assert subject.backend.batched_put([key("small")], [staged]).results() == [Status.OK]
+    assert subject.put({key("large"): value("large")}) == [Status.OK]
+    assert subject.get([key("large")]) == [value("large")]
+    (fetched,) = subject.backend.batched_get([key("small")], payload_bytes=len(small))
+    assert bytes(fetched.payload or b"") == small
+    fetched.release()
+    (other,) = subject.backend.batched_get([key("small")], payload_bytes=len(small) + 8)
+    assert other.payload is None, other.reason
+    other.release()
+    for wrong in (largest + 1, -1):
+        with pytest.raises(ValueError, match="payloads have at most"):
+            subject.backend.stage(payload_bytes=wrong)
+
+
 def test_memory_from_elsewhere_or_of_another_number_than_keys_is_refused(
     subject: Subject, key: Callable[[object], str], make: Callable[..., Subject]
 ) -> None:

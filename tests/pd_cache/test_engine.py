@@ -20,13 +20,14 @@ from pd_cache.backends import open_backend
 from pd_cache.backends.objects import TRAILER_BYTES, seal
 from pd_cache.blocks import StoreOutcome
 from pd_cache.config import CacheConfig
-from pd_cache.engine import CacheEngine, CacheEngineBuilder
+from pd_cache.engine import CacheEngine, CacheEngineBuilder, EngineGroups
+from pd_cache.groups import Surveyed
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.metrics import CacheMetrics
 from pd_cache.prompts import PromptCache
-from pd_cache.tokens import CacheMetadata
-from tests.support.engines import BLOCK, CHUNK, Host, host, random_slots
-from tests.support.kv import holds_token, make_cache, write_prompt
+from pd_cache.tokens import CacheMetadata, LayerGroup
+from tests.support.engines import BLOCK, BLOCKS, CHUNK, Host, host, random_slots
+from tests.support.kv import KINDS_WITH_TOKENS, holds_token, make_cache, write_prompt
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from transfer.errors import Status
@@ -68,7 +69,7 @@ def loaded(node: Host, tokens: list[int], slots: list[int], mask: list[bool]) ->
     )
 
 
-@pytest.mark.parametrize("kind", PageKind)
+@pytest.mark.parametrize("kind", KINDS_WITH_TOKENS)
 def test_what_one_node_stores_another_retrieves_into_other_slots(pool: Pool, tokens: list[int], kind: PageKind) -> None:
     rng, model = random.Random(1), uuid.uuid4().hex
     with host(pool, model=model, kind=kind) as prefill, host(pool, model=model, kind=kind) as decode:
@@ -494,3 +495,39 @@ def test_a_full_pool_is_counted_and_stores_go_on_when_there_is_room(
         assert filler.remove(["filler"], timeout=60, force=True) == [Status.OK]
         assert node.store(tokens, slots) == 24
         memory.close()
+
+
+def test_of_layers_that_need_only_the_ends_of_prefixes_blocks_can_be_left_out_of_a_store(pool: Pool) -> None:
+    layers = LayerGroup(layers="0-1", keeps="the last 4 tokens", tail=1)
+    tensors = make_cache(blocks=BLOCKS, block_size=BLOCK)
+    layout = KVLayout.from_tensors(tensors)
+    settings = pool.settings(CacheConfig(chunk_size=CHUNK))
+    metadata = CacheMetadata.of(uuid.uuid4().hex, layout, group=layers)
+    instance, per_chunk = uuid.uuid4().hex, CHUNK // BLOCK
+    engine = CacheEngineBuilder.get_or_create(instance, settings, metadata, layout)
+    try:
+        engine.wait_available(60)
+        engine.register_kv_caches(tensors)
+        names = [b"a" * 16, b"b" * 16]
+        held = [*range(2, 2 * per_chunk + 1)]
+        assert engine.store(names, [-1, *held]) == [StoreOutcome.NEW] * 2
+        fetched = list(engine.backend.batched_get(engine.database.keys(names)))
+        first = torch.frombuffer(fetched[0].payload, dtype=torch.uint8).view(layout.planes, per_chunk, -1).clone()
+        assert not first[:, 0].any(), "what is left out is zeros, and nobody else's bytes"
+        assert first[:, 1:].any()
+        for one in fetched:
+            one.release()
+        bits = [tensor.view(torch.int16) for tensor in tensors]
+        before = [one.clone() for one in bits]
+        other = [*range(10, 10 + 2 * per_chunk)]
+        assert engine.retrieve(names, [-1, *other[1:]]) == 2
+        for now, old in zip(bits, before, strict=True):
+            assert torch.equal(now[other[1:]], old[held])
+            assert torch.equal(now[other[0]], old[other[0]])
+        with pytest.raises(ValueError, match="blocks must lie"):
+            engine.store(names, [2, -1, *held[1:]])
+        groups = EngineGroups([engine])
+        assert groups.survey([b"c" * 16, b"b" * 16]) == Surveyed(2, 2), "the end of a prefix is enough"
+        assert groups.survey([b"a" * 16, b"c" * 16]) == Surveyed(1, 1)
+    finally:
+        CacheEngineBuilder.destroy(instance)

@@ -8,25 +8,29 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from pd_cache.blocks import StoreOutcome
 from pd_cache.client.identity import EngineIdentity
+from pd_cache.client.observer import server_welcome
 from pd_cache.client.scheduler_adapter import SchedulerAdapter
 from pd_cache.client.server_cache import ServerCache
 from pd_cache.client.worker_adapter import LoadStoreOp, WorkerAdapter
 from pd_cache.config import CacheConfig
+from pd_cache.groups import Surveyed
 from pd_cache.layout import PageKind, shard_tensors
 from pd_cache.prompts import PromptCache
 from pd_cache.server.cache_server import CacheServer
-from pd_cache.tokens import CacheMetadata
+from pd_cache.tokens import CacheMetadata, LayerGroup
 from pd_cache.wire.channel import CacheServerError, RefusedError
-from pd_cache.wire.messages import Retrieve
+from pd_cache.wire.messages import FurtherLayers, Retrieve
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.engines import host as in_process
 from tests.support.kv import make_cache
@@ -300,6 +304,76 @@ def test_a_request_that_stores_again_under_its_old_name_is_told_again(engine: En
 
 def test_a_request_that_stored_nothing_is_told_at_once(engine: Engine) -> None:
     assert engine.worker.get_finished({"never seen"})[0] == {"never seen"}
+
+
+# --- several groups of layers ----------------------------------------------------------------------------------------
+
+
+def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_each(
+    server: CacheServer,
+) -> None:
+    """Each group has a connection of its own for its tensors; a scheduler has one for all."""
+    model = uuid.uuid4().hex
+    kept = {
+        "full": LayerGroup(layers="0-1", keeps="every token", tail=0),
+        "window": LayerGroup(layers="2", keeps="the last tokens", tail=2),
+    }
+    caches = {
+        "full": make_cache(blocks=BLOCKS, block_size=BLOCK),
+        "window": make_cache(layers=1, blocks=BLOCKS, block_size=BLOCK),
+    }
+    identities = {
+        name: EngineIdentity(model=model, block_size=BLOCK, chunk_size=CHUNK, layers=layers)
+        for name, layers in kept.items()
+    }
+    asking = msgspec.structs.replace(identities["full"], further=(FurtherLayers(kept["window"], BLOCK),))
+    late = {"move_timeout_s": LATE_S, "lookup_timeout_s": LATE_S}
+    with contextlib.ExitStack() as stack:
+        workers = {name: ServerCache(server.url, one, **late) for name, one in identities.items()}
+        scheduler = ServerCache(server.url, asking, kind="scheduler", **late)
+        for one in (*workers.values(), scheduler):
+            stack.callback(one.close)
+        scheduler.connection.wait_ready(LATE_S)
+        names = [bytes([number]) * 16 for number in range(5)]
+        assert scheduler.lookup(names) == 0, "before all groups are registered"
+        for name, worker in workers.items():
+            worker.register_kv_caches(caches[name])
+        before = server.sessions.pinned
+        assert workers["full"].store(names, range(5 * PER_CHUNK)) == [StoreOutcome.NEW] * 5
+        assert scheduler.begin_lookup(names).survey() == Surveyed(0, 5)
+        end = [-1, *range(1, 2 * PER_CHUNK)]
+        assert workers["window"].store(names[2:4], end) == [StoreOutcome.NEW] * 2
+        with pytest.raises(ValueError, match="blocks must lie"):
+            workers["full"].store(names[:2], end)
+        assert scheduler.begin_lookup(names, session="a").survey() == Surveyed(4, 5)
+        assert server.sessions.pinned == before + 4 + 2
+        assert scheduler.begin_lookup(names, at_hand=3).survey() == Surveyed(4, 5)
+        into = range(20, 20 + 4 * PER_CHUNK)
+        assert workers["full"].retrieve(names[:4], into, session="a") == 4
+        assert server.sessions.pinned == before + 2
+        assert workers["window"].retrieve(names[2:4], [-1, *range(31, 30 + 2 * PER_CHUNK)], session="a") == 2
+        assert server.sessions.pinned == before
+        for now, then in zip(caches["full"], make_views(caches["full"], range(4 * PER_CHUNK)), strict=True):
+            assert torch.equal(now.view(torch.int16)[list(into)], then)
+
+
+def make_views(cache: list[torch.Tensor], blocks: Sequence[int]) -> list[torch.Tensor]:
+    """The bits of some blocks of each layer."""
+    return [tensor.view(torch.int16)[list(blocks)] for tensor in cache]
+
+
+def test_a_server_whose_file_leaves_the_size_of_chunks_open_serves_each_engine_with_its_own(
+    pool: Pool, tmp_path: Path
+) -> None:
+    with served(pool, tmp_path, cache=CacheConfig()) as server:
+        for size in (CHUNK, 3 * CHUNK):
+            cache = ServerCache(server.url, EngineIdentity(model="m", block_size=BLOCK, chunk_size=size))
+            try:
+                cache.connection.wait_ready(LATE_S)
+                assert cache.chunk_size == size
+            finally:
+                cache.close()
+        assert server_welcome(server.url, LATE_S).may_size
 
 
 # --- sessions --------------------------------------------------------------------------------------------------------

@@ -52,13 +52,14 @@ def stopped(pool: Pool, name: str) -> Iterator[None]:
         pool.nodes[name].send(signal.SIGCONT)
 
 
-def corrupt(pool: Pool, key: str) -> None:
-    """Flip a bit of an object."""
+def corrupt(pool: Pool, *keys: str) -> None:
+    """Flip a bit of each of these objects."""
     with pool.bare_client() as client:
-        value = bytearray(client.get(key))
-        value[len(value) // 2] ^= 1
-        assert client.remove(key, True) == 0
-        assert client.put(key, bytes(value)) == 0
+        for key in keys:
+            value = bytearray(client.get(key))
+            value[len(value) // 2] ^= 1
+            assert client.remove(key, True) == 0
+            assert client.put(key, bytes(value)) == 0
 
 
 def test_a_corrupt_object_is_computed_again_and_never_used(
@@ -70,8 +71,7 @@ def test_a_corrupt_object_is_computed_again_and_never_used(
     store(vllm_pool, pair.a, prompt, len(first_half))
     corrupted = sorted(vllm_pool.keys() - before)
     assert len(corrupted) == (WHOLE - len(first_half)) // CHUNK * SHARDS
-    for key in corrupted:
-        corrupt(vllm_pool, key)
+    corrupt(vllm_pool, *corrupted)
     counted = pair.b.troubles("retrieve", "corrupt")
     answer = pair.b.complete(prompt)
     assert answer.tokens == plain.tokens(prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from pd_cache.block_hashes import BlockHasher, describe_hashes
 from pd_cache.blocks import StoreOutcome
 from pd_cache.errors import ConfigError
+from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.metrics import CacheMetrics
+from tests.pd_cache.test_groups import group
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
 
@@ -111,6 +114,23 @@ def test_each_rank_holds_its_shards_and_of_replicas_the_first_stores(
     assert [(place.metadata.shards, place.stores) for place in places] == expected
 
 
+def further_spec(kind: str, block_size: int = 16, window: int = 64) -> Any:
+    """What vLLM keeps of a group of layers."""
+    from vllm.v1 import kv_cache_interface as vllm
+
+    attention = {"block_size": block_size, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+    if kind == "full":
+        return vllm.FullAttentionSpec(**attention)
+    if kind == "window":
+        return vllm.SlidingWindowSpec(**attention, sliding_window=window)
+    if kind == "local":
+        return vllm.ChunkedLocalAttentionSpec(**attention, attention_chunk_size=64)
+    if kind == "sink":
+        return vllm.SinkFullAttentionSpec(**attention, sink_len=4)
+    mode = "none" if kind == "none" else "align"
+    return vllm.MambaSpec(block_size=block_size, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -118,9 +138,14 @@ def test_each_rank_holds_its_shards_and_of_replicas_the_first_stores(
         ({"latent": True}, None),
         ({"latent": True, "chunked_prefill": False}, "ignores the KV of earlier steps"),
         ({"model_type": "gpt_oss"}, "attention sinks"),
+        ({"model_type": "gpt_oss", "others": ["window"]}, None),
+        ({"others": ["window", "state"]}, None),
+        ({"others": ["local"]}, "ChunkedLocalAttentionSpec.*--disable-hybrid-kv-cache-manager"),
+        ({"others": ["sink"]}, "SinkFullAttentionSpec"),
+        ({"others": ["none"]}, "mamba_cache_mode is not align"),
+        ({"scratch": True}, "does not share between requests"),
         ({"non_causal": True}, "attend to later tokens"),
         ({"prefixes": False}, "does not reuse prefixes"),
-        ({"groups": 2}, "in 2 groups"),
         ({"draft": "ngram"}, None),
         ({"draft": "eagle"}, "draft model"),
         ({"stages": 2}, "pipeline_parallel_size is 2"),
@@ -130,7 +155,7 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(
     changed: dict[str, Any], message: str | None
 ) -> None:
     """vLLM's CPU platform turns chunked prefill off where MLA cannot attend to the KV of earlier steps, which is without AMX."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MLAAttentionSpec
 
     from pd_cache.errors import UnsupportedModelError
     from pd_cache.vllm.model import check_supported
@@ -152,7 +177,10 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(
         speculative_config=None if draft is None else SimpleNamespace(method=draft),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=changed.get("chunked_prefill", True)),
     )
-    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * changed.get("groups", 1))
+    specs = [spec, *(further_spec(kind) for kind in changed.get("others", ()))]
+    shared = not changed.get("scratch", False)
+    groups = [KVCacheGroupSpec([str(at)], one, enable_kv_transfer=shared) for at, one in enumerate(specs)]
+    cache: Any = SimpleNamespace(kv_cache_groups=groups)
     if message is None:
         check_supported(config, cache)
         return
@@ -275,3 +303,125 @@ def test_block_hashes_with_a_random_seed_are_refused(file: Path, monkeypatch: py
     seeded = with_hash_seed(settings, vllm_config).node.cache.hash_seed
     vllm_config.cache_config.prefix_caching_hash_algo = "sha256"
     assert seeded != with_hash_seed(settings, vllm_config).node.cache.hash_seed
+
+
+HITS = (
+    [("full", 16, 0)],
+    [("full", 16, 0), ("window", 16, 64)],
+    [("full", 16, 0), ("window", 16, 65), ("window", 16, 200)],
+    [("full", 32, 0), ("window", 16, 40), ("state", 64, 0)],
+    [("full", 64, 0), ("state", 64, 0)],
+    [("full", 16, 0), ("full", 32, 0), ("window", 32, 129), ("state", 16, 0)],
+    [("window", 16, 100)],
+    [("state", 64, 0)],
+)
+"""Of each group of a model: what it keeps, its blocks' size, and its window."""
+
+
+@pytest.mark.parametrize("shape", HITS)
+@pytest.mark.parametrize("chunk", [64, 192])
+def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(shape: list[tuple[str, int, int]], chunk: int) -> None:
+    """400 random sets of objects for each, that is 6400 in all."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import (
+        ExternalCachedBlockPool,
+        MooncakeStoreCoordinator,
+    )
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+    from pd_cache.vllm.layers import KeptLayers
+
+    specs = [further_spec(kind, size, window) for kind, size, window in shape]
+    groups = [KVCacheGroupSpec([str(at)], spec) for at, spec in enumerate(specs)]
+    theirs = MooncakeStoreCoordinator(groups, scheduler_block_size=chunk, hash_block_size=16)
+    kept: Any = [KeptLayers(at, size, kind, window) for at, (kind, size, window) in enumerate(shape)]  # type: ignore[arg-type]
+    ours = LayerGroups([group(one.tail(chunk), chunk_size=chunk, layers=str(one.number)) for one in kept])
+    rng = random.Random(f"{shape} {chunk}")
+    for _ in range(400):
+        chunks = rng.randrange(12)
+        hashes: Any = [rng.randbytes(32) for _ in range(chunks * chunk // 16)]
+        likely = rng.choice((0.5, 0.8, 0.95, 1.0))
+        there = [[rng.random() < likely for _ in range(chunks)] for _ in shape]
+        exists = {
+            (at, bytes(value))
+            for at, (kind, size, _) in enumerate(shape)
+            for block, value in enumerate(theirs.block_hashes_for_spec(hashes, specs[at]))
+            if there[at][block * size // chunk] and (kind != "state" or (block + 1) * size % chunk == 0)
+        }
+        _, length = theirs.find_longest_cache_hit(hashes, chunks * chunk, ExternalCachedBlockPool(16, exists))
+        assert ours.reach([one for part in there for one in part]).chunks * chunk == length
+
+
+@pytest.mark.parametrize(
+    ("wanted", "blocks", "expected"),
+    [
+        ("auto", [("full", 16)], 256),
+        ("auto", [("full", 96)], 288),
+        ("auto", [("full", 64), ("window", 32)], 256),
+        ("auto", [("full", 192), ("state", 192)], 192),
+        (512, [("full", 64), ("window", 64)], 512),
+        (192, [("full", 192), ("state", 192)], 192),
+        (256, [("full", 96)], "multiple of vLLM's block size 96, e.g. 192 or 288"),
+        (100, [("full", 64), ("window", 48)], "multiple of vLLM's block size 48, 64, e.g. 192;"),
+        (384, [("full", 192), ("state", 192)], "set it to 192, or to auto"),
+    ],
+)
+def test_the_size_of_a_chunk_fits_all_groups_or_is_refused_with_one_that_does(
+    wanted: Any, blocks: list[tuple[Any, int]], expected: int | str
+) -> None:
+    from pd_cache.vllm.layers import KeptLayers, fitting_chunk
+
+    groups = [KeptLayers(at, size, kind) for at, (kind, size) in enumerate(blocks)]
+    if isinstance(expected, int):
+        assert fitting_chunk(wanted, groups) == expected
+        return
+    with pytest.raises(ConfigError, match=expected):
+        fitting_chunk(wanted, groups)
+
+
+def test_what_a_namespace_says_of_a_group_tells_layers_windows_and_states_apart() -> None:
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+    from pd_cache.vllm.layers import described, group_tensors, kept_layers
+
+    specs = [further_spec("window"), further_spec("full"), further_spec("state", 64)]
+    groups = [
+        KVCacheGroupSpec([f"model.layers.{at}.x", f"model.layers.{at + 3}.x"], spec) for at, spec in enumerate(specs)
+    ]
+    kept = kept_layers(SimpleNamespace(kv_cache_groups=groups))  # type: ignore[arg-type]
+    assert [one.number for one in kept] == [1, 0, 2], "full attention first"
+    memory = torch.zeros(1 << 16, dtype=torch.int8)
+    pages = torch.as_strided(memory, (8, 1, 1, 100), (128, 100, 100, 1))
+    attention = torch.zeros(2, 8, 1, 16, 8)
+    told = []
+    for one in kept:
+        names = groups[one.number].layer_names
+        caches: Any = dict(zip(names, [pages, pages] if one.kind == "state" else attention, strict=True))
+        tensors = group_tensors(one, caches, names, 8, "m")
+        told.append(described(one, names, tensors, 64))
+    assert [(one.layers, one.tail) for one in told] == [("1,4", 0), ("0,3", 1), ("2,5", 1)]
+    assert [one.keeps for one in told] == [
+        "every token",
+        "the last 64 tokens",
+        "a state of float32 [4, 4]: int8 [1, 1, 1, 100]",
+    ]
+
+
+def test_states_and_split_blocks_move_as_opaque_pages_if_they_are_one_run_of_bytes() -> None:
+    from pd_cache.errors import UnsupportedModelError
+    from pd_cache.vllm.layers import KeptLayers, group_tensors
+
+    memory = torch.arange(4096, dtype=torch.int16)
+    conv, ssm = memory.as_strided((8, 10), (64, 1)), memory.as_strided((8, 4, 4), (64, 4, 1), 12)
+    state = group_tensors(KeptLayers(0, 64, "state"), {"0": [conv, ssm]}, ["0"], 8, "m")
+    assert state.layout.page_bytes == state.layout.block_bytes == 2 * 28
+    assert state.tensors[0][3].tolist() == list(memory[3 * 64 : 3 * 64 + 28].view(torch.uint8))
+    split = torch.arange(16 * 2 * 16 * 4, dtype=torch.float32).view(16, 2, 16, 4)
+    pages = group_tensors(KeptLayers(0, 32), {"0": split}, ["0"], 8, "m")
+    assert (pages.layout.block_size, pages.layout.blocks) == (32, 8)
+    assert torch.equal(pages.tensors[0][5], split[10:12].reshape(-1).view(torch.uint8))
+    with pytest.raises(UnsupportedModelError, match=r"m: .* are not contiguous"):
+        group_tensors(KeptLayers(0, 32), {"0": split.as_strided((16, 2, 8, 4), (128, 64, 4, 1))}, ["0"], 8, "m")
+    with pytest.raises(UnsupportedModelError, match="lie apart"):
+        group_tensors(KeptLayers(0, 64, "state"), {"0": [conv, memory.as_strided((8, 4), (32, 1))]}, ["0"], 8, "m")
+    with pytest.raises(UnsupportedModelError, match="does not hold 8 blocks"):
+        group_tensors(KeptLayers(0, 64, "state"), {"0": [memory.as_strided((9, 4), (32, 1))]}, ["0"], 8, "m")

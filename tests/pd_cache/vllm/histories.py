@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.blocks = [SimpleNamespace(block_id=number, ref_cnt=0) for number in range(64)]
+        self.null_block = self.blocks[0]
 
     def touch(self, blocks: Any) -> None:
         for block in blocks:
@@ -83,6 +85,8 @@ class Manager:
     def __init__(self) -> None:
         self.block_pool = Pool()
         self._of: dict[str, list[int]] = {}
+        self.groups: dict[str, tuple[list[int], ...]] = {}
+        """The blocks of requests of a model with several groups of layers; 0 where vLLM has given one back."""
 
     def allocate(self, request: Request, first: int) -> Any:
         """Give a request blocks for all of its tokens, from `first` on; returns them as vLLM does."""
@@ -95,8 +99,8 @@ class Manager:
         """The request has finished or was preempted."""
         self.block_pool.free_blocks(self.block_pool.blocks[block] for block in self._of.pop(request.request_id))
 
-    def get_block_ids(self, request_id: str) -> tuple[list[int]]:
-        return (self._of[request_id],)
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return self.groups[request_id] if request_id in self.groups else (self._of[request_id],)
 
 
 class Lookups(LookupClient):
@@ -105,6 +109,8 @@ class Lookups(LookupClient):
     def __init__(self, metrics: CacheMetrics) -> None:
         super().__init__(ChunkedTokenDatabase(METADATA.namespace(CacheConfig(chunk_size=CHUNK))), metrics)
         self.there: set[bytes] = set()
+        self.leading = 0
+        """How many chunks are there of the layers that need all of them, if more than can be loaded."""
         self.asked: list[int] = []
         """Of each lookup, how many chunks were at hand."""
         self.ended: list[str] = []
@@ -121,7 +127,7 @@ class Lookups(LookupClient):
         found = at_hand
         while found < len(names) and names[found] in self.there:
             found += 1
-        return Surveyed(found, found)
+        return Surveyed(found, max(found, self.leading))
 
     def end(self, lookup_id: str) -> None:
         self.ended.append(lookup_id)
@@ -133,7 +139,16 @@ class Lookups(LookupClient):
 class Scene:
     """A scheduler's side over these, and what vLLM does with it."""
 
-    def __init__(self, *, ranks: int = 1, stores: bool = True, wait_s: float = 2.0, **connector: Any) -> None:
+    def __init__(
+        self,
+        *,
+        ranks: int = 1,
+        stores: bool = True,
+        wait_s: float = 2.0,
+        layers: Sequence[KeptLayers] = (KeptLayers(0, BLOCK),),
+        retention: int | None = 0,
+        **connector: Any,
+    ) -> None:
         self.clock = Clock()
         self.metrics = CacheMetrics()
         self.manager = Manager()
@@ -143,8 +158,9 @@ class Scene:
         self.side = SchedulerSide(
             settings,
             stores=stores,
-            layers=[KeptLayers(0, BLOCK)],
+            layers=layers,
             hash_block_size=BLOCK,
+            retention=retention,
             ranks=ranks,
             describe=lambda request, first, last: [(request.request_id, chunk) for chunk in range(first, last)],  # type: ignore[misc]
             metrics=self.metrics,
@@ -157,12 +173,12 @@ class Scene:
         """Of all of its whole chunks."""
         return self.lookups._database.hash_tokens(request.all_token_ids)
 
-    def step(self, **scheduled: int) -> Any:
-        """One step, in which each of these requests has so many tokens computed."""
+    def step(self, states: dict[str, list[tuple[int, int, int]]] | None = None, **scheduled: int) -> Any:
+        """One step, in which each of these requests has so many tokens computed. vLLM hands over `states` with it."""
         output: Any = SimpleNamespace(
             total_num_scheduled_tokens=sum(scheduled.values()),
             num_scheduled_tokens=dict(scheduled),
-            kv_connector_block_state=None,
+            kv_connector_block_state=SimpleNamespace(boundary_state_offloads=states or {}),
         )
         step = self.side.begin_step(output)
         self.side.plan_stores(step, output)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pd_cache.blocks import StoreOutcome
-from pd_cache.vllm.steps import StepReport
-from tests.pd_cache.vllm.histories import CHUNK, METADATA, PER_CHUNK, Request, Scene
+from pd_cache.vllm.layers import KeptLayers
+from pd_cache.vllm.steps import GroupChunks, StepReport
+from tests.pd_cache.vllm.histories import BLOCK, CHUNK, METADATA, PER_CHUNK, Request, Scene
 
 NEW, NOT = StoreOutcome.NEW, StoreOutcome.NOT
 PROMPT = list(range(3 * CHUNK + 3))
@@ -240,3 +242,133 @@ def test_the_end_of_a_request_ends_its_lookup() -> None:
     scene.side.matched_tokens(request, 0)  # type: ignore[arg-type]
     scene.side.finished(request)  # type: ignore[arg-type]
     assert scene.lookups.ended == ["a"]
+
+
+# --- models whose layers do not all keep every token ---------------------------------------------------------------
+
+FULL = KeptLayers(1, BLOCK)
+WINDOW = KeptLayers(0, BLOCK, "window", BLOCK + 2)
+"""Reaches into two blocks, that is one chunk."""
+STATE = KeptLayers(2, CHUNK, "state")
+
+
+def in_groups(scene: Scene, request: Request, *groups: list[int]) -> Any:
+    """Gives a request these blocks, one list for each of vLLM's groups."""
+    scene.manager.groups[request.request_id] = groups
+    return SimpleNamespace(get_block_ids=lambda: groups)
+
+
+def test_of_a_window_the_end_is_loaded_without_the_blocks_that_vllm_has_not_allocated() -> None:
+    scene, request = Scene(layers=[FULL, WINDOW]), Request("a", PROMPT)
+    scene.lookups.there = set(scene.names(request))
+    assert scene.side.matched_tokens(request, 0) == (3 * CHUNK, True)  # type: ignore[arg-type]
+    blocks = in_groups(scene, request, [0, 0, 0, 0, 0, 35, 36], [10, 11, 12, 13, 14, 15, 16])
+    scene.side.allocated(request, blocks, 3 * CHUNK)  # type: ignore[arg-type]
+    (load,) = scene.step().loads
+    assert load.parts == [
+        GroupChunks(0, scene.names(request), [10, 11, 12, 13, 14, 15]),
+        GroupChunks(1, scene.names(request)[2:], [-1, 35]),
+    ]
+    assert load.blocks == [], "with several groups a load fails as a whole"
+
+
+def test_of_states_the_last_is_loaded_and_a_token_is_left_to_compute() -> None:
+    scene, request = (
+        Scene(layers=[KeptLayers(0, BLOCK), KeptLayers(1, CHUNK, "state")]),
+        Request("a", PROMPT[: 2 * CHUNK]),
+    )
+    scene.lookups.there = set(scene.names(request))
+    assert scene.side.matched_tokens(request, 0) == (CHUNK, True)  # type: ignore[arg-type]
+    scene.side.allocated(request, in_groups(scene, request, [10, 11], [20]), CHUNK)  # type: ignore[arg-type]
+    (load,) = scene.step().loads
+    names = scene.names(request)[:1]
+    assert load.parts == [GroupChunks(0, names, [10, 11]), GroupChunks(1, names, [20])]
+
+
+def test_what_vllm_holds_is_not_loaded_in_any_group() -> None:
+    scene, request = Scene(layers=[FULL, WINDOW]), Request("a", PROMPT)
+    scene.lookups.there = set(scene.names(request))
+    computed = 2 * CHUNK + BLOCK
+    assert scene.side.matched_tokens(request, computed) == (3 * CHUNK - computed, True)  # type: ignore[arg-type]
+    blocks = in_groups(scene, request, [0, 0, 0, 0, 34, 35, 36], [10, 11, 12, 13, 14, 15, 16])
+    scene.side.allocated(request, blocks, 3 * CHUNK - computed)  # type: ignore[arg-type]
+    (load,) = scene.step().loads
+    name = scene.names(request)[2:3]
+    assert load.parts == [GroupChunks(0, name, [-1, 15]), GroupChunks(1, name, [-1, 35])]
+
+
+def test_windows_are_stored_at_the_end_of_the_prompt_and_behind_it() -> None:
+    scene, request = Scene(layers=[FULL, WINDOW], store_generated=True), Request("a", PROMPT)
+    scene.side.track(request)  # type: ignore[arg-type]
+    in_groups(scene, request, list(range(30, 37)), list(range(10, 17)))
+    stores = scene.step(a=len(PROMPT)).stores
+    names = scene.names(request)
+    assert [store.chunks for store in stores] == [
+        GroupChunks(0, names, list(range(10, 16))),
+        GroupChunks(1, names[2:], [34, 35]),
+    ]
+    request.num_computed_tokens = len(PROMPT)
+    request.all_token_ids = list(range(4 * CHUNK))
+    in_groups(scene, request, [0, 0, 0, 0, 0, 0, 36, 37], list(range(10, 18)))
+    stores = scene.step(a=4 * CHUNK - len(PROMPT)).stores
+    assert [store.chunks.blocks for store in stores] == [[16, 17], [36, 37]]
+
+
+def test_a_window_is_stored_where_prompts_part() -> None:
+    scene, request = Scene(layers=[FULL, WINDOW]), Request("a", [*range(5 * CHUNK), 1])
+    scene.lookups.leading = 2
+    assert scene.side.matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
+    assert request.shared_prefix_boundary == 2 * CHUNK, "vLLM ends a step there"
+    in_groups(scene, request, list(range(30, 41)), list(range(10, 21)))
+    windows = [store.chunks for store in scene.step(a=5 * CHUNK).stores if store.chunks.group == 1]
+    names = scene.names(request)
+    assert windows == [GroupChunks(1, names[1:2], [32, 33]), GroupChunks(1, names[4:], [38, 39])]
+
+
+@pytest.mark.parametrize(("retention", "stored"), [(None, [0, 1, 2, 3, 4]), (2 * CHUNK, [1, 3, 4]), (0, [4])])
+def test_windows_are_kept_as_densely_as_vllm_keeps_them(retention: int | None, stored: list[int]) -> None:
+    scene, request = Scene(layers=[FULL, WINDOW], retention=retention), Request("a", [*range(5 * CHUNK), 1])
+    scene.side.track(request)  # type: ignore[arg-type]
+    in_groups(scene, request, list(range(30, 41)), list(range(10, 21)))
+    windows = [store.chunks for store in scene.step(a=5 * CHUNK).stores if store.chunks.group == 1]
+    assert [name for run in windows for name in run.names] == [scene.names(request)[number] for number in stored]
+
+
+def test_a_window_of_which_vllm_has_given_back_what_a_load_would_need_is_not_stored() -> None:
+    wide = KeptLayers(0, BLOCK, "window", CHUNK + BLOCK)
+    scene, request = Scene(layers=[FULL, wide]), Request("a", PROMPT)
+    scene.side.track(request)  # type: ignore[arg-type]
+    in_groups(scene, request, [0, 0, 0, 33, 34, 35, 36], list(range(10, 17)))
+    windows = [store.chunks for store in scene.step(a=len(PROMPT)).stores if store.chunks.group == 1]
+    assert windows == [GroupChunks(1, scene.names(request)[2:], [34, 35])]
+    narrow = Scene(layers=[FULL, KeptLayers(0, BLOCK, "window", 2)])
+    narrow.side.track(request)  # type: ignore[arg-type]
+    in_groups(narrow, request, [0, 0, 0, 0, 0, 35, 36], list(range(10, 17)))
+    windows = [store.chunks for store in narrow.step(a=len(PROMPT)).stores if store.chunks.group == 1]
+    assert windows == [GroupChunks(1, scene.names(request)[2:], [-1, 35])], "the window of its end needs one block"
+    assert 0 not in narrow.manager.block_pool.used
+
+
+def test_states_are_stored_from_where_vllm_says_they_are_if_they_are_those_of_a_chunks_end() -> None:
+    scene, request = Scene(layers=[FULL, WINDOW, STATE]), Request("a", PROMPT)
+    scene.side.track(request)  # type: ignore[arg-type]
+    in_groups(scene, request, list(range(30, 37)), list(range(10, 17)), [50, 51, 52, 53])
+    offers = [(2, 61, 2 * CHUNK), (2, 62, 2 * CHUNK + 1), (0, 63, CHUNK), (2, 60, 9 * CHUNK)]
+    stores = scene.step({"a": offers, "gone": offers}, a=len(PROMPT)).stores
+    states = [store for store in stores if store.chunks.group == 2]
+    assert [store.chunks for store in states] == [GroupChunks(2, scene.names(request)[1:2], [61])]
+    assert 61 in scene.manager.block_pool.used
+    scene.side.take_report(StepReport({store.job: (1, [NEW] * len(store.chunks.names)) for store in stores}))
+    assert scene.manager.block_pool.used == set()
+
+
+def test_after_a_failed_load_every_group_is_stored_again() -> None:
+    scene, request = Scene(layers=[FULL, WINDOW]), Request("a", PROMPT)
+    scene.lookups.there = set(scene.names(request))
+    scene.side.matched_tokens(request, 0)  # type: ignore[arg-type]
+    blocks = in_groups(scene, request, list(range(30, 37)), list(range(10, 17)))
+    scene.side.allocated(request, blocks, 3 * CHUNK)  # type: ignore[arg-type]
+    scene.step()
+    assert scene.step(a=len(PROMPT)).stores == []
+    scene.side.take_report(StepReport(failed_loads={"a"}))
+    assert {store.chunks.group for store in scene.step(a=len(PROMPT)).stores} == {0, 1}
