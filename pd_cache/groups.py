@@ -34,7 +34,7 @@ class LayerGroups:
             )
         self.databases = tuple(databases)
         self.first = databases[0]
-        self._tails = tuple(_tail(database) for database in databases)
+        self._tails = tuple(database.namespace.tail for database in databases)
 
     def keys(self, names: Sequence[bytes]) -> list[str]:
         """Returns the keys of every shard of these chunks: group by group, and within a group chunk by chunk."""
@@ -75,11 +75,6 @@ class LayerGroups:
             start += chunks * shards
             found.append([all(own[at : at + shards]) for at in range(0, len(own), shards)])
         return found
-
-
-def _tail(database: ChunkedTokenDatabase) -> int:
-    group = database.namespace.group
-    return 0 if group is None else group.tail
 
 
 def _leading(chunks: Sequence[bool]) -> int:

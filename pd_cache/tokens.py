@@ -68,27 +68,40 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     hash_mode: Literal["tokens", "blocks"]
     hash_seed: str = ""
     """Hash mode: what the engine's block hashes depend on besides tokens (algorithm and seed)."""
-    group: LayerGroup | None = None
-    """Which of the model's layers; None if all layers keep the KV of every token. Each group of layers has a namespace of its own."""
+    group: str = ""
+    """Which of the model's layers; empty if all layers keep the KV of every token. Each group of layers has a namespace of its own."""
+    keeps: str = ""
+    """What these layers keep, if there are groups; see `LayerGroup`."""
+    tail: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
+    """How many chunks, the last ones, a prefix needs of these layers; 0 for all."""
+
+    @property
+    def layer_group(self) -> LayerGroup | None:
+        """The group of layers; None if there are no groups."""
+        return LayerGroup(layers=self.group, keeps=self.keeps, tail=self.tail) if self.group else None
+
+    def _fields(self) -> dict[str, Any]:
+        """Returns all fields. Without groups, those of groups are left out, as they were before there were any."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        if not self.group:
+            del fields["group"], fields["keeps"], fields["tail"]
+        return fields
 
     def manifest(self) -> bytes:
         """Returns the namespace as canonical JSON, with sorted keys."""
-        told = {"format": KEY_FORMAT, **msgspec.to_builtins(self)}
-        if self.group is None:
-            del told["group"]
-        return msgspec.json.encode(told, order="sorted")
+        return msgspec.json.encode({"format": KEY_FORMAT, **self._fields()}, order="sorted")
 
     @classmethod
     def read(cls, manifest: bytes) -> Namespace:
         """Reads what `manifest` returned. Raises ValueError for any other text, and for another version's manifest."""
-        told: dict[str, Any] = decode_json(manifest, dict[str, str | int | dict[str, str | int]])
+        told: dict[str, str | int] = decode_json(manifest, dict[str, str | int])
         if told.pop("format", None) != KEY_FORMAT:
             raise ValueError(f"no manifest of format {KEY_FORMAT}: {manifest[:200]!r}")
         return msgspec.convert(told, prepared(cls))
 
     def described(self) -> dict[str, Any]:
         """Returns the two fields by which a node reports its namespace."""
-        return {"fingerprint": self.fingerprint(), "namespace": msgspec.to_builtins(self)}
+        return {"fingerprint": self.fingerprint(), "namespace": self._fields()}
 
     def fingerprint(self) -> str:
         """Returns 16 hex digits that are equal if and only if all fields are equal."""
@@ -189,7 +202,7 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
     shards_per_rank: int = 1
     """How many shards of a chunk each rank holds; each shard is an object. page_format and page_bytes describe one shard."""
     group: LayerGroup | None = None
-    """Which of the model's layers; see `Namespace.group`."""
+    """Which of the model's layers; None if all of them are kept alike."""
 
     @classmethod
     def of(
@@ -231,7 +244,7 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
             block_size=namespace.block_size,
             page_bytes=namespace.page_bytes,
             world_size=namespace.shards,
-            group=namespace.group,
+            group=namespace.layer_group,
         )
 
     def __post_init__(self) -> None:
@@ -256,7 +269,9 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
             shards=self.world_size * self.shards_per_rank,
             hash_mode=cache.named_by,
             hash_seed=cache.hash_seed,
-            group=self.group,
+            group="" if self.group is None else self.group.layers,
+            keeps="" if self.group is None else self.group.keeps,
+            tail=0 if self.group is None else self.group.tail,
         )
 
 

@@ -22,7 +22,7 @@ from launch.doctor.memory import memlock_finding, memory_findings
 from launch.doctor.network import advertised_findings, peer_findings, port_findings
 from launch.doctor.rdma import rdma_findings
 from launch.masters import Segment
-from launch.reachability import PeerAddress, PeerReport, Surveyed, targets_of
+from launch.reachability import PeerAddress, PeerReport, Reach, targets_of
 from launch.status import ClusterStatus, NodeStatus
 from pd_cache.cluster import Capacity, ClusterConfig, NodeRecord, ProxyNode, decode_custom
 from pd_cache.cluster.memory import Need, machine_memory, needs
@@ -330,11 +330,11 @@ def test_a_port_is_free_or_held_by_the_node_itself_or_taken() -> None:
 
 def test_a_nodes_report_is_broken_where_it_misses_what_we_reach_and_not_for_what_is_dead() -> None:
     live, dead = PeerAddress("store", "service", "10.0.0.3:1"), PeerAddress("gone", "service", "10.0.0.4:1")
-    reached = [Surveyed(live), Surveyed(dead, "refused")]
+    reached = [Reach(live), Reach(dead, "refused")]
     rows = [node("a"), node("b", address="http://10.0.0.2:8100"), node("v", address="http://10.0.0.9:8100")]
     reports = {
-        "a": PeerReport("a", [Surveyed(live, "timed out"), Surveyed(dead, "refused")]),
-        "b": PeerReport("b", [Surveyed(live), Surveyed(dead, "refused")]),
+        "a": PeerReport("a", [Reach(live, "timed out"), Reach(dead, "refused")]),
+        "b": PeerReport("b", [Reach(live), Reach(dead, "refused")]),
     }
     found = {one.about: one for one in peer_findings(rows, reports, reached, {"10.0.0.1"})}
     assert found["a"].verdict is Verdict.BROKEN

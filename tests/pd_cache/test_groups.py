@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cache.groups import LayerGroups, Surveyed
-from pd_cache.tokens import ChunkedTokenDatabase, LayerGroup, Namespace
+from pd_cache.tokens import ChunkedTokenDatabase, Namespace
 
 
 def group(tail: int | None, *, shards: int = 1, chunk_size: int = 64, layers: str = "0") -> ChunkedTokenDatabase:
@@ -22,7 +24,9 @@ def group(tail: int | None, *, shards: int = 1, chunk_size: int = 64, layers: st
             chunk_size=chunk_size,
             shards=shards,
             hash_mode="blocks",
-            group=None if tail is None else LayerGroup(layers=layers, keeps="something", tail=tail),
+            group="" if tail is None else layers,
+            keeps="" if tail is None else "something",
+            tail=tail or 0,
         )
     )
 
@@ -33,7 +37,8 @@ def test_a_namespace_tells_its_group_and_is_read_back() -> None:
     for database in (one, other, group(None)):
         manifest = database.namespace.manifest()
         assert Namespace.read(manifest) == database.namespace
-        assert (b'"group"' in manifest) == (database.namespace.group is not None)
+        assert (b'"group"' in manifest) == bool(database.namespace.group)
+        assert set(database.namespace.described()["namespace"]) == set(json.loads(manifest)) - {"format"}
 
 
 def test_the_namespace_of_a_model_with_one_group_is_the_one_it_had_before_there_were_groups() -> None:
