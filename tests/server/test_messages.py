@@ -20,6 +20,7 @@ from pd_cache.client.connection import ServerConnection
 from pd_cache.server.cache_server import CacheServer
 from pd_cache.wire import messages
 from pd_cache.wire.messages import (
+    PROTOCOL,
     CpuStorage,
     CudaStorage,
     Done,
@@ -150,8 +151,10 @@ def test_a_flipped_byte_is_a_frame_error_or_another_request(place: int, value: i
 
 
 def test_another_version_is_refused_and_the_refusal_is_read_across_versions() -> None:
-    with pytest.raises(FrameError, match="speaks version 1 of the protocol, the client version 2") as caught:
-        decode_request(of_version(2))
+    with pytest.raises(
+        FrameError, match=f"speaks version {PROTOCOL} of the protocol, the client version {PROTOCOL + 1}"
+    ) as caught:
+        decode_request(of_version(PROTOCOL + 1))
     assert (caught.value.reason, caught.value.number) == ("version", 7)
     refusal = bytearray(encode(7, Refused("version", "why")))
     refusal[4] = 9
@@ -205,7 +208,7 @@ def test_a_malformed_frame_is_answered_with_an_error_and_stops_nothing(
 
 
 def test_an_unknown_version_is_answered_in_words(exchange: Any) -> None:
-    answer = exchange(of_version(2))
+    answer = exchange(of_version(PROTOCOL + 1))
     assert (answer.reason, "run the same release" in answer.message) == ("version", True)
 
 
@@ -235,7 +238,7 @@ def test_a_client_of_another_version_is_told_so_when_it_connects(pool: Pool, tmp
 
 
 class _Pretending:
-    """Writes requests of version 2, and reads as ever."""
+    """Writes requests of the next version, and reads as ever."""
 
     size = 16
     _real = struct.Struct("<4sHHQ")
@@ -243,7 +246,7 @@ class _Pretending:
 
     def pack(self, magic: bytes, version: int, zero: int, number: int) -> bytes:
         newer = threading.current_thread().name == "pd-cache-client"
-        return self._real.pack(magic, 2 if newer else version, zero, number)
+        return self._real.pack(magic, PROTOCOL + 1 if newer else version, zero, number)
 
 
 def test_a_client_that_does_not_read_its_answers_holds_nobody_up(server: CacheServer, exchange: Any) -> None:
