@@ -160,7 +160,9 @@ class ServedModels:
                         f"{metadata}: their chunks are not interchangeable",
                     )
                 cache = self._settings.cache
-                backend = self._backend(layout.shard(group.shards_per_rank).chunk_bytes(group.chunk_size))
+                backend = self._backend(
+                    layout.shard(group.shards_per_rank).chunk_bytes(group.chunk_size), shared=group.layers is not None
+                )
                 if model is not None:
                     model.mover.close(0.0)
                 model = self._models[group] = Model(group, metadata, cache, backend, self._metrics)
@@ -206,9 +208,11 @@ class ServedModels:
         for backend in self.backends:
             backend.close()
 
-    def _backend(self, payload_bytes: int) -> StorageBackend:
+    def _backend(self, payload_bytes: int, *, shared: bool) -> StorageBackend:
+        """Returns the backend for payloads of this size, or, if `shared`, one for payloads at most twice as large."""
         # the groups of layers of one model have chunks of nearly one size, and need not have a backend each
-        fitting = [size for size in self._backends if payload_bytes <= size <= 2 * payload_bytes]
+        most = 2 * payload_bytes if shared else payload_bytes
+        fitting = [size for size in self._backends if payload_bytes <= size <= most]
         if fitting:
             return self._backends[min(fitting)]
         if len(self._backends) >= _MAX_BACKENDS and not self._release_one():

@@ -33,7 +33,7 @@ from pd_cache.wire.channel import CacheServerError, RefusedError
 from pd_cache.wire.messages import FurtherLayers, Retrieve
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.engines import host as in_process
-from tests.support.kv import make_cache
+from tests.support.kv import KINDS_WITH_TOKENS, make_cache
 from tests.support.pool import Pool
 from tests.support.server import LATE_S, PER_CHUNK, Engine, same_tensors, served, store_surely, troubles
 from tests.support.waiting import wait_for
@@ -168,7 +168,7 @@ def test_extra_keys_keep_tenants_apart(engine: Engine, tokens: Any, name: str) -
     assert engine.retrieve(name, tokens, extra_keys=("salt", "y")) == set(range(3 * PER_CHUNK))
 
 
-@pytest.mark.parametrize("kind", list(PageKind))
+@pytest.mark.parametrize("kind", KINDS_WITH_TOKENS)
 def test_tensors_of_every_layout_are_mapped_as_they_lie(
     pool: Pool, tmp_path: Path, kind: PageKind, tokens: Any, name: str
 ) -> None:

@@ -19,7 +19,7 @@ from pd_cache.wire import sharing
 from pd_cache.wire.fence import AbandonedError, Fence, FenceView
 from pd_cache.wire.messages import CpuStorage, CudaStorage, Register, decode_request, encode
 from pd_cache.wire.sharing import FencedCopier, MappedTensors, Shared, SharingError, close_all, share_tensors
-from tests.support.kv import make_cache
+from tests.support.kv import KINDS_WITH_TOKENS, make_cache
 
 MapThem = Callable[..., MappedTensors]
 
@@ -55,7 +55,7 @@ def map_them() -> Iterator[MapThem]:
 
 
 @pytest.mark.parametrize("one_storage", [True, False])
-@pytest.mark.parametrize("kind", list(PageKind))
+@pytest.mark.parametrize("kind", KINDS_WITH_TOKENS)
 def test_every_view_follows_a_storage_into_shared_memory(map_them: MapThem, kind: PageKind, one_storage: bool) -> None:
     cache = make_cache(kind, one_storage=one_storage)
     view = cache[1][3:5]
