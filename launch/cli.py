@@ -228,4 +228,6 @@ def example_file(name: str) -> Path:
 
 def _summary(config: ClusterConfig) -> str:
     counts = [f"{len(nodes)} {role}" for role in ROLES if (nodes := config.by_role(role))]
-    return f"{config.name}: {', '.join(counts)}; chunks of {config.cache.chunk_size} tokens over {config.transfer.protocol}"
+    size = config.cache.chunk_size
+    chunks = "chunks of the size that fits the model" if size == "auto" else f"chunks of {size} tokens"
+    return f"{config.name}: {', '.join(counts)}; {chunks} over {config.transfer.protocol}"
