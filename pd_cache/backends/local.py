@@ -3,7 +3,7 @@
 On the host nothing is copied: an entry is a reference to the slot that its object lies in (see `slots.py`), and a reader
 gets the slot itself. On a device each entry has a row in one slab there, and bytes are copied in and out.
 
-Entries are of one size, so memory cannot fragment. An entry that is being read is pinned, and never evicted.
+Each entry takes a whole slot or row, so memory cannot fragment. An entry that is being read is pinned, and never evicted.
 
 All of this runs on the caller's thread, which a user may interrupt. So slots, rows, pins and reserved places are objects: they come
 back when nothing refers to them any more.

@@ -85,11 +85,19 @@ def same(answer: Answer, expected: Answer) -> bool:
 
 
 def by_group(pool: Pool, before: set[str]) -> list[list[str]]:
-    """The keys that came since, one list for each namespace, in the order of the chunks' names' arrival: any."""
+    """The keys that came since, one list for each namespace, in no order."""
     groups: dict[str, list[str]] = defaultdict(list)
     for key in sorted(pool.keys() - before):
         groups[key.split("/")[1]].append(key)
     return list(groups.values())
+
+
+def stored(server: PdCacheServer, pool: Pool, prompt: list[int]) -> list[list[str]]:
+    """The keys under which it stores a prompt, a list for each group."""
+    before = pool.keys()
+    server.complete(prompt)
+    all_free(server)
+    return by_group(pool, before)
 
 
 def wholes(kind: ModelKind, length: int) -> int:
@@ -113,7 +121,7 @@ def test_what_was_stored_is_loaded_whatever_the_window_covers(
         assert expected.cached == 0
         chunks = (length if KINDS[kind].divisible else length - 1) // CHUNK
         parts = SHARDS if KINDS[kind].divisible else 1
-        stored = sorted(len(keys) for keys in by_group(vllm_pool, before))
+        counts = sorted(len(keys) for keys in by_group(vllm_pool, before))
         moved = server.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
         answer = afresh(server, prompt)
         assert same(answer, expected), length
@@ -124,8 +132,8 @@ def test_what_was_stored_is_loaded_whatever_the_window_covers(
         if chunks:
             # a window's tail is also that of a prompt that ends one token earlier
             most = [length // CHUNK, *(min(chunks, tail + 1) for tail in KINDS[kind].tails)]
-            assert len(stored) == len(most)
-            assert all(count <= parts * limit for count, limit in zip(stored, sorted(most), strict=True)), length
+            assert len(counts) == len(most)
+            assert all(count <= parts * limit for count, limit in zip(counts, sorted(most), strict=True)), length
 
 
 @each
@@ -161,10 +169,7 @@ def test_a_prompt_of_which_one_group_was_evicted_is_computed_and_stored_again(
 ) -> None:
     server, prompt = nodes[kind], new_prompt(LENGTH)
     expected = computed(server, prompt)
-    before = vllm_pool.keys()
-    server.complete(prompt)
-    all_free(server)
-    groups = by_group(vllm_pool, before)
+    groups = stored(server, vllm_pool, prompt)
     assert len(groups) == 1 + len(KINDS[kind].tails)
     for keys in groups:
         with vllm_pool.bare_client() as client:
@@ -183,10 +188,7 @@ def test_a_damaged_object_of_any_group_is_never_used(
 ) -> None:
     server, prompt = nodes[kind], new_prompt(LENGTH)
     expected = computed(server, prompt)
-    before = vllm_pool.keys()
-    server.complete(prompt)
-    all_free(server)
-    for keys in by_group(vllm_pool, before):
+    for keys in stored(server, vllm_pool, prompt):
         corrupt(vllm_pool, *keys)
         counted = server.troubles("retrieve", "corrupt")
         assert same(afresh(server, prompt), expected)
