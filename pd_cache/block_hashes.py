@@ -24,27 +24,29 @@ class UnknownHashesError(PdCacheError):
     """Block hashes that only the engine itself can compute."""
 
 
-def describe_hashes(algorithm: str, seed: str, own: str) -> str:
+def describe_hashes(algorithm: str, seed: str, own: str, step: int | None = None) -> str:
     """Returns what vLLM's block hashes depend on besides tokens, for `Namespace.hash_seed`. `own` is the `hash_seed` of the cluster's
-    file.
+    file. `step`: the tokens of each hash, if those are not the tokens of a block.
 
     The description holds a digest of the seed, so that a node with the same seed can recognise it. The digest keeps no secret:
     PYTHONHASHSEED has 32 bits, so anyone who sees the digest can find it. The seed need not be secret for sha256; for xxhash, vLLM
     expects it to be.
     """
-    return f"{algorithm}:{_digest(seed)}:{own}"
+    every = "" if step is None else f"/{step}"
+    return f"{algorithm}{every}:{_digest(seed)}:{own}"
 
 
 class BlockHasher:
     """Hashes blocks as the engines of one namespace do."""
 
     def __init__(self, block_size: int, described: str, seeds: Iterable[str] = ()) -> None:
-        """`described` is what `describe_hashes` returned. `seeds` are further candidates for its seed, besides this process's own and the
+        """`block_size` is the namespace's, and `described` what `describe_hashes` returned. `seeds` are further candidates for its seed, besides this process's own and the
         default.
 
         Raises UnknownHashesError, which says why, if the hashes cannot be computed here.
         """
-        algorithm, _, rest = described.partition(":")
+        named, _, rest = described.partition(":")
+        algorithm, _, step = named.partition("/")
         if algorithm != _ALGORITHM:
             known = algorithm or "hashes of its own"
             raise UnknownHashesError(
@@ -57,12 +59,13 @@ class BlockHasher:
             raise UnknownHashesError(
                 f"vLLM's block hashes start from another seed than here: set {SEED_VARIABLE} to what it is there"
             )
-        self._block_size = block_size
+        self.block_size = int(step) if step.isdecimal() and int(step) else block_size
+        """The tokens of each hash."""
         self._root = _hash(seed)
 
     def hashes(self, tokens: Sequence[int], cache_salt: str | None = None) -> list[bytes]:
         """Returns the chained hash of each whole block, 32 bytes each."""
-        step, previous = self._block_size, self._root
+        step, previous = self.block_size, self._root
         extra: tuple[tuple[str, str], ...] | None = (("cache_salt", cache_salt),) if cache_salt else None
         hashes = []
         for start in range(0, len(tokens) - step + 1, step):

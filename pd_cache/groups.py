@@ -1,8 +1,13 @@
-"""Which chunks of which layers a prefix needs, for models whose layers do not all keep the KV of every token. Pure.
+"""Which chunks of each layer group a prefix needs. Pure.
 
-Such a model's layers form groups. Each group has a namespace, and so keys, of its own; the names of chunks are the same in all. A group of
-full attention needs every chunk of a prefix. Any other needs only the last ones, its *tail*: the chunks that its window reaches into, or
-the one whose object is the state at the prefix's end.
+A model has several layer groups if its layers do not all keep the KV of every token, or if it has a draft model or pipeline stages. Each
+group has a namespace, and so keys, of its own. The names of chunks are the same in all groups. A group of full attention needs every chunk
+of a prefix. A group of windows or states needs only the last ones, its *tail*: the chunks that the window reaches into, or the one chunk
+whose object is the state at the prefix's end.
+
+Some draft models compute a token's KV from the token after it, so the last KV of a chunk depends on the first token of the next chunk. The
+group of such layers is *ahead*: the object of a chunk lies under the name of the chunk after it, which covers that token. So a prefix
+cannot include the last whole chunk: no chunk after it names its object.
 """
 
 from __future__ import annotations
@@ -15,16 +20,17 @@ from pd_cache.tokens import ChunkedTokenDatabase
 
 
 class Surveyed(NamedTuple):
-    """How far a prefix goes, in chunks."""
+    """How long a prefix is, in chunks."""
 
     chunks: int
-    """A load can restore this many."""
+    """How many chunks a load can restore."""
     leading: int
-    """The layers that need every chunk have this many. If it is more than `chunks`, then only the ends of such a prefix were not stored."""
+    """How many chunks the groups without a tail have. If these are more than `chunks`, a longer prefix lacks only what the other groups
+    need at its end."""
 
 
 class LayerGroups:
-    """The groups of one model, the first of which names its chunks."""
+    """The layer groups of one model. The first one names the chunks."""
 
     def __init__(self, databases: Sequence[ChunkedTokenDatabase]) -> None:
         """Raises ValueError if there is no group, or if the groups' chunks are not of one size."""
@@ -35,10 +41,16 @@ class LayerGroups:
         self.databases = tuple(databases)
         self.first = databases[0]
         self._tails = tuple(database.namespace.tail for database in databases)
+        self._aheads = tuple(database.namespace.ahead for database in databases)
 
     def keys(self, names: Sequence[bytes]) -> list[str]:
         """Returns the keys of every shard of these chunks: group by group, and within a group chunk by chunk."""
         return [key for database in self.databases for key in database.all_shard_keys(names)]
+
+    @property
+    def ahead(self) -> int:
+        """How many names behind a prefix's end the groups need: 1 if a group is ahead, otherwise 0."""
+        return max(self._aheads)
 
     @property
     def keys_per_chunk(self) -> int:
@@ -46,9 +58,9 @@ class LayerGroups:
         return sum(database.namespace.shards for database in self.databases)
 
     def reach(self, present: Sequence[bool]) -> Surveyed:
-        """Returns how long a prefix can be, given which objects exist, in the order of `keys`.
+        """Returns how long a prefix can be. `present` says which objects exist, in the order of `keys`.
 
-        Chunks before those that were asked for are at hand, in every group that needs them.
+        The engine has the chunks before those that were asked for at hand, in every group that needs them.
         """
         by_group = self._whole_chunks(present)
         full = [chunks for chunks, tail in zip(by_group, self._tails, strict=True) if not tail]
@@ -60,11 +72,15 @@ class LayerGroups:
         return Surveyed(0, longest if full else 0)
 
     def needed(self, start: int, end: int) -> list[range]:
-        """Returns, for each group, the numbers of the chunks that a prefix up to `end` needs, if those before `start` are at hand."""
-        return [range(max(start, end - tail) if tail else start, end) for tail in self._tails]
+        """Returns, for each group, which chunks a prefix up to `end` needs if those before `start` are at hand, as the numbers of their
+        names."""
+        return [
+            range((max(start, end - tail) if tail else start) + ahead, end + ahead)
+            for tail, ahead in zip(self._tails, self._aheads, strict=True)
+        ]
 
     def _whole_chunks(self, present: Sequence[bool]) -> list[list[bool]]:
-        """Returns, for each group, whether each chunk is there with every shard."""
+        """Returns, for each group and chunk, whether every shard is there."""
         chunks, rest = divmod(len(present), self.keys_per_chunk)
         if rest:
             raise ValueError(f"{len(present)} answers are no whole number of chunks of {self.keys_per_chunk} objects")
@@ -73,7 +89,9 @@ class LayerGroups:
             shards = database.namespace.shards
             own = present[start : start + chunks * shards]
             start += chunks * shards
-            found.append([all(own[at : at + shards]) for at in range(0, len(own), shards)])
+            named = [all(own[at : at + shards]) for at in range(0, len(own), shards)]
+            ahead = database.namespace.ahead
+            found.append(named[ahead:] + [False] * min(ahead, len(named)))
         return found
 
 
@@ -82,7 +100,7 @@ def _leading(chunks: Sequence[bool]) -> int:
 
 
 def _runs(chunks: Sequence[bool]) -> list[int]:
-    """Returns, for each chunk, how many chunks in a row are there, up to and with this one."""
+    """Returns, for each chunk, how many chunks in a row are there, this one included and last."""
     runs, run = [], 0
     for there in chunks:
         run = run + 1 if there else 0

@@ -1,4 +1,4 @@
-"""What a prefill node tells a decode node about a prompt: our part of `kv_transfer_params`. The only module that knows this format.
+"""What a prefill node says to a decode node about a prompt: our part of `kv_transfer_params`. No other module knows this format.
 
 A proxy sends `do_remote_decode: true` to the prefill node, and forwards the node's answer to the decode node unread:
 
@@ -10,7 +10,7 @@ The chunks may still be on their way when the answer arrives. The decode node wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -18,6 +18,7 @@ import msgspec
 from pd_cache.decoding import prepared
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Fingerprint = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{0,64}\Z")]
 
 
 class PrefillWork(msgspec.Struct, frozen=True):
@@ -32,9 +33,17 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
 
     prefix_tokens: Count = 0
     """Whole chunks, from the start of the prompt."""
-    namespace: Annotated[str, msgspec.Meta(pattern=r"^[!-~]{0,64}\Z")] = ""
-    """Fingerprint of the namespace they are stored in; a node of another namespace need not wait. Empty if unknown."""
+    namespace: Fingerprint = ""
+    """Fingerprint of the namespace in which the chunks are stored; a node of another namespace need not wait. Empty if unknown."""
+    further: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=256)] = ()
+    """Fingerprints of the namespaces of the model's other layer groups. A node that needs one that is not among them need not wait."""
     prefill: PrefillWork | None = None
+
+    def serves(self, namespaces: Sequence[str]) -> bool:
+        """Returns whether a node can load what was announced. `namespaces` are the fingerprints of those of its layer groups, the first
+        first. Returns True if the announcement names no namespace."""
+        first, *others = namespaces
+        return not self.namespace or (self.namespace == first and set(others) <= set(self.further))
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -48,7 +57,7 @@ class _Params(msgspec.Struct, frozen=True):
 
 
 class BadParams(ValueError):
-    """`kv_transfer_params` that are wrong. `path` is the path of the wrong key, with dots; empty if it is the whole."""
+    """`kv_transfer_params` that are wrong. `path` is the path of the wrong key, with dots; empty if the value as a whole is wrong."""
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__(f"kv_transfer_params{path and '.' + path}: {message}")
@@ -59,12 +68,12 @@ class Handoff(msgspec.Struct, frozen=True):
     """A request's `kv_transfer_params`, as a node understands them."""
 
     announce: bool = False
-    """Another node decodes this prompt, so this node has to say what it stored."""
+    """Whether another node decodes this prompt, so that this node has to say what it stored."""
     announced: Announcement | None = None
 
 
 def read_params(params: object) -> Handoff:
-    """Reads a request's `kv_transfer_params`. Keys of other connectors are ignored.
+    """Returns what a request's `kv_transfer_params` say. Ignores keys of other connectors.
 
     `params` may be any value that an engine received; None and an empty mapping ask for nothing. Raises BadParams, which says what is
     wrong.
@@ -84,4 +93,7 @@ def read_params(params: object) -> Handoff:
 
 def write_params(announcement: Announcement) -> dict[str, Any]:
     """Returns the `kv_transfer_params` for a prefill node's answer."""
-    return {"do_remote_prefill": True, "pd_cache": msgspec.to_builtins(announcement)}
+    ours = msgspec.to_builtins(announcement)
+    if not announcement.further:
+        del ours["further"]
+    return {"do_remote_prefill": True, "pd_cache": ours}

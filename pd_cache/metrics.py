@@ -20,6 +20,9 @@ from transfer.errors import Status
 
 log = logging.getLogger(__name__)
 
+_MOST_GROUPS = 64
+"""The most groups of layers whose bytes are counted apart; those of further ones are counted as of `others`. Engines choose their names, and
+a cache server never forgets a counter."""
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -116,6 +119,13 @@ class CacheMetrics:
             )
         }
         self._bytes = Counter("pd_cache_bytes", "Payload bytes moved", ["op"], registry=self.registry)
+        self._group_bytes = Counter(
+            "pd_cache_group_bytes",
+            "Payload bytes moved, by group of layers, for models that have several",
+            ["op", "layers"],
+            registry=self.registry,
+        )
+        self._groups: set[str] = set()
         seconds = Histogram(
             "pd_cache_op_seconds", "Duration of an operation", ["op"], buckets=_SECONDS, registry=self.registry
         )
@@ -169,10 +179,15 @@ class CacheMetrics:
         if count:
             self._tokens[op, outcome].inc(count)
 
-    def moved(self, op: str, nbytes: int) -> None:
-        """Counts payload bytes that arrived."""
+    def moved(self, op: str, nbytes: int, layers: str = "") -> None:
+        """Counts payload bytes that arrived. `layers`: the group of layers (`Namespace.group`)."""
         if nbytes:
             self._bytes.labels(op).inc(nbytes)
+            if layers:
+                with self._lock:
+                    if len(self._groups) < _MOST_GROUPS:
+                        self._groups.add(layers)
+                self._group_bytes.labels(op, layers if layers in self._groups else "others").inc(nbytes)
 
     def trouble(self, op: str, reason: str, chunks: int = 1, *, detail: str = "") -> None:
         """Counts chunks that ended in `reason`, and logs it at most once in ten seconds for each reason."""

@@ -126,7 +126,7 @@ class ChunkMover:
                 return 0
             objects = self._get(run, timeout)
         loaded = objects // len(run.copiers)
-        self.metrics.moved("retrieve", objects * self._payload_bytes(run))
+        self.metrics.moved("retrieve", objects * self._payload_bytes(run), self._database.namespace.group)
         self.metrics.tokens("retrieve", "loaded", loaded * self._database.chunk_size)
         return loaded
 
@@ -190,7 +190,7 @@ class ChunkMover:
             stored = outcomes.count(StoreOutcome.NEW)
             if stored:
                 self._annotate(deadline)
-        self.metrics.moved("store", stored * self._payload_bytes(run))
+        self.metrics.moved("store", stored * self._payload_bytes(run), self._database.namespace.group)
         self.metrics.tokens("store", "stored", self._tokens(run, stored))
         return outcomes
 

@@ -1,13 +1,15 @@
 """ChunkedTokenDatabase: tokens or block hashes -> chunk keys. Pure: no I/O, no clock, no PYTHONHASHSEED.
 
 A chunk's hash is chained, `H_i = h(H_{i-1} || tokens of chunk i as little-endian int32)`, so that it names the whole
-prefix up to its end. `h` is SHA-256 with 16 bytes kept: a shared pool crosses trust boundaries.
+prefix up to its end. `h` is BLAKE2b with a digest of 16 bytes: a shared pool crosses trust boundaries, and SHA-256 takes three times as
+long on processors without instructions for it.
 """
 
 from __future__ import annotations
 
 import array
 import hashlib
+import struct
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 KEY_FORMAT = "pdc1"
 HASH_BYTES = 16
+_TOKEN_HASH = "blake2b"
+"""Names the hash `h` in the namespace, so that a version with another one shares no chunk with this one."""
 NAME_WIDTHS = range(8, HASH_BYTES + 1)
 """How many bytes a chunk's name may have; see `stride_hashes`."""
 Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
@@ -41,7 +45,7 @@ def salt_keys(cache_salt: str | None) -> tuple[ExtraKey, ...]:
 
 
 class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers that keep their KV alike, of a model whose layers do not all do."""
+    """Layers that keep their KV alike, of a model whose layers do not all do, or that is cut into pipeline stages."""
 
     layers: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
     """Which layers, e.g. `0-4,6-10`."""
@@ -49,6 +53,8 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     """What they keep, e.g. `the last 256 tokens`."""
     tail: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     """How many chunks, the last ones, a prefix needs of them; 0 for all."""
+    ahead: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+    """1 if a chunk's KV depends on tokens behind the chunk, and is therefore stored under the name of the chunk after it."""
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,22 +75,31 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     hash_seed: str = ""
     """Hash mode: what the engine's block hashes depend on besides tokens (algorithm and seed)."""
     group: str = ""
-    """Which of the model's layers; empty if all layers keep the KV of every token. Each group of layers has a namespace of its own."""
+    """Which of the model's layers; empty for all, if they all keep the KV of every token. Each group of layers has a namespace of its own."""
     keeps: str = ""
     """What these layers keep, if there are groups; see `LayerGroup`."""
     tail: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
     """How many chunks, the last ones, a prefix needs of these layers; 0 for all."""
+    ahead: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+    """1 if a chunk is stored under the name of the chunk after it; see `LayerGroup`."""
 
     @property
     def layer_group(self) -> LayerGroup | None:
         """The group of layers; None if there are no groups."""
-        return LayerGroup(layers=self.group, keeps=self.keeps, tail=self.tail) if self.group else None
+        if not self.group:
+            return None
+        return LayerGroup(layers=self.group, keeps=self.keeps, tail=self.tail, ahead=self.ahead)
 
     def _fields(self) -> dict[str, Any]:
-        """Returns all fields. Without groups, those of groups are left out, as they were before there were any."""
+        """Returns all fields. Those that came later are left out where they say nothing, so that older objects keep their keys. If tokens
+        name the chunks, one more says by which hash."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
+        if not self.ahead:
+            del fields["ahead"]
         if not self.group:
             del fields["group"], fields["keeps"], fields["tail"]
+        if self.hash_mode == "tokens":
+            fields["token_hash"] = _TOKEN_HASH
         return fields
 
     def manifest(self) -> bytes:
@@ -97,11 +112,14 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
         told: dict[str, str | int] = decode_json(manifest, dict[str, str | int])
         if told.pop("format", None) != KEY_FORMAT:
             raise ValueError(f"no manifest of format {KEY_FORMAT}: {manifest[:200]!r}")
+        if told.pop("token_hash", None) != (_TOKEN_HASH if told.get("hash_mode") == "tokens" else None):
+            raise ValueError(f"chunks are named by another hash than {_TOKEN_HASH}: {manifest[:200]!r}")
         return msgspec.convert(told, prepared(cls))
 
-    def described(self) -> dict[str, Any]:
-        """Returns the two fields by which a node reports its namespace."""
-        return {"fingerprint": self.fingerprint(), "namespace": self._fields()}
+    def described(self, further: Sequence[Namespace] = ()) -> dict[str, Any]:
+        """Returns the fields by which a node reports its namespace. `further` are those of the model's other groups of layers."""
+        others = {"further": [one._fields() for one in further]} if further else {}
+        return {"fingerprint": self.fingerprint(), "namespace": self._fields(), **others}
 
     def fingerprint(self) -> str:
         """Returns 16 hex digits that are equal if and only if all fields are equal."""
@@ -110,19 +128,14 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
 
 def token_bytes(tokens: Tokens) -> bytes:
     """Returns token ids as little-endian int32. Raises ValueError for an id that does not fit."""
-    if isinstance(tokens, array.array) and tokens.typecode == "i":
-        packed = tokens
-    elif hasattr(tokens, "untyped_storage"):
+    if hasattr(tokens, "untyped_storage"):
         return _tensor_bytes(tokens)
-    else:
-        try:
-            packed = array.array("i", tokens)
-        except (OverflowError, TypeError) as error:
-            raise ValueError(f"tokens must be integers that fit an int32: {error}") from None
-    if sys.byteorder == "big":
-        packed = array.array("i", packed)
-        packed.byteswap()
-    return packed.tobytes()
+    if isinstance(tokens, array.array) and tokens.typecode == "i" and sys.byteorder == "little":
+        return tokens.tobytes()
+    try:
+        return struct.pack(f"<{len(tokens)}i", *tokens)  # takes a third of the time of array.array
+    except (struct.error, TypeError) as error:
+        raise ValueError(f"tokens must be integers that fit an int32: {error}") from None
 
 
 def _tensor_bytes(tokens: Any) -> bytes:
@@ -156,11 +169,11 @@ def hash_tokens(tokens: Tokens, chunk_size: int, extra_keys: Iterable[ExtraKey] 
     raw = memoryview(token_bytes(tokens))
     step = chunk_size * 4
     previous = root(extra_keys)
-    sha256, hashes = hashlib.sha256, []
+    blake2b, hashes = hashlib.blake2b, []
     for start in range(0, len(raw) - step + 1, step):
-        digest = sha256(previous)
+        digest = blake2b(previous, digest_size=HASH_BYTES)
         digest.update(raw[start : start + step])
-        previous = digest.digest()[:HASH_BYTES]
+        previous = digest.digest()
         hashes.append(previous)
     return hashes
 
@@ -272,6 +285,7 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
             group="" if self.group is None else self.group.layers,
             keeps="" if self.group is None else self.group.keeps,
             tail=0 if self.group is None else self.group.tail,
+            ahead=0 if self.group is None else self.group.ahead,
         )
 
 

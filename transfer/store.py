@@ -501,7 +501,7 @@ class MooncakeStore:
 
         def call() -> list[int]:
             codes = function()
-            statuses = {status_of(code) for code in codes}
+            statuses = {status_of(code) for code in set(codes)}
             if statuses == {Status.POOL_DOWN}:
                 self._settle(what, failed=True)
             elif not statuses <= OUTAGE:

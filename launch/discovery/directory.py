@@ -99,8 +99,8 @@ class Member:
         self._node = node
         self._registration: Any = None
         self._announced = False
-        self.namespace: Namespace | None = None
-        """Set it before `announce`, on a node that keeps a cache and knows its namespace."""
+        self.namespaces: tuple[Namespace, ...] = ()
+        """Those of its model's groups of layers. Set it before `announce`, on a node that keeps a cache and knows them."""
         self.master: str | None = None
         """The address at which a client of the pool expects the master. Set it before `announce`."""
         if isinstance(config.discovery, EtcdDiscovery):
@@ -110,12 +110,11 @@ class Member:
 
     def about(self) -> dict[str, Any]:
         """Returns version and namespace for a node's `/health`. With static discovery, other nodes learn them from there."""
-        namespace = self.namespace.described() if self.namespace is not None else {}
-        return {"version": pd_cache.__version__, **namespace}
+        return {"version": pd_cache.__version__, **_described(self.namespaces)}
 
     def announce(self, address: str) -> None:
         """Announces that this node can be used at `address`. Returns immediately, even if etcd does not answer."""
-        record = describe_node(self._config, self._node, address, self.namespace)
+        record = describe_node(self._config, self._node, address, self.namespaces)
         record = msgspec.structs.replace(record, master=self.master)
         if self._registration is not None and not self._announced:
             self._announced = True
@@ -133,7 +132,9 @@ class Member:
         self.leave()
 
 
-def describe_node(config: ClusterConfig, node: Node, address: str, namespace: Namespace | None = None) -> NodeRecord:
+def describe_node(
+    config: ClusterConfig, node: Node, address: str, namespaces: tuple[Namespace, ...] = ()
+) -> NodeRecord:
     """Returns the record of a node of the file that answers at `address`."""
     capacity, model = Capacity(), None
     if isinstance(node, EngineNode) and config.engine is not None:
@@ -154,8 +155,12 @@ def describe_node(config: ClusterConfig, node: Node, address: str, namespace: Na
         model=model,
         capacity=capacity,
         version=pd_cache.__version__,
-        **(namespace.described() if namespace is not None else {}),
+        **_described(namespaces),
     )
+
+
+def _described(namespaces: tuple[Namespace, ...]) -> dict[str, Any]:
+    return namespaces[0].described(namespaces[1:]) if namespaces else {}
 
 
 def file_records(config: ClusterConfig) -> list[NodeRecord]:

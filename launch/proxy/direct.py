@@ -18,7 +18,7 @@ from launch.proxy.patience import within
 from launch.proxy.prefixes import RoutedPrompt
 from pd_cache.block_hashes import BlockHasher
 from pd_cache.lookup import LookupClient
-from pd_cache.tokens import Namespace, salt_keys
+from pd_cache.tokens import Namespace, salt_keys, stride_hashes
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +29,16 @@ _MAX_WAITING = 32
 """The most lookups under way. Further prompts take the usual way without a lookup."""
 _MAX_TOKENS = 1 << 18
 """The most tokens of a prompt that is looked up. To name the chunks of a longer one would take this process too long."""
+_MAX_KEYS = 1 << 18
+"""The most objects that a lookup asks for. The sizes in a node's record, which anyone who may write to etcd can choose, must not fill the
+proxy's memory."""
 
 
 class Pool(NamedTuple):
     """The pool to look up in, and the names of its chunks."""
 
-    namespace: Namespace
+    namespaces: tuple[Namespace, ...]
+    """Those of the model's groups of layers, the first of which names the chunks."""
     master: str
     model: str | None = None
     """The `model` that requests for it name; requests for others, such as a LoRA adapter, have KV of other names. None for all."""
@@ -48,6 +52,9 @@ class _Eyes(NamedTuple):
     """Everything that a lookup needs."""
 
     client: LookupClient
+    chunk_size: int
+    keys_per_chunk: int
+    """How many objects a chunk has, in all groups of layers."""
     hasher: BlockHasher | None
     """Set if chunks are named by the engine's block hashes."""
     model: str | None
@@ -56,7 +63,8 @@ class _Eyes(NamedTuple):
         """Returns the length of the prefix that the pool holds, in tokens."""
         if self.hasher is None:
             return self.client.lookup(tokens, request_id, {"extra_keys": salt_keys(salt)})
-        return self.client.lookup(None, request_id, block_hashes=self.hasher.hashes(tokens, salt))
+        names = stride_hashes(self.hasher.hashes(tokens, salt), self.chunk_size // self.hasher.block_size)
+        return self.client.find(names, request_id)
 
 
 class DirectRule:
@@ -99,10 +107,11 @@ class DirectRule:
             self._retire()
             self._pool = pool
             try:
-                space = pool.namespace
+                space = pool.namespaces[0]
                 blocks = space.hash_mode == "blocks"
                 hasher = BlockHasher(space.block_size, space.hash_seed, self._seeds) if blocks else None
-                self._eyes = _Eyes(self._open(pool), hasher, pool.model)
+                objects = sum(one.shards for one in pool.namespaces)
+                self._eyes = _Eyes(self._open(pool), space.chunk_size, objects, hasher, pool.model)
                 self._tell("")
             except Exception as error:  # noqa: BLE001 - without lookups prompts take the usual way
                 self._tell(str(error))
@@ -150,6 +159,8 @@ class DirectRule:
             return None
         if len(tokens) < self._tokens:
             return "short"
+        if len(tokens) // eyes.chunk_size * eyes.keys_per_chunk > _MAX_KEYS:
+            return None
         loop, salt = asyncio.get_running_loop(), completion.cache_salt()
         found = await loop.run_in_executor(self._threads(), eyes.find, tokens, salt, request_id)
         return "in_pool" if len(tokens) - found < self._tokens else None

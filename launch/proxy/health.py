@@ -76,6 +76,5 @@ class HealthChecks:
             body = await read_all(answer, _MAX_ANSWER)
         finally:
             answer.close()
-        told = read_about(body)
-        self._on_namespace(url, Namespaced(fingerprint=told.fingerprint, namespace=told.namespace))
+        self._on_namespace(url, read_about(body))
         return ""

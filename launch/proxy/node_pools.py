@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from launch.discovery import View
 from launch.proxy.answers import ApiError
 from launch.proxy.direct import DirectRule, Pool
@@ -109,22 +107,20 @@ class NodePools:
         elif master is None:
             self._direct.use("no master of the pool is known")
         else:
-            namespace, model = usual
-            self._direct.use(Pool(namespace, master, model))
+            namespaces, model = usual
+            self._direct.use(Pool(namespaces, master, model))
 
     def _completed(self, record: NodeRecord) -> NodeRecord:
         told = self._told.get(record.address.rstrip("/"))
         if record.fingerprint is not None or told is None:
             return record
-        return msgspec.structs.replace(record, fingerprint=told.fingerprint, namespace=told.namespace)
+        return record.telling(told)
 
 
-def _usual(records: list[NodeRecord]) -> tuple[Namespace, str | None] | None:
-    """Returns the namespace and model of most decode nodes, because only these nodes could load what a lookup found."""
+def _usual(records: list[NodeRecord]) -> tuple[tuple[Namespace, ...], str | None] | None:
+    """Returns the namespaces and the model of most decode nodes, because only these nodes could load what a lookup found."""
     known = [
-        (space, record.model)
-        for record in records
-        if record.role == "decode" and (space := record.cache_namespace) is not None
+        (spaces, record.model) for record in records if record.role == "decode" and (spaces := record.cache_namespaces)
     ]
     return Counter(known).most_common(1)[0][0] if known else None
 

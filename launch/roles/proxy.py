@@ -116,14 +116,14 @@ async def _serve(
 
 
 def _open_lookup(config: ClusterConfig, host: str, pool: Pool) -> LookupClient:
-    space = pool.namespace
+    space = pool.namespaces[0]
     cache = msgspec.structs.replace(
         config.cache, chunk_size=space.chunk_size, hash_mode=space.hash_mode, hash_seed=space.hash_seed
     )
-    metadata = CacheMetadata.within(space)
-    if metadata.namespace(cache) != space:
-        raise ValueError(f"this version makes another namespace of {space}")
+    first, *further = (CacheMetadata.within(one) for one in pool.namespaces)
+    if tuple(one.namespace(cache) for one in (first, *further)) != pool.namespaces:
+        raise ValueError(f"this version makes other namespaces of {pool.namespaces}")
     # a proxy's host need not have a mooncake_client
     transfer = msgspec.structs.replace(config.transfer, client="embedded", client_address="")
     settings = NodeSettings(master=pool.master, host=host, cache=cache, transfer=transfer)
-    return MooncakeLookupClient(settings, metadata, pool.master)
+    return MooncakeLookupClient(settings, first, pool.master, further=further)

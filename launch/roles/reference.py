@@ -49,7 +49,7 @@ def run_reference_engine(
                 raise ConfigError(f"transfer.staging_size: {settings.transfer.staging_size}: {error}") from None
         opened.append(cache)
         cache.register_kv_caches(kv_caches)
-        member.namespace = metadata.namespace(config.cache)
+        member.namespaces = (metadata.namespace(config.cache),)
         return cache
 
     def announce(address: str) -> None:

@@ -16,7 +16,7 @@ from launch.process import LocalProcesses, Program
 from launch.signals import stop_on_signals
 from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig, dump_config
 from pd_cache.runtime import temporary_folder
-from pd_cache.vllm.namespace_file import read_namespace
+from pd_cache.vllm.namespace_file import read_namespaces
 
 _REFUSAL = re.compile(r"\bpd_cache\.[\w.]+Error: (.+)")
 
@@ -40,7 +40,7 @@ def run_vllm(
         output = _VllmOutput()
 
         def announce() -> None:
-            member.namespace = read_namespace(namespace)
+            member.namespaces = read_namespaces(namespace)
             ready(f"http://{node.host}:{node.port}")
 
         # it has to be gone before the process that stops us loses patience

@@ -185,7 +185,7 @@ def _read_health(body: str, row: NodeStatus) -> None:
     told = read_about(body)
     row.record = msgspec.structs.replace(row.record, version=told.version or row.record.version)
     if row.record.fingerprint is None:
-        row.record = msgspec.structs.replace(row.record, fingerprint=told.fingerprint, namespace=told.namespace)
+        row.record = row.record.telling(told)
 
 
 def _read_cache(samples: Samples, row: NodeStatus) -> None:

@@ -5,9 +5,10 @@
     <path>/<file bytes>/<n>/<xx>/<digest>-<serial>      an object; xx are the digest's first two digits
     <path>/<file bytes>/<n>/stray-<name>-<number>       something that was found in the place of a folder of ours
 
-A file is an object (payload and trailer) padded with zeros to whole pages, so that direct I/O can move it in one piece. It is
-written under a temporary name and renamed when it is whole. The serial keeps two writers of one key apart. The digest is that of
-the key, so that any key makes a safe name. Names are not trusted: objects are checked when they are read.
+A file is an object (payload and trailer) and whatever lay behind it in memory, up to the size of the largest object in whole pages, so
+that direct I/O can move it in one piece. It is written under a temporary name and renamed when it is whole. The serial keeps two writers
+of one key apart. The digest is that of the key, so that any key makes a safe name. Names are not trusted: objects are checked when they
+are read.
 
 Processes that share a path each take their own folder, the first that is free. However a process ends, its folder becomes free, and
 the next process that starts finds it with its contents. If nothing can be written, an existing folder can still be taken and read.

@@ -36,6 +36,8 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Which of the model's layers; None if all are kept alike."""
     further: tuple[FurtherLayers, ...] = ()
     """The other groups of layers that lookups ask for."""
+    object_sizes: tuple[int, ...] = ()
+    """The payload bytes of a chunk's object in each group of layers of this worker; those of similar size share the server's memory."""
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size % self.block_size:
@@ -55,7 +57,11 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
             hash_mode=cache.named_by,
             hash_seed=cache.hash_seed,
             layers=metadata.group,
-            further=tuple(FurtherLayers(one.group, one.block_size) for one in further if one.group is not None),
+            further=tuple(
+                FurtherLayers(one.group, one.block_size, one.world_size, one.shards_per_rank)
+                for one in further
+                if one.group is not None
+            ),
         )
 
     def hello(self, client: str, kind: Literal["scheduler", "worker"]) -> Hello:
@@ -75,4 +81,5 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
             self.chunk_size or 0,
             self.layers,
             self.further,
+            self.object_sizes,
         )

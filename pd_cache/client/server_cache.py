@@ -218,7 +218,8 @@ class ServerCache:
 
     def count_moved(self, op: Literal["retrieve", "store"], outcome: str, chunks: int) -> None:
         """Counts chunks that arrived; for the pending operations."""
-        self.metrics.moved(op, chunks * self._chunk_bytes)
+        layers = self.connection.hello.layers
+        self.metrics.moved(op, chunks * self._chunk_bytes, "" if layers is None else layers.layers)
         self.metrics.tokens(op, outcome, chunks * self.chunk_size)
 
 

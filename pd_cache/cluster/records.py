@@ -16,7 +16,7 @@ from pd_cache.errors import PdCacheError
 from pd_cache.tokens import Namespace
 
 MAX_RECORD = 64 << 10
-"""The most bytes of a record. Ours have about one thousand."""
+"""The most bytes of a record. One of ours has about one thousand."""
 
 _HOST = rf"(\[[0-9A-Fa-f:.]+\]|\*|{HOST})"
 _PORT = r":[0-9]{1,5}"
@@ -66,17 +66,20 @@ class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
     """The fingerprint of the namespace; nodes with equal ones share hits. None if the node has no cache or does not know it."""
     namespace: dict[Line, Line | int] | None = None
     """The namespace, field by field."""
+    further: Annotated[tuple[dict[Line, Line | int], ...], msgspec.Meta(max_length=32)] = ()
+    """The namespaces of the model's other layer groups, field by field."""
 
     @property
-    def cache_namespace(self) -> Namespace | None:
-        """The namespace as this version understands it; None if there is none or it has other fields."""
+    def cache_namespaces(self) -> tuple[Namespace, ...]:
+        """The namespaces as this version understands them, one for each layer group. Empty if there are none, if one has other fields, or
+        if the first does not fit the fingerprint."""
         if self.namespace is None:
-            return None
+            return ()
         try:
-            found = msgspec.convert(self.namespace, prepared(Namespace))
+            found = tuple(msgspec.convert(fields, prepared(Namespace)) for fields in (self.namespace, *self.further))
         except msgspec.ValidationError:
-            return None
-        return found if found.fingerprint() == self.fingerprint else None
+            return ()
+        return found if found[0].fingerprint() == self.fingerprint else ()
 
 
 class NodeRecord(Namespaced, frozen=True, kw_only=True):
@@ -98,6 +101,12 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     """What clients write into `model`."""
     capacity: Capacity = Capacity()
     version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
+
+    def telling(self, told: Namespaced) -> NodeRecord:
+        """Returns the record with what `told` says about the node's cache."""
+        return msgspec.structs.replace(
+            self, fingerprint=told.fingerprint, namespace=told.namespace, further=told.further
+        )
 
     def encode(self) -> bytes:
         """Returns the record as JSON."""
@@ -147,9 +156,10 @@ def read_about(body: bytes | str) -> About:
 
 
 def differences(records: Iterable[NodeRecord]) -> dict[str, str]:
-    """Returns, for each node that shares no hit with most of the others, how it differs, by name.
+    """Returns how nodes differ from most of the others so that they share no hit, or not all hits, by name of the node.
 
-    Its namespace differs, or it follows a master that has moved since the node was started.
+    The namespace of a node differs, or that of one of its layer groups, or the node follows a master that has moved since the node was
+    started.
     """
     nodes = list(records)
     masters = sorted(record.address for record in nodes if record.role == "master")
@@ -160,15 +170,38 @@ def differences(records: Iterable[NodeRecord]) -> dict[str, str]:
         if masters and record.master and not record.master.startswith("etcd://") and record.master not in masters
     }
     known = sorted((record for record in nodes if record.fingerprint), key=lambda record: record.name)
-    counts = Counter(record.fingerprint for record in known)
+    groups = {record.name: _groups(record) for record in known}
+    counts = Counter(frozenset(one) for one in groups.values())
     if len(counts) < 2:
         return stranded
-    usual = next(record for record in known if counts[record.fingerprint] == max(counts.values()))
-    return stranded | {
-        record.name: f"{_difference(record, usual)}: these two never share a hit"
-        for record in known
-        if record.fingerprint != usual.fingerprint
-    }
+    usual = next(record for record in known if counts[frozenset(groups[record.name])] == max(counts.values()))
+    return (
+        stranded
+        | {
+            record.name: f"{_difference(record, usual)}: these two never share a hit"
+            for record in known
+            if record.fingerprint != usual.fingerprint
+        }
+        | {
+            record.name: f"{_other_layers(record, usual)}: what one stores of those, the other cannot load"
+            for record in known
+            if record.fingerprint == usual.fingerprint and groups[record.name].keys() != groups[usual.name].keys()
+        }
+    )
+
+
+def _groups(record: NodeRecord) -> dict[str, str]:
+    """Returns what each of a node's layer groups keeps, by the fingerprint of its namespace."""
+    further = {one.fingerprint(): f"{one.group}: {one.keeps}" for one in record.cache_namespaces[1:]}
+    return {record.fingerprint or "": "", **further}
+
+
+def _other_layers(here: NodeRecord, there: NodeRecord) -> str:
+    mine, theirs = _groups(here), _groups(there)
+    only_here = [one_line(mine[one]) for one in mine.keys() - theirs.keys()]
+    only_there = [one_line(theirs[one]) for one in theirs.keys() - mine.keys()]
+    told = ((only_here, "here"), (only_there, f"on {there.name}"))
+    return ", ".join(f"layers {'; '.join(sorted(ones))} only {place}" for ones, place in told if ones)
 
 
 def _difference(here: NodeRecord, there: NodeRecord) -> str:

@@ -35,7 +35,7 @@ class PrefixLookup:
         """
         size, metrics = self.groups.first.chunk_size, self.metrics
         metrics.tokens("lookup", "requested", (chunks - at_hand) * size)
-        if statuses.count(Status.OK) == len(statuses):
+        if statuses.count(Status.OK) == len(statuses) and not self.groups.ahead:
             found = Surveyed(chunks - at_hand, chunks - at_hand)
         else:
             found = self.groups.reach([status is Status.OK for status in statuses])

@@ -64,9 +64,12 @@ class Question:
     def learn(self, statuses: Sequence[Sequence[Status]]) -> None:
         """Takes in the outcomes of the keys that were asked for."""
         for known, new, model in zip(self._statuses, statuses, self.models, strict=True):
+            space = model.database.namespace
+            # the first names, if chunks lie under those behind them
+            unneeded = 0 if known else space.ahead * space.shards
             known += new
             # a prefix that lacks a chunk which it needs from its beginning on ends there
-            self._hole |= not model.keeps_tail and new.count(Status.OK) < len(new)
+            self._hole |= not model.keeps_tail and any(status is not Status.OK for status in new[unneeded:])
 
     @property
     def ended(self) -> bool:

@@ -126,8 +126,8 @@ class Client:
         fence = FenceView(descriptors[0])
         tensors = MappedTensors(request, descriptors[1:], fence, hello.shards_per_rank, hello.block_size)
         try:
-            model = models.serve(self.groups[0], tensors.layout, self.hello.client)
-            self.worker = Worker(model, self.hello.rank, tensors)
+            model = models.serve(self.groups[0], tensors.layout, hello.client, hello.object_sizes)
+            self.worker = Worker(model, hello.rank, tensors)
         except BaseException:
             tensors.unmap(0.0)
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -24,7 +24,7 @@ OpenBackend = Callable[[NodeSettings, int], StorageBackend]
 log = logging.getLogger(__name__)
 
 _MAX_MODELS = 64
-"""The most groups without a worker that are remembered."""
+"""The most engine groups without a worker that are remembered."""
 _MAX_BACKENDS = 4
 """The most payload sizes at a time. Each has its own backend."""
 
@@ -41,11 +41,11 @@ class EngineGroup(NamedTuple):
     hash_seed: str
     chunk_size: int
     layers: LayerGroup | None
-    """Which of the model's layers; None for all."""
+    """The layer group that the engines mean; None for all of the model's layers."""
 
 
 class Model:
-    """What is known about a group once one of its workers has registered."""
+    """What is known about an engine group once one of its workers has registered."""
 
     def __init__(
         self,
@@ -67,11 +67,26 @@ class Model:
         """The clients that are registered."""
         self.mover = ChunkMover(backend, self.database, metrics)
         self.keeps_tail = group.layers is not None and group.layers.tail > 0
-        """Whether stores may leave out blocks that no load needs."""
+        """Whether a store may leave out blocks that no load needs."""
 
     def shards_of(self, rank: int) -> range:
         """Returns the numbers of the shards that a rank holds."""
         return self._shards[rank]
+
+
+def memory_size(payload_bytes: int, object_sizes: Sequence[int]) -> int:
+    """Returns the size of the slots for the payloads of a layer group, in bytes: `payload_bytes`, or a larger one of `object_sizes`.
+
+    `object_sizes` are the payload sizes of all layer groups of the engine. These are nearly the same, so the groups need not have a backend
+    each. A slot is at most twice as large as its payload. The result does not depend on the order in which the groups register.
+    """
+    size = 0
+    for one in sorted({payload_bytes, *object_sizes}, reverse=True):
+        if not size or size > 2 * one:
+            size = one
+        if one == payload_bytes:
+            break
+    return size
 
 
 class ServedModels:
@@ -99,7 +114,7 @@ class ServedModels:
         """The size whose backend has given the segment to the pool. Only one backend gives it."""
 
     def group(self, hello: Hello) -> EngineGroup:
-        """Returns the group with which an engine shares chunks. The engine may choose the hash mode if the file says `auto`.
+        """Returns the engine group of an engine's first layer group. The engine may choose the hash mode if the file says `auto`.
 
         Raises RefusalError if the hash modes differ, or if a chunk would have too many shards.
         """
@@ -123,19 +138,29 @@ class ServedModels:
         )
 
     def groups(self, hello: Hello) -> list[EngineGroup]:
-        """Returns a group for each of an engine's groups of layers: `group`, and those of `hello.further`."""
+        """Returns an engine group for each of an engine's layer groups: that of `group`, and those of `hello.further`."""
         first = self.group(hello)
-        further = (first._replace(block_size=one.block_size, layers=one.layers) for one in hello.further)
+        further = (
+            first._replace(
+                block_size=one.block_size,
+                layers=one.layers,
+                world_size=one.world_size,
+                shards_per_rank=one.shards_per_rank,
+            )
+            for one in hello.further
+        )
         return [first, *further]
 
     def get(self, group: EngineGroup) -> Model | None:
-        """Returns the group's model, or None before the group's first worker has registered."""
+        """Returns the engine group's model, or None before the group's first worker has registered."""
         return self._models.get(group)
 
-    def serve(self, group: EngineGroup, layout: KVLayout, client: str) -> Model:
-        """Adds this client to the workers of the group's model, which the first worker makes. Returns the model.
+    def serve(self, group: EngineGroup, layout: KVLayout, client: str, object_sizes: Sequence[int] = ()) -> Model:
+        """Adds this client to the workers of the engine group's model, and returns the model. The first worker makes it.
 
-        Raises RefusalError if the worker does not fit the others or there is no room for it, LayoutError if its pages cannot be cut
+        `object_sizes` are the payload sizes of all layer groups of the worker; see `memory_size`.
+
+        Raises RefusalError if the worker does not fit the others or there is no room for it, and LayoutError if its pages cannot be cut
         into as many shards as the group says.
         """
         if layout.block_size != group.block_size:
@@ -160,9 +185,8 @@ class ServedModels:
                         f"{metadata}: their chunks are not interchangeable",
                     )
                 cache = self._settings.cache
-                backend = self._backend(
-                    layout.shard(group.shards_per_rank).chunk_bytes(group.chunk_size), shared=group.layers is not None
-                )
+                payload_bytes = layout.shard(group.shards_per_rank).chunk_bytes(group.chunk_size)
+                backend = self._backend(memory_size(payload_bytes, object_sizes))
                 if model is not None:
                     model.mover.close(0.0)
                 model = self._models[group] = Model(group, metadata, cache, backend, self._metrics)
@@ -174,7 +198,7 @@ class ServedModels:
             return model
 
     def _forget_models(self) -> None:
-        """Forgets the oldest groups without a worker beyond `_MAX_MODELS`. The next worker makes them again."""
+        """Keeps at most `_MAX_MODELS` engine groups without a worker. Forgets the oldest ones; their next worker makes them again."""
         for group in [group for group, model in self._models.items() if not model.workers][: -_MAX_MODELS or None]:
             self._models.pop(group).mover.close(0.0)
 
@@ -208,13 +232,10 @@ class ServedModels:
         for backend in self.backends:
             backend.close()
 
-    def _backend(self, payload_bytes: int, *, shared: bool) -> StorageBackend:
-        """Returns the backend for payloads of this size, or, if `shared`, one for payloads at most twice as large."""
-        # the groups of layers of one model have chunks of nearly one size, and need not have a backend each
-        most = 2 * payload_bytes if shared else payload_bytes
-        fitting = [size for size in self._backends if payload_bytes <= size <= most]
-        if fitting:
-            return self._backends[min(fitting)]
+    def _backend(self, payload_bytes: int) -> StorageBackend:
+        """Returns the backend for payloads of up to this size."""
+        if payload_bytes in self._backends:
+            return self._backends[payload_bytes]
         if len(self._backends) >= _MAX_BACKENDS and not self._release_one():
             raise RefusalError(
                 "mismatch",

@@ -41,6 +41,10 @@ class WorkerGroup(NamedTuple):
     layout: KVLayout
     kv_caches: Sequence[torch.Tensor]
 
+    def object_bytes(self, chunk_size: int) -> int:
+        """Returns the payload bytes of a chunk's object."""
+        return self.layout.shard(self.metadata.shards_per_rank).chunk_bytes(chunk_size)
+
 
 class WorkerCache:
     """A worker's cache, and what has to be closed with it."""
@@ -67,18 +71,19 @@ def open_cache(
     ranks: int,
     metrics: CacheMetrics,
 ) -> WorkerCache:
-    """Returns the cache of tensor-parallel rank `rank` of `ranks`, as configured by the settings. Does not wait for the pool.
+    """Returns the cache of worker `rank` of the `ranks` of all pipeline stages, as the settings say. Does not wait for the pool.
 
     Raises ConfigError for settings that cannot work, RefusedError, with the server's reason, if a cache server does not take this worker.
     """
     with contextlib.ExitStack() as stack:
         url, node = settings.server_url, settings.node
         if url is not None:
-            served = [_open_server(url, settings, group, metrics, stack) for group in groups]
+            sizes = [group.object_bytes(node.cache.chunk_tokens) for group in groups]
+            served = [_open_server(url, settings, group, sizes, metrics, stack) for group in groups]
             return WorkerCache(served, stack.pop_all())
         node = _of_rank(node, rank, ranks)
         size = node.cache.chunk_tokens
-        largest = max(group.layout.shard(group.metadata.shards_per_rank).chunk_bytes(size) for group in groups)
+        largest = max(group.object_bytes(size) for group in groups)
         try:
             backend = open_backend(node, largest, pin=host_pin(), metrics=metrics)
         except ValueError as error:  # the file cannot know how large a chunk of this model is
@@ -108,10 +113,18 @@ def engine_name(instance: str, place: int) -> str:
 
 
 def _open_server(
-    url: str, settings: Settings, group: WorkerGroup, metrics: CacheMetrics, stack: contextlib.ExitStack
+    url: str,
+    settings: Settings,
+    group: WorkerGroup,
+    object_sizes: Sequence[int],
+    metrics: CacheMetrics,
+    stack: contextlib.ExitStack,
 ) -> ServerCache:
     """Returns a connection for a group of layers, whose tensors are lent to the server."""
-    cache = ServerCache(url, EngineIdentity.of(group.metadata, settings.node.cache), metrics=metrics)
+    identity = EngineIdentity.of(group.metadata, settings.node.cache)
+    if len(object_sizes) > 1:
+        identity = msgspec.structs.replace(identity, object_sizes=tuple(object_sizes))
+    cache = ServerCache(url, identity, metrics=metrics)
     stack.callback(cache.close)
     try:
         cache.connection.wait_ready(_CONNECT_S)

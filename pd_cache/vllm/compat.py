@@ -20,7 +20,7 @@ _NEEDED = (
     "has_pending_block_frees",
     "has_pending_push_work",
     "on_new_request",
-    "set_xfer_handshake_metadata",
+    "set_xfer_handshake_metadata_pp_aware",
 )
 """Hooks of `KVConnectorBase_V1` that must be called for KV to be correct and blocks to be given back."""
 

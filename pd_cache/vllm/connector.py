@@ -4,13 +4,15 @@
         "kv_connector_module_path": "pd_cache.vllm.connector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"config_file": "cluster.yaml"}}'
 
-Before the first request, anything that cannot work raises an exception that says why. After it nothing raises: a hook that fails is
-counted and logged, and returns what it would return without a cache.
+Before the first request, anything that cannot work raises an exception that says why. From then on, a hook that fails raises nothing: the
+connector counts and logs the failure, and the hook returns what it would return without a cache.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +22,7 @@ import msgspec
 import torch
 import vllm
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -48,10 +50,28 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.vllm.cache import WorkerCache, WorkerGroup, engine_name, open_cache
 from pd_cache.vllm.compat import check_version
 from pd_cache.vllm.connector_messages import Handshake, StepMetadata, WorkerReport
+from pd_cache.vllm.cores import on_all_cores
 from pd_cache.vllm.events import describe_chunks
-from pd_cache.vllm.layers import GroupTensors, KeptLayers, described, fitting_chunk, group_tensors, kept_layers
-from pd_cache.vllm.model import RankPart, check_supported, keeps_latents, model_identity, place_of
-from pd_cache.vllm.namespace_file import write_namespace
+from pd_cache.vllm.layers import (
+    GroupTensors,
+    KeptLayers,
+    described,
+    fitting_chunk,
+    group_tensors,
+    kept_layers,
+    layer_names,
+)
+from pd_cache.vllm.model import (
+    RankPart,
+    check_supported,
+    draft_layers,
+    drafted_up_to,
+    drafter_identity,
+    keeps_latents,
+    model_identity,
+    place_of,
+)
+from pd_cache.vllm.namespace_file import write_namespaces
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings, read_settings
 from pd_cache.vllm.stats import CacheStats, CacheStatsSource, PromCacheMetrics
@@ -71,13 +91,13 @@ R = TypeVar("R")
 
 
 class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
-    """The KV of prompts in a pool that all nodes share. One instance in the scheduler, one in each worker.
+    """Stores and loads the KV of prompts in a pool that all nodes share. One instance in the scheduler, one in each worker.
 
-    As it supports vLLM's hybrid memory allocator, layers with sliding windows or states have groups of their own (`layers.py`).
+    It supports vLLM's hybrid memory allocator, so layers with sliding windows or states have layer groups of their own (`layers.py`).
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Raises ConfigError, UnsupportedModelError or IncompatibleVllmError for what cannot work."""
+        """Raises ConfigError, UnsupportedModelError or IncompatibleVllmError if the settings, the model or vLLM's version cannot work."""
         check_version(vllm.__version__, KVConnectorBase_V1)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -90,18 +110,17 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             )
         stores = transfer.is_kv_producer
         if transfer.kv_role == "kv_producer":
-            # this role loads, too, and vLLM 0.32 keeps blocks that a load may still write to only for roles that
-            # consume: with asynchronous scheduling they would go to another request (docs/vllm.md)
+            # this role loads, too. With asynchronous scheduling, vLLM 0.32 would give the blocks of a running load to another request,
+            # unless the role consumes (docs/vllm.md)
             transfer.kv_role = "kv_both"
         settings = read_settings(transfer.kv_connector_extra_config, transfer.kv_role)
-        self._layers = kept_layers(kv_cache_config)
+        self._draft = draft_layers(vllm_config, kv_cache_config)
+        self._layers = kept_layers(kv_cache_config, self._draft)
         settings = with_chunk_size(settings, self._layers)
-        if len(self._layers) > 1 and settings.connector.load == "sync":
-            raise ConfigError(
-                "connector.load is sync, and vLLM cannot compute again what a synchronous load failed to bring if a model's layers are in "
-                f"{len(self._layers)} groups; set it to async"
-            )
-        self._settings = with_hash_seed(settings, vllm_config)
+        if settings.connector.load == "sync":
+            check_sync(self._layers, vllm_config.parallel_config.pipeline_parallel_size)
+        hash_block_size = kv_cache_config.hash_block_size or self._layers[0].block_size
+        self._settings = with_hash_seed(settings, vllm_config, self._layers[0].block_size, hash_block_size)
         self._metrics = CacheMetrics()
         self._stats = CacheStatsSource(self._metrics)
         self._scheduler: SchedulerSide | None = None
@@ -110,7 +129,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._handshake: Handshake | None = None
         self._bad_blocks: set[int] = set()
         chunk_size = self._settings.node.cache.chunk_tokens
-        hash_block_size = kv_cache_config.hash_block_size or self._layers[0].block_size
         if role is KVConnectorRole.SCHEDULER:
             if self._settings.namespace_file is not None:
                 Path(self._settings.namespace_file).unlink(missing_ok=True)  # left by an earlier start
@@ -123,7 +141,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 layers=self._layers,
                 hash_block_size=hash_block_size,
                 retention=kv_cache_config.prefix_cache_retention_interval,
-                ranks=vllm_config.parallel_config.tensor_parallel_size,
+                drafted_up_to=drafted_up_to(vllm_config),
+                ranks=vllm_config.parallel_config.world_size,
                 describe=describe if wanted else None,
                 metrics=self._metrics,
             )
@@ -143,21 +162,29 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     # --- worker: before the first step ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Opens the cache for these tensors. Does not wait for the pool."""
+        """Opens the cache for these tensors. Does not wait for the pool. Raises UnsupportedModelError if a pipeline stage keeps no KV, or
+        if the tensors cannot be moved."""
         config, settings = self._vllm_config, self._settings
         identity = model_identity(config, settings.connector.revision)
         ranks, rank = config.parallel_config.tensor_parallel_size, get_tensor_model_parallel_rank()
-        parts = [self._group_of(group, kv_caches, identity, rank, ranks) for group in self._layers]
+        found = [self._group_of(group, kv_caches, identity, rank, ranks) for group in self._layers]
+        parts = [part for part in found if part is not None]
+        if not parts:
+            raise UnsupportedModelError(f"{config.model_config.model}: one of its pipeline stages keeps no KV")
         metadata = [part.place.metadata for part in parts]
-        instance = f"vllm-{self._kv_transfer_config.engine_id}-{rank}"
+        worker = get_pp_group().rank_in_group * ranks + rank
+        instance = f"vllm-{self._kv_transfer_config.engine_id}-{worker}"
         groups = [WorkerGroup(part.place.metadata, part.kv.layout, part.kv.tensors) for part in parts]
-        self._cache = open_cache(settings, groups, instance, rank, ranks, self._metrics)
-        self._worker = WorkerSide(
-            self._cache.caches,
-            stores=[part.place.stores for part in parts],
-            load_timeout_s=settings.connector.load_timeout_ms / 1000,
-            asynchronous=settings.connector.load == "async",
-        )
+        with on_all_cores():  # vLLM's worker on CPUs binds this thread to one core, and new threads inherit that
+            world_size = config.parallel_config.world_size
+            self._cache = open_cache(settings, groups, instance, worker, world_size, self._metrics)
+            caches = iter(self._cache.caches)
+            self._worker = WorkerSide(
+                [None if part is None else next(caches) for part in found],
+                stores=[part is not None and part.place.stores for part in found],
+                load_timeout_s=settings.connector.load_timeout_ms / 1000,
+                asynchronous=settings.connector.load == "async",
+            )
         self._handshake = Handshake(metadata, os.getpid(), instance, self._cache.lookup_url)
         for one in metadata:
             namespace = one.namespace(settings.node.cache)
@@ -170,13 +197,17 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         identity: str,
         rank: int,
         ranks: int,
-    ) -> _GroupOfRank:
-        """Returns a group's tensors on this rank, and which part of its chunks they hold."""
+    ) -> _GroupOfRank | None:
+        """Returns a layer group's tensors on this rank, and which part of its chunks they are; None if this pipeline stage has no layer of
+        it."""
         told, name = self._kv_cache_config, self._vllm_config.model_config.model
-        alone = len(self._layers) == 1
-        names = list(kv_caches) if alone else told.kv_cache_groups[group.number].layer_names
+        alone = not group.drafts and sum(not one.drafts for one in self._layers) == 1
+        names = list(kv_caches) if len(self._layers) == 1 else layer_names(group, told, self._draft)
+        if not names:
+            return None
+        drafter = drafter_identity(self._vllm_config, self._settings.connector.revision) if group.drafts else ""
         kv = group_tensors(group, kv_caches, names, told.num_blocks, name)
-        plain = alone and group.kind == "full"
+        plain, stages = alone and group.kind == "full", self._vllm_config.parallel_config.pipeline_parallel_size
         if plain and kv.layout.kind is PageKind.OPAQUE:
             raise UnsupportedModelError(
                 f"{name}: its attention kernel uses smaller blocks than vLLM, of {group.block_size} tokens; set --block-size to the "
@@ -191,12 +222,15 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             replicas=told.kv_tp_replicas,
             shards=self._settings.shards,
             latent=keeps_latents(told, group.number),
-            group=None if plain else described(group, names, kv, self._settings.node.cache.chunk_tokens),
+            # each pipeline stage has some of the layers, and so a namespace of its own
+            group=None
+            if plain and stages == 1
+            else described(group, names, kv, self._settings.node.cache.chunk_tokens, drafter),
         )
         return _GroupOfRank(kv, place)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Returns what the scheduler has to know about the KV tensors."""
+        """Returns what the scheduler has to know about this worker's KV tensors."""
         return self._handshake
 
     # --- worker: each step ---------------------------------------------------------------------------------------
@@ -214,7 +248,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Does nothing: chunks are stored whole, after the step that completes them."""
 
     def wait_for_save(self) -> None:
-        """Queues the step's stores. The scheduler keeps their blocks until they have ended."""
+        """Queues the step's stores. The scheduler keeps their blocks until the stores have ended."""
         if self._worker is not None:
             worker = self._worker
             self._safely("wait_for_save", lambda: worker.save(self._step()), None)
@@ -228,43 +262,61 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=loads.finished, failed_recving=loads.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the blocks that were to be loaded and were not; belongs to the last `get_transfer_results`."""
+        """Returns the blocks that could not be loaded, of the loads that the last `get_transfer_results` returned."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Returns what ended in this worker, for the scheduler."""
+        """Returns which loads and stores ended in this worker, for the scheduler."""
         report = None if self._worker is None else self._worker.take_report()
         return None if report is None else WorkerReport(report)
 
     # --- scheduler: before the first request ---------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Called once, when the manager exists."""
+        """Takes vLLM's manager of blocks. vLLM calls this once."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Called once, with what each worker found out."""
-        known = [one for one in metadata.values() if isinstance(one, Handshake)]
+        """Does the same as `set_xfer_handshake_metadata_pp_aware`, for an engine with one pipeline stage."""
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): one for rank, one in metadata.items()})
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Opens the lookups. vLLM calls this once, with the handshakes of all workers by pipeline stage and tensor-parallel rank.
+
+        Raises UnsupportedModelError if the ranks of a stage have different KV, or if two layer groups have one namespace.
+        """
+        known = {place: one for place, one in sorted(metadata.items()) if isinstance(one, Handshake)}
         if self._scheduler is None or not known:
             return
         cache = self._settings.node.cache
-        first = known[0]
-        for other in known[1:]:
-            if [one.namespace(cache) for one in other.metadata] != [one.namespace(cache) for one in first.metadata]:
-                raise UnsupportedModelError(
-                    f"{self._vllm_config.model_config.model}: its ranks have different KV: {first.metadata} and {other.metadata}"
-                )
-        self._scheduler.open(first.metadata[0], self._open_lookup(first))
-        file, namespace = self._settings.namespace_file, first.metadata[0].namespace(cache)
-        # the file holds a digest of PYTHONHASHSEED, 32 bits that vLLM expects to be secret if hashes are xxhash
-        if file is not None and not namespace.hash_seed.startswith("xxhash"):
-            self._safely("namespace", lambda: write_namespace(Path(file), namespace), None)
+        stages = []
+        for _, ranks in itertools.groupby(known.items(), key=lambda item: item[0][0]):
+            first, *others = (one for _, one in ranks)
+            for other in others:
+                if [one.namespace(cache) for one in other.metadata] != [one.namespace(cache) for one in first.metadata]:
+                    raise UnsupportedModelError(
+                        f"{self._vllm_config.model_config.model}: its ranks have different KV: {first.metadata} and {other.metadata}"
+                    )
+            stages.append(first)
+        # a chunk counts as found when the objects of all stages are there
+        first = dataclasses.replace(stages[0], metadata=[one for stage in stages for one in stage.metadata])
+        if len({one.namespace(cache) for one in first.metadata}) < len(first.metadata):
+            raise UnsupportedModelError(
+                f"{self._vllm_config.model_config.model}: its groups of layers cannot be told apart: {first.metadata}"
+            )
+        self._scheduler.open(first.metadata, self._open_lookup(first))
+        file, namespaces = self._settings.namespace_file, [one.namespace(cache) for one in first.metadata]
+        # the namespace has a digest of PYTHONHASHSEED, whose 32 bits vLLM expects to be secret if hashes are xxhash
+        if file is not None and not namespaces[0].hash_seed.startswith("xxhash"):
+            self._safely("namespace", lambda: write_namespaces(Path(file), namespaces), None)
 
     def _open_lookup(self, worker: Handshake) -> LookupClient:
-        """Returns the client that asks the best informed process: the cache server, the worker's engine, or else the pool's master."""
+        """Returns a client that asks the process that knows most: the cache server, the worker, or else the pool's master."""
         settings, metrics = self._settings, self._metrics
         metadata, *further = worker.metadata
         milliseconds = settings.connector.lookup_timeout_ms
@@ -294,15 +346,15 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._safely("on_new_request", lambda: scheduler.track(request), None)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Returns how many tokens of the request can be loaded, beyond those that the engine holds."""
+        """Returns how many tokens of the request can be loaded beyond those that the engine has at hand, and whether asynchronously."""
         scheduler = self._scheduling()
         none: tuple[int | None, bool] = (0, False)
         return self._safely("lookup", lambda: scheduler.matched_tokens(request, num_computed_tokens), none)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plans the load: vLLM has allocated blocks for `num_external_tokens` of the matched tokens."""
-        # not guarded: if vLLM counts on a load that never begins, the request never ends. The only part that could fail
-        # here, naming the chunks, succeeded when they were matched
+        # not guarded: if vLLM counts on a load that never begins, the request never ends. Only naming the chunks could fail here, and that
+        # succeeded when they were matched
         self._scheduling().allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -319,22 +371,22 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             self._safely("report", lambda: scheduler.take_report(meta.report), None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Lets vLLM free the request's blocks: those that are still being stored are held separately."""
+        """Lets vLLM free the request's blocks. Those that are still being stored have a reference of ours."""
         scheduler = self._scheduling()
         return False, self._safely("request_finished", lambda: scheduler.finished(request), None)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Does the same as `request_finished`, for all groups of layers."""
+        """Does the same as `request_finished`, for a model with several layer groups."""
         return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
-        """Returns whether the engine has to go on stepping, so that blocks are given back when stores end."""
+        """Returns whether the engine has to go on stepping so that blocks are given back when stores end."""
         return self._scheduling().storing
 
     def has_pending_block_frees(self) -> bool:
-        """Returns whether waiting for stores is better than preempting a request."""
+        """Returns whether the end of a store will free blocks, so that vLLM need not preempt a request for them."""
         return self._scheduling().frees_blocks
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -384,7 +436,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata.step if isinstance(metadata, StepMetadata) else Step()
 
     def _safely(self, hook: str, call: Callable[[], R], otherwise: R) -> R:
-        """Returns what `call` returns, or `otherwise` if it fails: no failure of a cache is worth a request."""
+        """Returns what `call` returns, or `otherwise` if it fails: no request may fail because the cache does."""
         try:
             return call()
         except Exception as error:  # of any kind: vLLM must keep serving
@@ -399,14 +451,32 @@ class _GroupOfRank(NamedTuple):
 
 
 def with_chunk_size(settings: Settings, layers: Sequence[KeptLayers]) -> Settings:
-    """Returns settings whose chunks fit the model's blocks. Raises ConfigError for a size that does not."""
+    """Returns settings whose chunks fit the model's blocks. Raises ConfigError if `cache.chunk_size` does not fit them."""
     cache = settings.node.cache
     cache = msgspec.structs.replace(cache, chunk_size=fitting_chunk(cache.chunk_size, layers))
     return msgspec.structs.replace(settings, node=msgspec.structs.replace(settings.node, cache=cache))
 
 
-def with_hash_seed(settings: Settings, vllm_config: VllmConfig) -> Settings:
-    """Returns settings whose namespace says what vLLM's block hashes depend on besides tokens."""
+def check_sync(layers: Sequence[KeptLayers], stages: int) -> None:
+    """Raises ConfigError if a model with these layer groups, in this many pipeline stages, cannot be loaded synchronously."""
+    if len(layers) > 1 or layers[0].kind != "full":
+        raise ConfigError(
+            "connector.load is sync, and vLLM cannot compute again what a synchronous load failed to bring unless a model's layers all "
+            "keep every token in one group; set it to async"
+        )
+    if stages > 1:
+        raise ConfigError(
+            f"connector.load is sync, and with a pipeline_parallel_size of {stages} vLLM has begun a request's next step before it learns "
+            "that a load has failed; set it to async"
+        )
+
+
+def with_hash_seed(settings: Settings, vllm_config: VllmConfig, block_size: int, hash_block_size: int) -> Settings:
+    """Returns settings whose namespace says what vLLM's block hashes depend on besides tokens.
+
+    `block_size` is the number of tokens of a block of the layer group that names the chunks; `hash_block_size` is that of each hash. Raises
+    ConfigError if the hashes depend on a seed that is random in each process.
+    """
     cache = settings.node.cache
     if cache.hash_mode != "blocks":
         return settings
@@ -417,7 +487,8 @@ def with_hash_seed(settings: Settings, vllm_config: VllmConfig) -> Settings:
             "could ever find a chunk. Set PYTHONHASHSEED to the same value everywhere, use sha256, or set cache.hash_mode to tokens"
         )
     seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
-    described = describe_hashes(algorithm, seed, cache.hash_seed)
+    step = None if hash_block_size == block_size else hash_block_size
+    described = describe_hashes(algorithm, seed, cache.hash_seed, step)
     node = msgspec.structs.replace(settings.node, cache=msgspec.structs.replace(cache, hash_seed=described))
     return msgspec.structs.replace(settings, node=node)
 

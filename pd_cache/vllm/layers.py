@@ -1,4 +1,4 @@
-"""The groups of layers in which vLLM keeps a model's KV, and what the cache keeps of each.
+"""The layer groups of a model in vLLM, and what the cache keeps of each.
 
 | vLLM's spec | kept | a load needs |
 |---|---|---|
@@ -6,9 +6,12 @@
 | `SlidingWindowSpec` | chunks at the ends of prompts, and behind them | the chunks that the window reaches into |
 | `MambaSpec`, mode `align` | the states that vLLM hands over | the state at the end |
 
-vLLM gives the blocks behind a window back while it computes, and overwrites states. So what a load will need must be stored when it is
-computed: at the end of a prompt, and where the lookup has found that other prompts have gone another way (vLLM's own rule, for
-`prefix_cache_retention_interval: 0`).
+While vLLM computes, it frees the blocks that lie before a window, and overwrites states. So the connector must store what a load will need
+when it is computed: at the end of a prompt, and where the lookup has found that prompts part. vLLM follows the same rule for
+`prefix_cache_retention_interval: 0`.
+
+vLLM may put the layers of a draft model into one group with layers of the model itself. Here they are layer groups of their own, over the
+same blocks, so that nodes with and without a draft model share everything else.
 """
 
 from __future__ import annotations
@@ -30,20 +33,22 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
 
 
 class KeptLayers(NamedTuple):
-    """One of vLLM's groups of layers."""
+    """One layer group: the layers of one of vLLM's groups, or those of them that belong, or do not belong, to a draft model."""
 
     number: int
-    """Its place among vLLM's groups."""
+    """The place of vLLM's group among vLLM's groups."""
     block_size: int
     """Tokens per block."""
     kind: Literal["full", "window", "state"] = "full"
     window: int = 0
-    """How many tokens, the latest, a token attends to; 0 for all."""
+    """How many of the latest tokens a token attends to; 0 for all."""
     state: str = ""
     """What a state consists of."""
+    drafts: Literal["", "same", "next"] = ""
+    """Empty for layers of the model itself. For those of a draft model, which tokens it reads; see `DraftLayers.reads`."""
 
     def tail(self, chunk_size: int) -> int:
-        """Returns how many chunks, the last ones, a load needs; 0 for all."""
+        """Returns how many of the last chunks a load needs; 0 for all."""
         if self.kind == "state":
             return 1
         if self.kind == "full":
@@ -52,16 +57,45 @@ class KeptLayers(NamedTuple):
         return -(-blocks * self.block_size // chunk_size)
 
     @property
+    def ahead(self) -> int:
+        """1 if a chunk's KV depends on the token behind it, so that it is stored under the name of the next chunk."""
+        return 1 if self.drafts == "next" else 0
+
+    @property
     def divisible(self) -> bool:
-        """Whether a load may end one token before a chunk's end. A state is that of one place; and if a window begins with a block's last
-        token, then without its last token it reaches one block further back than its tail."""
+        """Whether a load may end one token before a chunk's end. A state is that of one place, so its load may not. Nor may that of a
+        window that begins with a block's last token: one token earlier, it reaches one block further back than its tail."""
         return self.kind == "full" or (self.kind == "window" and (self.window - 1) % self.block_size != 0)
 
 
-def kept_layers(kv_cache_config: KVCacheConfig) -> list[KeptLayers]:
-    """Returns the groups of a model that `check_supported` accepts, those of full attention first."""
-    groups = [_kept(number, group.kv_cache_spec) for number, group in enumerate(kv_cache_config.kv_cache_groups)]
-    return sorted(groups, key=lambda one: one.kind != "full")
+class DraftLayers(NamedTuple):
+    """The layers of a draft model."""
+
+    names: frozenset[str] = frozenset()
+    reads: Literal["same", "next"] = "next"
+    """`same`: it reads the same tokens as the model. `next`: at a token's place it reads the token after it, and the hidden state that the
+    model computed for the token itself."""
+
+
+NO_DRAFT = DraftLayers()
+
+
+def kept_layers(kv_cache_config: KVCacheConfig, draft: DraftLayers = NO_DRAFT) -> list[KeptLayers]:
+    """Returns the layer groups of a model that `check_supported` accepts: those of full attention first, those of a draft model last."""
+    groups: list[KeptLayers] = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        kept, drafted = _kept(number, group.kv_cache_spec), draft.names.intersection(group.layer_names)
+        if len(drafted) < len(group.layer_names):
+            groups.append(kept)
+        if drafted:
+            groups.append(kept._replace(drafts=draft.reads))
+    return sorted(groups, key=lambda one: (one.drafts != "", one.kind != "full"))
+
+
+def layer_names(group: KeptLayers, kv_cache_config: KVCacheConfig, draft: DraftLayers) -> list[str]:
+    """Returns the names of a group's layers."""
+    names = kv_cache_config.kv_cache_groups[group.number].layer_names
+    return [name for name in names if (name in draft.names) == bool(group.drafts)]
 
 
 def _kept(number: int, spec: KVCacheSpec) -> KeptLayers:
@@ -76,9 +110,9 @@ def _kept(number: int, spec: KVCacheSpec) -> KeptLayers:
 
 
 def fitting_chunk(wanted: int | Literal["auto"], groups: Sequence[KeptLayers]) -> int:
-    """Returns the tokens per chunk. Raises ConfigError, which names a size that fits, for a wanted size that does not."""
+    """Returns the tokens per chunk. Raises ConfigError if the wanted size does not fit; the message names one that does."""
     unit = math.lcm(*(group.block_size for group in groups))
-    # vLLM hands over the state at the last multiple of its blocks before a prompt's end, which a larger chunk would seldom hit
+    # vLLM hands over the state at the last multiple of its blocks before a prompt's end; a larger chunk would seldom end there
     only = unit if any(group.kind == "state" for group in groups) else None
     if wanted == "auto":
         return only or -(-USUAL_CHUNK // unit) * unit
@@ -96,17 +130,22 @@ def fitting_chunk(wanted: int | Literal["auto"], groups: Sequence[KeptLayers]) -
     return wanted
 
 
-def described(group: KeptLayers, names: Sequence[str], tensors: GroupTensors, chunk_size: int) -> LayerGroup:
-    """Returns what the namespace says of the layers `names`."""
+def described(
+    group: KeptLayers, names: Sequence[str], tensors: GroupTensors, chunk_size: int, drafter: str = ""
+) -> LayerGroup:
+    """Returns what the namespace says about the layers `names`. `drafter` identifies the draft model to which they belong."""
     kept = {"full": "every token", "window": f"the last {group.window} tokens", "state": f"a state of {group.state}"}[
         group.kind
     ]
     inside = tensors.inside and f": {tensors.inside}"
-    return LayerGroup(layers=_ranges(names), keeps=kept + inside, tail=group.tail(chunk_size))
+    drafted = group.drafts and f", for drafts of {drafter}"
+    return LayerGroup(
+        layers=_ranges(names), keeps=kept + inside + drafted, tail=group.tail(chunk_size), ahead=group.ahead
+    )
 
 
 def _ranges(names: Sequence[str]) -> str:
-    """Returns the numbers of layers, in short, e.g. `0-4,6`; their names if numbers do not tell them apart."""
+    """Returns the numbers of the layers in short form, e.g. `0-4,6`; their names if two layers have one number, or one has none."""
     found = sorted({int(match[0]) for name in names if (match := re.search(r"\d+", name))})
     if len(found) != len(names):
         return ",".join(sorted(names))
@@ -120,12 +159,12 @@ def _ranges(names: Sequence[str]) -> str:
 
 
 class GroupTensors(NamedTuple):
-    """The KV tensors of a group, one a layer, in layer order."""
+    """The KV tensors of a layer group, in layer order. Layers that share a tensor have one entry."""
 
     tensors: list[torch.Tensor]
     layout: KVLayout
     inside: str = ""
-    """What lies inside an opaque page; empty if the layout says it."""
+    """What lies inside an opaque page; empty if `layout` says so itself."""
 
 
 def group_tensors(
@@ -135,16 +174,16 @@ def group_tensors(
     blocks: int,
     model: str,
 ) -> GroupTensors:
-    """Returns the tensors of the layers `names`, of which vLLM has `blocks` blocks.
+    """Returns the tensors of the layers `names`, in `blocks` blocks.
 
-    States, and blocks that the attention kernel cuts into smaller ones, move as opaque pages. Raises UnsupportedModelError for tensors
-    whose blocks are not contiguous.
+    States move as opaque pages, and so do blocks that the attention kernel cuts into smaller ones. Raises UnsupportedModelError if a block
+    of a tensor is not contiguous.
     """
     found: dict[int, torch.Tensor | Sequence[torch.Tensor]] = {}
     for name in _in_layer_order(names):
         cache = kv_caches[name]
         first = cache if isinstance(cache, torch.Tensor) else cache[0]
-        found.setdefault(first.data_ptr(), cache)  # layers may share one
+        found.setdefault(first.data_ptr(), cache)  # layers may share a tensor
     caches = list(found.values())
     plain = [cache for cache in caches if isinstance(cache, torch.Tensor)]
     try:
@@ -166,7 +205,8 @@ def _inside(cache: torch.Tensor | Sequence[torch.Tensor], blocks: int) -> str:
 
 
 def _pages(parts: Sequence[torch.Tensor], blocks: int) -> torch.Tensor:
-    """Returns blocks as bytes, uint8 `[blocks, bytes]`: a view of memory in which each block's parts lie close together."""
+    """Returns the blocks as bytes, uint8 `[blocks, bytes]`: a view of the memory of `parts`. Raises LayoutError if a part of a block is not
+    contiguous, or if the parts of a block lie too far apart."""
     spans = []
     for part in parts:
         if part.shape[0] % blocks:

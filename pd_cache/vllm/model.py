@@ -1,11 +1,12 @@
-"""What a model is to the cache: which weights, whether its KV can be restored, and which part of it a rank holds."""
+"""What the cache has to know about a model: its weights, whether its KV can be restored, and which part of the KV a rank has."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -18,20 +19,28 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from pd_cache.errors import LayoutError, UnsupportedModelError
-from pd_cache.layout import KVLayout
+from pd_cache.layout import KVLayout, PageKind
 from pd_cache.tokens import CacheMetadata, LayerGroup
+from pd_cache.vllm.layers import NO_DRAFT, DraftLayers
 from pd_cache.weights import WeightsError, weights_digest
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 _VOLATILE = frozenset(("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"))
 """Keys of a model's configuration that may differ between two copies of one model."""
 _NO_KV_DRAFTS = frozenset(("ngram", "ngram_gpu", "suffix"))
 """Methods of speculative decoding that have no KV cache of their own."""
+_READS_NEXT = frozenset(("eagle", "eagle3", "mtp"))
+"""Methods whose draft model computes a token's KV from the model's hidden state of this token and from the token after it."""
+_READS_SAME = frozenset(("draft_model",))
+"""Methods whose draft model is a language model like any other."""
 _RESTORED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
-"""What vLLM keeps of a group of layers that `layers.py` knows how to restore. Kinds derived from these keep something else."""
+"""vLLM's kinds of KV cache that `layers.py` can restore. Classes derived from these keep something else, and are refused."""
 
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raises UnsupportedModelError, with the model's name and the reason, for anything that could give a wrong token."""
+    """Raises UnsupportedModelError, with the model's name and the reason, if anything about the model could give a wrong token."""
     name = vllm_config.model_config.model
     groups = kv_cache_config.kv_cache_groups
     if not groups:
@@ -44,24 +53,14 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             raise UnsupportedModelError(
                 f"{name}: its KV cache has a {type(spec).__name__}; pd-cache restores {known}{hint}"
             )
-    parallel, cache, speculative = (
-        vllm_config.parallel_config,
-        vllm_config.cache_config,
-        vllm_config.speculative_config,
-    )
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     reasons = {
-        f"pipeline_parallel_size is {parallel.pipeline_parallel_size}; layers on several ranks are not supported": (
-            parallel.pipeline_parallel_size > 1
-        ),
         "context parallelism spreads a block's tokens over ranks": (
             getattr(parallel, "decode_context_parallel_size", 1) > 1
             or getattr(parallel, "prefill_context_parallel_size", 1) > 1
         ),
         "calculate_kv_scales: the scales are found at run time and are not part of the KV": (
             getattr(cache, "calculate_kv_scales", False)
-        ),
-        "a draft model keeps KV of its own, which depends on more than tokens": (
-            speculative is not None and speculative.method not in _NO_KV_DRAFTS
         ),
         "its tokens attend to later tokens, so that their KV depends on more than what comes before them": any(
             getattr(spec, "non_causal", False) for spec in specs
@@ -79,10 +78,67 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     for reason, applies in reasons.items():
         if applies:
             raise UnsupportedModelError(f"{name}: {reason}")
+    draft_layers(vllm_config, kv_cache_config)
+
+
+def draft_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> DraftLayers:
+    """Returns the layers of the draft model; `NO_DRAFT` if there is no draft model, or if it keeps no KV.
+
+    Raises UnsupportedModelError if the KV of the draft model cannot be restored, or if its layers cannot be told from the model's.
+    """
+    speculative, name = vllm_config.speculative_config, vllm_config.model_config.model
+    if speculative is None or speculative.method in _NO_KV_DRAFTS:
+        return NO_DRAFT
+    method = speculative.method
+    reasons = {
+        f"speculative decoding by {method}: what its KV depends on is not known to pd-cache, which restores that of "
+        f"{', '.join(sorted(_READS_NEXT | _READS_SAME))}": method not in _READS_NEXT | _READS_SAME,
+        "parallel_drafting: its draft model computes KV of placeholders, too": speculative.parallel_drafting,
+        "several MTP modules, each of which reads a token further ahead": speculative.use_multi_module_mtp(),
+        "its MTP layers read the KV of the model itself, or positions of their own": (
+            speculative.use_gemma4_mtp() or speculative.use_step3p5_mtp()
+        ),
+        "a draft model beside pipeline stages, of which only the last has its layers": (
+            vllm_config.parallel_config.pipeline_parallel_size > 1
+        ),
+        "states beside a draft model, whose KV and states vLLM keeps up to different places": any(
+            isinstance(group.kv_cache_spec, MambaSpec) for group in kv_cache_config.kv_cache_groups
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UnsupportedModelError(f"{name}: {reason}")
+    layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+    names = [one for group in kv_cache_config.kv_cache_groups for one in group.layer_names]
+    drafted = frozenset(one for one in names if _drafts(one, method, layers))
+    # vLLM numbers a draft model's layers after those of the model, or gives their names a prefix of their own
+    if not drafted or not 0 < len(names) - len(drafted) <= layers:
+        raise UnsupportedModelError(
+            f"{name}: the layers of its draft model ({method}) cannot be told from its own {layers} layers: {', '.join(sorted(names))}"
+        )
+    return DraftLayers(drafted, "next" if method in _READS_NEXT else "same")
+
+
+def drafted_up_to(vllm_config: VllmConfig) -> int | None:
+    """Returns the most tokens that any request of a step may have. If one has more, vLLM skips the draft model in that step. Returns None
+    if there is no draft model."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.draft_model_config is None:
+        return None
+    longest = min(speculative.draft_model_config.max_model_len, vllm_config.model_config.max_model_len)
+    return int(longest - speculative.num_speculative_tokens)
+
+
+def _drafts(layer: str, method: str, layers: int) -> bool:
+    """Returns whether this is a layer of the draft model. The model itself has `layers` layers."""
+    if method in _READS_SAME:
+        return layer.startswith("draft_model.")
+    number = re.search(r"\blayers\.(\d+)\b", layer)
+    return layer.startswith("mtp.") or (number is not None and int(number[1]) >= layers)
 
 
 def _limits_on_cpus(vllm_config: VllmConfig, groups: int) -> dict[str, bool]:
-    """Returns what vLLM's CPU backend computes wrongly once KV was loaded, or in any case, and whether that applies."""
+    """Returns what vLLM's CPU backend computes wrongly, with KV that was loaded or in any case, and whether each applies."""
     model, on_cpus = vllm_config.model_config, current_platform.is_cpu()
     return {
         "without AMX, vLLM's MLA on CPUs ignores the KV of earlier steps, so that what was loaded would not be used": (
@@ -95,33 +151,57 @@ def _limits_on_cpus(vllm_config: VllmConfig, groups: int) -> dict[str, bool]:
 
 
 def keeps_latents(kv_cache_config: KVCacheConfig, group: int) -> bool:
-    """Returns whether a group's layers keep latents. Shapes do not tell: vLLM's tensors of latents may look like one KV head."""
+    """Returns whether the layers of vLLM's group number `group` keep latents. The shapes do not show it: tensors of latents may look like
+    one KV head."""
     return isinstance(kv_cache_config.kv_cache_groups[group].kv_cache_spec, MLAAttentionSpec)
 
 
 def model_identity(vllm_config: VllmConfig, revision: str) -> str:
-    """Returns an identifier of the weights and of what else changes KV values, e.g. `LlamaForCausalLM:0123…`; equal on every node that
-    has them.
+    """Returns an identifier of the weights and of all else that changes KV values, e.g. `LlamaForCausalLM:0123…`.
 
-    Raises UnsupportedModelError if the weights cannot be identified and no `revision` is given.
+    Nodes with the same weights and settings get the same identifier. Raises UnsupportedModelError if the weights cannot be identified and
+    no `revision` is given.
     """
     model = vllm_config.model_config
     effective = model.hf_config.to_dict()
     described: dict[str, Any] = {
-        "weights": f"revision {revision}" if revision else _weights(vllm_config),
+        "weights": f"revision {revision}" if revision else _weights(model),
         "config": {key: value for key, value in effective.items() if key not in _VOLATILE},
         "dtype": str(model.dtype),
         "quantization": model.quantization,
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
     }
+    return _identifier(model, described, effective)
+
+
+def drafter_identity(vllm_config: VllmConfig, revision: str) -> str:
+    """Returns an identifier of the draft model's weights and of all else that changes its KV; empty if there is no draft model.
+
+    The number of tokens that it drafts is left out: it does not change the KV that is kept. So is the number of positions in its
+    configuration, which vLLM raises to what the node serves. Raises UnsupportedModelError for the same reason as `model_identity`.
+    """
+    speculative = vllm_config.speculative_config
+    model = None if speculative is None else speculative.draft_model_config
+    if speculative is None or model is None or speculative.method in _NO_KV_DRAFTS:
+        return ""
+    described = {
+        "weights": f"revision {revision}" if revision else _weights(model),
+        "method": speculative.method,
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "kv_cache_dtype": str(speculative.kv_cache_dtype or vllm_config.cache_config.cache_dtype),
+    }
+    return _identifier(model, described, model.hf_config.to_dict())
+
+
+def _identifier(model: ModelConfig, described: dict[str, Any], effective: dict[str, Any]) -> str:
     if any(kind in json.dumps(effective, default=str) for kind in ("longrope", "dynamic")):
-        described["max_model_len"] = model.max_model_len  # it decides which of its rotary embeddings such a model uses
+        described["max_model_len"] = model.max_model_len  # such a model chooses its rotary embeddings by this length
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:32]
     return f"{'+'.join(model.architectures)}:{digest}"
 
 
-def _weights(vllm_config: VllmConfig) -> str:
-    model = vllm_config.model_config
+def _weights(model: ModelConfig) -> str:
     folder = Path(model.model)
     try:
         if not folder.exists():
@@ -137,11 +217,11 @@ def _weights(vllm_config: VllmConfig) -> str:
 
 
 class RankPart(NamedTuple):
-    """Which part of each chunk a rank holds."""
+    """Which part of each chunk a rank has."""
 
     metadata: CacheMetadata
     stores: bool
-    """False for a rank that holds the same as a rank before it."""
+    """False for a rank that has the same KV as a rank before it."""
 
 
 def place_of(
@@ -156,10 +236,11 @@ def place_of(
     latent: bool = False,
     group: LayerGroup | None = None,
 ) -> RankPart:
-    """Returns the place of tensor-parallel rank `rank` of `ranks`, of which `replicas` in a row hold the same KV.
+    """Returns which part of each chunk tensor-parallel rank `rank` of `ranks` has.
 
-    A model is `latent` if its KV are latents (MLA): all ranks hold the same ones, which are not cut. Otherwise raises
-    UnsupportedModelError if chunks cannot be cut into `shards` parts (0: one for each rank).
+    `replicas` ranks in a row have the same KV. `shards`: how many shards a chunk is cut into; 0 for one for each rank with KV of its own.
+    If the layers keep `latent` KV (MLA), all ranks have the same, which is not cut, and `shards` is ignored. Otherwise raises
+    UnsupportedModelError if chunks cannot be cut into `shards` shards.
     """
     distinct = ranks // replicas
     if latent:
@@ -176,6 +257,13 @@ def place_of(
             model, layout, world_size=distinct, rank=rank // replicas, shards_per_rank=shards // distinct, group=group
         )
     except LayoutError as error:
+        if layout.kind is PageKind.OPAQUE:
+            kept = "its KV" if group is None else f"what its layers {group.layers} keep"
+            raise UnsupportedModelError(
+                f"{name}: nodes of different tensor-parallel size are to share chunks of {shards} parts, but {kept} cannot be cut into parts "
+                f"of heads; such a model's nodes share chunks if all have one tensor-parallel size. Leave cache.shards out, and give nodes "
+                "of another size a file of their own"
+            ) from error
         raise UnsupportedModelError(
             f"{name}: nodes of different tensor-parallel size are to share chunks of {shards} parts, but {error}. Give all "
             "nodes the same tensor-parallel size, or choose an attention backend with the KV cache layout LBHNC (HND)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,18 @@ _Send = Callable[[_Message], Awaitable[None]]
 _App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[_Message]], _Send], Awaitable[None]]
 
 
-def write_namespace(file: Path, namespace: Namespace) -> None:
-    """Writes the file atomically. Raises OSError if it cannot be written."""
+def write_namespaces(file: Path, namespaces: Sequence[Namespace]) -> None:
+    """Writes the namespaces of a model's groups of layers, a line each, atomically. Raises OSError if the file cannot be written."""
     new = file.with_name(f"{file.name}.{os.getpid()}.new")
-    new.write_bytes(namespace.manifest())
+    new.write_bytes(b"\n".join(namespace.manifest() for namespace in namespaces))
     new.replace(file)
 
 
-def read_namespace(file: Path) -> Namespace | None:
-    """Returns what `write_namespace` wrote; None if there is no file, or if another version wrote it."""
+def read_namespaces(file: Path) -> tuple[Namespace, ...]:
+    """Returns what `write_namespaces` wrote; nothing if there is no file, or if another version wrote it."""
     with contextlib.suppress(OSError, ValueError):
-        return Namespace.read(file.read_bytes())
-    return None
+        return tuple(Namespace.read(line) for line in file.read_bytes().splitlines())
+    return ()
 
 
 class TellNamespace:
@@ -78,6 +78,7 @@ class TellNamespace:
         return tell
 
     def _told(self) -> bytes:
-        if not self._body and (namespace := read_namespace(self._file)) is not None:
-            self._body = msgspec.json.encode({"version": pd_cache.__version__, **namespace.described()})
+        if not self._body and (namespaces := read_namespaces(self._file)):
+            first, *further = namespaces
+            self._body = msgspec.json.encode({"version": pd_cache.__version__, **first.described(further)})
         return self._body

@@ -1,10 +1,10 @@
 """The connector's part in the scheduler: what to look up, what to load, what to store, and when blocks are given back.
 
-Everything runs on the scheduler's thread, which spins through its loop while requests wait for loads: hundreds of times a second for one
-request. So a request is looked up once, and everything else here is a few dictionary operations.
+Everything runs on the scheduler's thread. While requests wait for loads, that thread spins through its loop, and asks about each request
+hundreds of times a second. So a request is looked up once, and everything else here is a few dictionary operations.
 
-Blocks that a store still reads carry a reference of ours, as if a request held them. So it does not matter whether the request that
-computed them has finished, or was aborted or preempted meanwhile.
+Each block that a store still reads has a reference of ours, as if a request used it. So it does not matter whether the request that
+computed the block has finished, or was aborted or preempted meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.request import Request
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.020
-"""How often an announced prefix is looked up again."""
+"""The first and the longest time between two lookups of an announced prefix."""
 
 
 Describe = Callable[["Request", int, int], "list[BlockStored]"]
@@ -41,17 +41,19 @@ class _FoundPrefix(NamedTuple):
     """The answer to a request's lookup."""
 
     start: int
-    """Tokens before this were not looked up: the engine held them."""
+    """Tokens before this were not looked up: the engine had them at hand."""
     end: int
+    parting: int = 0
+    """Where prompts part, if that is behind the end; otherwise 0."""
 
 
 class _Proposal(NamedTuple):
-    """A load that was proposed to vLLM, which has not accepted it yet."""
+    """A load that was proposed to vLLM and that vLLM has not accepted yet."""
 
     start: int
-    """Tokens that the engine holds."""
+    """Tokens that the engine has at hand."""
     end: int
-    """The pool has the whole chunks up to here."""
+    """A load can restore the prefix up to here."""
     tokens: int
     """The number of tokens reported to vLLM."""
 
@@ -70,11 +72,17 @@ class _Tracked:
         self.next_poll = 0.0
         self.poll_s = _FIRST_POLL_S
         self.load: _Proposal | None = None
+        self.no_room_since: float | None = None
+        """When other loads first left too few blocks for its load; None if there are enough."""
         self.loaded = 0
         """Tokens that were loaded, for the hand-off."""
         self.may_load = True
+        self.at_hand = 0
+        """Tokens that vLLM's own cache had."""
+        self.undrafted: int | None = None
+        """Tokens from this one on were computed without the draft model."""
         self.planned: dict[int, int] = {}
-        """For each group of layers, the chunks that need no more storing: planned already, or in the pool."""
+        """For each layer group, how many chunks need not be stored any more: those that are planned, and those in the pool."""
 
 
 class _Job(NamedTuple):
@@ -84,10 +92,10 @@ class _Job(NamedTuple):
     first: int
     """Number of its first chunk in the request."""
     group: int
-    """The group of layers, by its place in `kept_layers`."""
+    """The layer group, by its place in `kept_layers`."""
     names: list[bytes]
     blocks: list[int]
-    """The blocks of those chunks. Blocks at the start that no load will need are -1."""
+    """The blocks of those chunks. A block at the start is -1 if no load will need it."""
     events: list[BlockStored]
     """The events to publish for each chunk; empty if KV events are off."""
 
@@ -103,14 +111,15 @@ class SchedulerSide:
         layers: Sequence[KeptLayers],
         hash_block_size: int,
         retention: int | None = 0,
+        drafted_up_to: int | None = None,
         ranks: int,
         describe: Describe | None,
         metrics: CacheMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stores` is false for a consumer. `layers`: vLLM's groups, as `kept_layers` returns them. `hash_block_size`: the tokens of each of
-        a request's block hashes. `retention`: vLLM's `prefix_cache_retention_interval`. `describe` is None if the engine's KV events are
-        off."""
+        """`stores` is false for a consumer. `layers` is what `kept_layers` returns. `hash_block_size` is the number of tokens of each of a
+        request's block hashes. `retention` is vLLM's `prefix_cache_retention_interval`. `drafted_up_to` is the most tokens that any request
+        of a step may have if the draft model is to run in that step. `describe` is None if the engine's KV events are off."""
         self._clock = clock
         self._settings = settings
         self._options = settings.connector
@@ -118,14 +127,21 @@ class SchedulerSide:
         self._layers = tuple(layers)
         self._hash_block_size = hash_block_size
         self._retention = retention
+        self._drafted_up_to = drafted_up_to
+        self._undrafted = False
+        """Whether vLLM has skipped the draft model in a step, so that blocks of vLLM's own cache may lack the draft model's KV."""
         self._ranks = ranks
         self._describe = describe
         self.metrics = metrics
         self._chunk = settings.node.cache.chunk_tokens
         self._tails = [group.tail(self._chunk) for group in layers]
         self._divisible = all(group.divisible for group in layers)
+        self._ahead = max(group.ahead for group in layers)
+        """1 if a layer group is ahead, so that a load leaves the last whole chunk to compute; otherwise 0."""
         self._token_mode = settings.node.cache.hash_mode == "tokens"
         self._database: ChunkedTokenDatabase | None = None
+        self._namespaces: tuple[str, ...] = ()
+        """Fingerprints of the namespaces of all layer groups. The first group names the chunks."""
         self._lookup: LookupClient | None = None
         self._manager: KVCacheManager | None = None
         self._requests: dict[str, _Tracked] = {}
@@ -137,13 +153,18 @@ class SchedulerSide:
         self._late: list[StoreOp] = []
         """Stores of requests that have finished since the last step."""
         self._expecting = False
+        self._holding: dict[str, int] = {}
+        """Requests that hold blocks for a load and have computed nothing since, and the number of blocks that all tokens of each need."""
         self._stored_events: list[KVCacheEvent] = []
 
     # --- before the first request --------------------------------------------------------------------------------
 
-    def open(self, metadata: CacheMetadata, lookup: LookupClient) -> None:
-        """Takes the lookup client, once the workers' KV tensors are known: from now on, chunks can be named and looked up."""
-        self._database = ChunkedTokenDatabase(metadata.namespace(self._settings.node.cache))
+    def open(self, metadata: Sequence[CacheMetadata], lookup: LookupClient) -> None:
+        """Takes the lookup client, once the workers' KV tensors are known. From now on, chunks can be named and looked up. `metadata` has
+        an entry for each layer group, of each pipeline stage."""
+        spaces = [one.namespace(self._settings.node.cache) for one in metadata]
+        self._database = ChunkedTokenDatabase(spaces[0])
+        self._namespaces = tuple(space.fingerprint() for space in spaces)
         self._lookup = lookup
 
     def bind(self, manager: KVCacheManager) -> None:
@@ -159,24 +180,33 @@ class SchedulerSide:
     # --- a request's way -----------------------------------------------------------------------------------------
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Returns how many tokens beyond `computed` can be loaded; None if vLLM has to ask again later."""
+        """Returns how many tokens beyond `computed` can be loaded, or None if vLLM has to ask again later; and whether to load them while
+        other requests compute."""
         tracked = self._track(request)
         tracked.load = None
+        self._holding.pop(request.request_id, None)  # vLLM asks only for requests without blocks
+        tracked.at_hand = computed
         if self._lookup is None or not tracked.may_load or not self._nameable(request):
             return 0, False
         found = self._find(tracked, self._lookup, computed)
         if found is None:
             self._expecting = True
             return None, False
+        # vLLM ends a step at this place, so that states can be stored there and kept in vLLM's own cache. It sets the field anew each time
+        # it asks
+        request.shared_prefix_boundary = max(request.shared_prefix_boundary, found.parting)
         # one token is left to compute: its logits are needed
         external = min(found.end, request.num_tokens - 1) - computed
         if external <= 0:
             return 0, False
+        if not self._fits(request, found.end):
+            return self._wait_for_room(tracked), False
+        tracked.no_room_since = None
         tracked.load = _Proposal(computed, found.end, external)
         return external, self._options.load == "async"
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Plans the load for this step: vLLM has allocated blocks for the part of our proposal that it accepts."""
+        """Plans the load for this step. vLLM has allocated blocks for the part of our proposal that it accepts."""
         tracked = self._track(request)
         proposed, tracked.load = tracked.load, None
         if external <= 0 or proposed is None:
@@ -184,12 +214,15 @@ class SchedulerSide:
         first, last = proposed.start // self._chunk, proposed.end // self._chunk
         ids = blocks.get_block_ids()
         parts = [self._load_part(tracked, place, ids, proposed) for place in range(len(self._layers))]
-        failing = parts[0].blocks
-        # if vLLM takes another number of tokens than was proposed, we cannot know which: load none, and vLLM computes
-        # all of them
+        # with several groups, a window or a state, no blocks are reported: vLLM would go on at the first of them, with a window or a state
+        # that was never loaded
+        failing = parts[0].blocks if len(parts) == 1 and not self._tails[0] else []
+        # if vLLM takes another number of tokens than was proposed, we cannot know which ones. Then none are loaded, and vLLM computes all
+        # of them
         wanted = [part for part in parts if part.names] if external == proposed.tokens else []
-        self._loads.append(LoadOp(request.request_id, wanted, failing if len(parts) == 1 else []))
+        self._loads.append(LoadOp(request.request_id, wanted, failing))
         tracked.loaded = external
+        self._holding[request.request_id] = self._needed_blocks(request, proposed.end)
         for place in range(len(self._layers)):
             if first <= tracked.planned.get(place, 0):
                 tracked.planned[place] = max(tracked.planned.get(place, 0), last)
@@ -207,13 +240,15 @@ class SchedulerSide:
         return step
 
     def plan_stores(self, step: Step, output: SchedulerOutput) -> None:
-        """Adds the chunks that this step completes."""
+        """Adds to `step` the stores of the chunks that this step completes."""
+        self._note_undrafted(output)
         for request_id, scheduled in output.num_scheduled_tokens.items():
+            self._holding.pop(request_id, None)
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 request = tracked.request
-                # only when the forward pass is over can it be known whether a load before it failed, and what the pass
-                # computed is worth nothing then: wait for the outcome before any of it is stored
+                # a synchronous load's outcome is known only when the forward pass is over. If the load failed, what the pass computed is
+                # worth nothing. So nothing of the pass is stored before the outcome is known
                 certain = -request.num_in_flight_tokens if self._options.load == "sync" else scheduled
                 step.stores += self._plan_stores(tracked, request.num_computed_tokens + certain)
         state = output.kv_connector_block_state
@@ -228,19 +263,21 @@ class SchedulerSide:
         for request_id in report.failed_loads:
             tracked = self._requests.get(request_id)
             if tracked is not None:
-                # what the pool had is gone: compute it, and store it again
+                # what the pool had is gone: vLLM computes it, and it is stored again
                 tracked.may_load = False
                 tracked.found = None
                 tracked.planned.clear()
                 tracked.loaded = 0
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Forgets the request. Returns what to hand to the node that decodes it."""
+        """Forgets the request. Returns the `kv_transfer_params` for the node that decodes it; None if no node asked for them."""
         tracked = self._requests.pop(request.request_id, None)
+        self._holding.pop(request.request_id, None)
         if tracked is None or self._database is None:
             return None
         computed = request.num_computed_tokens - request.num_in_flight_tokens
-        if self._options.load == "sync":  # otherwise all is planned, and what still loads is not computed
+        # with async all stores are planned already, and tokens that are still loading are not computed
+        if self._options.load == "sync":
             self._late += self._plan_stores(tracked, computed)
         if self._lookup is not None and tracked.looked_up:
             self._lookup.end(request.request_id)
@@ -250,8 +287,9 @@ class SchedulerSide:
         cached = request.prefill_stats.num_cached_tokens if request.prefill_stats is not None else tracked.loaded
         return write_params(
             Announcement(
-                prefix_tokens=computed // self._chunk * self._chunk if self._stores else 0,
-                namespace=self._database.namespace.fingerprint(),
+                prefix_tokens=max(0, computed // self._chunk - self._ahead) * self._chunk if self._stores else 0,
+                namespace=self._namespaces[0],
+                further=self._namespaces[1:],
                 prefill=PrefillWork(cached, max(0, request.num_prompt_tokens - cached)),
             )
         )
@@ -264,12 +302,12 @@ class SchedulerSide:
 
     @property
     def storing(self) -> bool:
-        """Whether stores are under way; the engine has to keep stepping to learn of their end."""
+        """Whether stores are under way. If so, the engine has to keep stepping to learn of their end."""
         return bool(self._jobs)
 
     @property
     def frees_blocks(self) -> bool:
-        """Whether the end of a store will free blocks that only the store holds."""
+        """Whether the end of a store will free blocks to which only the store has a reference."""
         pool = self._pool()
         return any(
             pool.blocks[block].ref_cnt == 1 for job, _, _ in self._jobs.values() for block in job.blocks if block >= 0
@@ -304,12 +342,12 @@ class SchedulerSide:
         return not self._token_mode or request.prompt_embeds is None
 
     def _find(self, tracked: _Tracked, lookup: LookupClient, computed: int) -> _FoundPrefix | None:
-        """Returns the answer to the request's one lookup; None while an announced prefix is still awaited."""
+        """Returns the answer to the request's one lookup; None while the request still waits for an announced prefix."""
         at_hand = computed // self._chunk * self._chunk
         known = tracked.found
         now = self._clock()
         awaited = self._awaited(tracked, now) if lookup.available else 0
-        # what was at hand then may have been evicted since, and the pool was never asked for it
+        # the engine may have evicted since what it had at hand then, and the pool was never asked for that
         if known is not None and known.start <= at_hand and (known.end >= awaited or now < tracked.next_poll):
             return known if known.end >= awaited else None
         request = tracked.request
@@ -317,40 +355,80 @@ class SchedulerSide:
         tracked.looked_up = True
         reach = lookup.survey(names, request.request_id, at_hand=at_hand)
         end = reach.chunks * self._chunk
-        if reach.leading > reach.chunks:
-            # prompts have parted here: vLLM ends a step at this place, so that states can be stored, and keeps what it can itself
-            request.shared_prefix_boundary = max(request.shared_prefix_boundary, reach.leading * self._chunk)
-        tracked.found = _FoundPrefix(at_hand, end)
+        tracked.found = _FoundPrefix(at_hand, end, reach.leading * self._chunk if reach.leading > reach.chunks else 0)
         if end < awaited:
             tracked.next_poll = self._clock() + tracked.poll_s
             tracked.poll_s = min(2 * tracked.poll_s, _LONGEST_POLL_S)
             return None
         return tracked.found
 
+    def _fits(self, request: Request, end: int) -> bool:
+        """Returns whether this request and all that hold blocks for a load could compute the rest of their tokens at the same time.
+
+        vLLM cannot preempt a request that waits after its load. So requests that leave each other no blocks would wait for ever. vLLM 0.32
+        prevents that only for full attention. For layers with a window it counts too few blocks: `_request_remaining_blocks` compares
+        `max_admission_blocks_per_request` with a list that also has an entry for each block before the window.
+        """
+        if len(self._layers) == 1 and not self._tails[0]:
+            return True
+        others = sum(self._holding.values())
+        usable = self._pool().num_gpu_blocks - 1  # one is the null block
+        return not others or others + self._needed_blocks(request, end) <= usable
+
+    def _wait_for_room(self, tracked: _Tracked) -> int | None:
+        """Returns None while the request waits for blocks; 0 if it has waited for as long as a load may take, so that vLLM computes it.
+
+        Meanwhile vLLM asks for the requests behind it. If some of their loads always fit, the load of a long prompt never does.
+        """
+        now = self._clock()
+        if tracked.no_room_since is None:
+            tracked.no_room_since = now
+        if now - tracked.no_room_since < self._options.load_timeout_ms / 1000:
+            return None
+        self.metrics.trouble("retrieve", "no_blocks")
+        tracked.may_load = False
+        return 0
+
+    def _needed_blocks(self, request: Request, end: int) -> int:
+        """Returns the most blocks that the request holds until all of its tokens are computed, if the tokens before `end` are loaded."""
+        total = 0
+        for group in {
+            group.number: group for group in self._layers
+        }.values():  # a draft model's group may be over the same blocks as another group
+            blocks = -(-request.num_tokens // group.block_size)
+            if group.kind == "window":
+                blocks -= max(0, end - group.window + 1) // group.block_size
+            elif group.kind == "state":
+                # one block for the state that was loaded, one for the state that is computed, and one for a boundary between them
+                blocks = min(blocks, 3)
+            total += blocks
+        return total
+
     def _awaited(self, tracked: _Tracked, now: float) -> int:
-        """Returns how many tokens are worth waiting for, because a prefill node is storing them."""
+        """Returns how long a prefix, in tokens, the request waits for because a prefill node is storing it."""
         announced = tracked.handoff.announced
         if announced is None or now >= tracked.arrived + self._settings.handoff_wait_s:
             return 0
-        assert self._database is not None
-        if announced.namespace not in ("", self._database.namespace.fingerprint()):
+        if not announced.serves(self._namespaces):
             self.metrics.trouble(
                 "lookup",
                 "other_namespace",
-                detail=f"a prefill node stores in {announced.namespace}, this node reads {self._database.manifest_key}",
+                detail=f"a prefill node stores in {', '.join((announced.namespace, *announced.further))}, this node reads "
+                f"{', '.join(self._namespaces)}",
             )
             tracked.handoff = Handoff(tracked.handoff.announce)
             return 0
-        return min(announced.prefix_tokens // self._chunk, self._most_chunks(tracked.request)) * self._chunk
+        most = self._most_chunks(tracked.request) - self._ahead
+        return max(0, min(announced.prefix_tokens // self._chunk, most)) * self._chunk
 
     def _most_chunks(self, request: Request) -> int:
-        """Returns how many chunks may be loaded: the last token has to be computed, and some layers can be loaded only up to a chunk's
-        end."""
+        """Returns how many chunks are looked up. vLLM has to compute the last token, and some layers can be loaded only up to a chunk's
+        end. If a group is ahead, a load leaves the last of these chunks to compute."""
         length: int = request.num_tokens
-        return (length if self._divisible else length - 1) // self._chunk
+        return (length if self._divisible or self._ahead else length - 1) // self._chunk
 
     def _names(self, tracked: _Tracked, count: int) -> list[bytes]:
-        """Returns the names of the request's first chunks, up to `count` of them."""
+        """Returns the names of the request's first `count` chunks, or of fewer if it has fewer whole chunks."""
         assert self._database is not None
         names, request = tracked.names, tracked.request
         if len(names) < count:
@@ -362,10 +440,31 @@ class SchedulerSide:
                 names += stride_hashes(new, stride)
         return names[:count]
 
+    def _names_of(self, tracked: _Tracked, group: KeptLayers, first: int, last: int) -> list[bytes]:
+        """Returns the names under which the pool has a group's chunks from `first` to before `last`."""
+        return self._names(tracked, last + group.ahead)[first + group.ahead :]
+
+    def _note_undrafted(self, output: SchedulerOutput) -> None:
+        """Notes the requests of a step in which vLLM skips the draft model, because one of them has too many tokens for it."""
+        if self._drafted_up_to is None:
+            return
+        step = [
+            (tracked, scheduled)
+            for request_id, scheduled in output.num_scheduled_tokens.items()
+            if (tracked := self._requests.get(request_id)) is not None
+        ]
+        if all(tracked.request.num_computed_tokens + count <= self._drafted_up_to for tracked, count in step):
+            return
+        self._undrafted = True
+        for tracked, _ in step:
+            start = tracked.request.num_computed_tokens
+            tracked.undrafted = start if tracked.undrafted is None else min(start, tracked.undrafted)
+
     def _load_part(
         self, tracked: _Tracked, place: int, ids: Sequence[Sequence[int]], proposed: _Proposal
     ) -> GroupChunks:
-        """Returns what a group of layers has to load. Blocks that the engine holds, and those that vLLM allocated none for, are left out."""
+        """Returns what a layer group has to load. Left out are tokens that the engine has at hand, and those for which vLLM allocated no
+        block."""
         group, tail = self._layers[place], self._tails[place]
         per_chunk = self._chunk // group.block_size
         last = proposed.end // self._chunk
@@ -376,27 +475,33 @@ class SchedulerSide:
             at_hand += 1
         skipped = at_hand // per_chunk
         blocks = [-1] * (at_hand - skipped * per_chunk) + blocks[at_hand:]
-        return GroupChunks(place, self._names(tracked, last)[first + skipped :], blocks)
+        return GroupChunks(place, self._names_of(tracked, group, first + skipped, last), blocks)
 
     @property
     def _null(self) -> int:
-        """The number of the block that vLLM puts in place of those that it has given back."""
+        """The number of the block that vLLM puts into a request's list in place of each block that it has freed."""
         number: int = self._pool().null_block.block_id
         return number
 
     def _plan_stores(self, tracked: _Tracked, computed: int) -> list[StoreOp]:
-        """Returns stores of the chunks that are complete with the request's first `computed` tokens, if there are any."""
+        """Returns the stores of the chunks that are complete with the request's first `computed` tokens and not planned yet."""
         request = tracked.request
         if not self._may_store(request):
             return []
-        # vLLM also counts tokens that it only speculates on; the certain ones are in the request
+        # vLLM also counts tokens that are only drafted. The request has those that are certain
         complete = min(computed, request.num_tokens) // self._chunk
         ops: list[StoreOp] = []
         for place, group in enumerate(self._layers):
             first = tracked.planned.get(place, 0)
-            if group.kind == "state" or complete <= first:
+            last = complete - group.ahead
+            if group.drafts:
+                if tracked.undrafted is not None:
+                    last = min(last, tracked.undrafted // self._chunk)
+                if self._undrafted:
+                    first = max(first, -(-tracked.at_hand // self._chunk))
+            if group.kind == "state" or last <= first:
                 continue
-            last = len(self._names(tracked, complete))
+            last = min(last, len(self._names(tracked, complete)) - group.ahead)
             tracked.planned[place] = last
             for run in self._wanted(tracked, place, first, last):
                 ops += self._plan_run(tracked, place, run)
@@ -408,15 +513,16 @@ class SchedulerSide:
         )
 
     def _wanted(self, tracked: _Tracked, place: int, first: int, last: int) -> list[range]:
-        """Returns those of the chunks from `first` to before `last` that a load could want of a group, in runs."""
+        """Returns which of the chunks from `first` to before `last` a load could need of a layer group, in runs."""
         request, tail = tracked.request, self._tails[place]
         prompt = request.num_prompt_tokens // self._chunk
         if not self._options.store_generated:
-            last = min(last, prompt)
+            last = min(last, prompt - self._layers[place].ahead)
         if not tail or self._retention is None:
             return [range(first, last)] if first < last else []
-        # a resend of the prompt ends before its last token, and what continues it somewhere behind that
-        ends = max(0, (request.num_prompt_tokens - 1) // self._chunk - tail)
+        # a load of the same prompt ends before its last token; a load of a prompt that continues it ends at some place behind that
+        end = prompt - 1 if self._ahead else (request.num_prompt_tokens - 1) // self._chunk
+        ends = max(0, end - tail)
         junction = request.shared_prefix_boundary // self._chunk
         period = self._retention // self._chunk
         runs: list[range] = []
@@ -430,7 +536,7 @@ class SchedulerSide:
         return runs
 
     def _plan_run(self, tracked: _Tracked, place: int, run: range) -> list[StoreOp]:
-        """Returns the store of a run of chunks, if there is room in the queue, and if vLLM still has the blocks."""
+        """Returns the store of a run of chunks, of those for which the queue has room and vLLM still has the blocks."""
         request, group = tracked.request, self._layers[place]
         assert self._manager is not None
         per_chunk = self._chunk // group.block_size
@@ -438,7 +544,7 @@ class SchedulerSide:
         first, blocks = run.start, list(ids[run.start * per_chunk : run.stop * per_chunk])
         if group.kind == "window":
             gone = next((at for at, block in enumerate(blocks) if block != self._null), len(blocks))
-            # the blocks of a chunk before the window of its end are not needed
+            # a load does not need those blocks of a chunk that lie before the window at the chunk's end
             needed = -(-max(0, group.window - 1) // group.block_size)
             skipped = max(0, -(-(gone - max(0, per_chunk - needed)) // per_chunk))
             first += skipped
@@ -448,12 +554,13 @@ class SchedulerSide:
         count = self._room(run.stop - first)
         if count <= 0:
             return []
-        names = self._names(tracked, first + count)[first:]
+        names = self._names_of(tracked, group, first, first + count)
         events = self._describe(request, first, first + count) if self._describe is not None and place == 0 else []
         return [self._begin(_Job(request.request_id, first, place, names, blocks[: count * per_chunk], events))]
 
     def _plan_states(self, tracked: _Tracked, offers: Iterable[tuple[int, int, int]]) -> list[StoreOp]:
-        """Returns stores of the states that vLLM hands over: each is a group's number, a block, and the tokens up to which it holds."""
+        """Returns the stores of the states that vLLM hands over. Each offer is the number of vLLM's group, a block, and how many tokens the
+        state covers."""
         request = tracked.request
         if not self._may_store(request):
             return []
@@ -470,7 +577,7 @@ class SchedulerSide:
         return ops
 
     def _room(self, chunks: int) -> int:
-        """Returns how many of these chunks may be stored now, and counts the others as dropped."""
+        """Returns how many of `chunks` chunks the queue has room for, and counts the others as dropped."""
         room = min(chunks, self._options.store_queue - self._chunks_under_way)
         if room < chunks:
             self.metrics.trouble("store", "queue_full", chunks - room)
@@ -486,7 +593,7 @@ class SchedulerSide:
         return StoreOp(number, GroupChunks(job.group, job.names, job.blocks))
 
     def _advance(self, number: int, ranks: int, outcomes: Sequence[StoreOutcome]) -> None:
-        """Notes that some ranks are done with a job. When all are, its blocks are given back."""
+        """Notes that `ranks` more ranks are done with a job. When all are, gives its blocks back."""
         if number not in self._jobs:
             return
         job, remaining, before = self._jobs[number]
@@ -497,7 +604,7 @@ class SchedulerSide:
         del self._jobs[number]
         self._chunks_under_way -= len(job.names)
         pool = self._pool()
-        # the last first: what is freed first is evicted first, and a prefix is worth more than what follows it
+        # the last block first: vLLM evicts first what was freed first, and a prefix is worth more than what follows it
         pool.free_blocks(pool.blocks[block] for block in reversed(job.blocks) if block >= 0)
         self._stored_events += [
             event for event, outcome in zip(job.events, both, strict=False) if outcome is StoreOutcome.NEW
@@ -511,7 +618,7 @@ class SchedulerSide:
 
 
 def _isolation(request: Request) -> tuple[ExtraKey, ...]:
-    """Returns, for token mode, what a request's KV depends on besides tokens, or must be kept apart by."""
+    """Returns, for token mode, what keeps a request's chunks apart from those of other requests with the same tokens."""
     parts: list[ExtraKey] = []
     if request.cache_salt:
         parts += ["salt", request.cache_salt]

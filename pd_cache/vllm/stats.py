@@ -15,6 +15,7 @@ from pd_cache.metrics import CacheMetrics
 _LABELS = {
     "tokens": ("op", "outcome"),
     "bytes": ("op",),
+    "group_bytes": ("op", "layers"),
     "op_seconds_sum": ("op",),
     "op_seconds_count": ("op",),
     "troubles": ("op", "reason"),
@@ -22,6 +23,7 @@ _LABELS = {
 _NAMES = {
     "tokens": ("tokens", "Tokens by what became of them in the cache"),
     "bytes": ("bytes", "Payload bytes moved"),
+    "group_bytes": ("group_bytes", "Payload bytes moved, by group of layers, for models that have several"),
     "op_seconds_sum": ("op_seconds", "Seconds spent in cache operations"),
     "op_seconds_count": ("ops", "Cache operations"),
     "troubles": ("troubles", "Chunks not stored or not loaded, by reason"),

@@ -27,7 +27,7 @@ class LoadOp:
     parts: list[GroupChunks]
     """A part for each group that has something to load; none for a load that has to fail."""
     blocks: list[int]
-    """The blocks to report if the load fails, of a model with one group."""
+    """The blocks to report if the load fails; none if it then fails as a whole: of a model with several groups, a window or a state."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,9 @@ class EndedLoads(NamedTuple):
 
     finished: set[str]
     failed: set[str]
-    """Those of `finished` that failed, of a model with several groups of layers."""
+    """Those of `finished` that failed as a whole; see `LoadOp.blocks`."""
     bad_blocks: set[int]
-    """The blocks that were not loaded, of a model with one group."""
+    """The blocks that were not loaded, of the other loads that failed."""
 
 
 class WorkerSide:
@@ -48,17 +48,18 @@ class WorkerSide:
 
     def __init__(
         self,
-        caches: Sequence[BlockCache],
+        caches: Sequence[BlockCache | None],
         *,
         stores: Sequence[bool],
         load_timeout_s: float,
         asynchronous: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`caches`: one for each group of layers; the caller keeps them. `stores` is
-        false for a group whose KV another rank stores, too."""
+        """`caches`: one for each group of layers; the caller keeps them. None for a group of which this rank has no layers. `stores` is
+        false for such a group, and for one whose KV another rank stores, too."""
         self._caches = tuple(caches)
-        self._metrics = caches[0].metrics
+        self._first = next(cache for cache in caches if cache is not None)
+        self._metrics = self._first.metrics
         self._clock = clock
         self._stores = tuple(stores)
         self._load_timeout_s = load_timeout_s
@@ -104,7 +105,7 @@ class WorkerSide:
         """Queues this step's stores. The forward pass has been launched, and a mark stands for its end."""
         if not step.stores:
             return
-        after = self._caches[0].mark()
+        after = self._first.mark()
         for op in step.stores:
             with self._changed:
                 if self._stores[op.chunks.group]:
@@ -168,27 +169,29 @@ class WorkerSide:
         if bad is None:
             return
         self._report.failed_loads.add(op.request_id)
-        if len(self._caches) > 1:
-            self._failed_loads.add(op.request_id)
-        else:
+        if op.blocks:
             self._bad_blocks |= bad
+        else:
+            self._failed_loads.add(op.request_id)
 
     def _load(self, op: LoadOp, deadline: float) -> set[int] | None:
         """Loads chunks. Returns the blocks that were not loaded; None if all were."""
         if not op.parts:
             return _blocks(op.blocks)
         for part in op.parts:
-            loaded = self._load_part(op.request_id, part, deadline)
+            cache = self._caches[part.group]
+            if cache is None:
+                continue
+            loaded = self._load_part(cache, op.request_id, part, deadline)
             if loaded < len(part.names):
                 return _blocks(op.blocks[loaded * len(op.blocks) // len(part.names) :])
         return None
 
-    def _load_part(self, request_id: str, part: GroupChunks, deadline: float) -> int:
+    def _load_part(self, cache: BlockCache, request_id: str, part: GroupChunks, deadline: float) -> int:
         """Returns how many of a group's chunks were loaded, from the first."""
         try:
             remaining = deadline - self._clock()
             if remaining > 0:
-                cache = self._caches[part.group]
                 return cache.retrieve(part.names, part.blocks, session=request_id, timeout=remaining)
             self._metrics.trouble("retrieve", "deadline", len(part.names))
         except Exception as error:  # noqa: BLE001 - whatever the error is, vLLM computes the blocks
@@ -198,10 +201,10 @@ class WorkerSide:
     def _run_stores(self) -> None:
         while (item := self._store_queue.get()) is not None:
             op, chunks = item.op, item.op.chunks
-            outcomes = [StoreOutcome.NOT] * len(chunks.names)
+            cache, outcomes = self._caches[chunks.group], [StoreOutcome.NOT] * len(chunks.names)
             try:
-                if not self._closing:
-                    outcomes = self._caches[chunks.group].store(chunks.names, chunks.blocks, after=item.after)
+                if not self._closing and cache is not None:
+                    outcomes = cache.store(chunks.names, chunks.blocks, after=item.after)
             except Exception as error:  # noqa: BLE001 - a chunk that is not stored is computed again, no more
                 self._unexpected("store", len(chunks.names), error)
             with self._changed:

@@ -30,6 +30,8 @@ _HEADER = struct.Struct("<4sHHQ")
 _MAGIC = b"PDCM"
 
 MAX_CHUNKS = 1 << 16
+MAX_OBJECTS = 4 * MAX_SHARDS
+"""The most objects of a chunk, in all groups of layers together."""
 MAX_FRAME = 4 << 20
 """The most bytes of a frame. A store of three million tokens in blocks of 16 takes a quarter of that."""
 
@@ -50,11 +52,17 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="type"):
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
+ObjectSize = Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
+
+
 class FurtherLayers(msgspec.Struct, frozen=True, array_like=True):
     """A group of layers besides the first, of an engine with several."""
 
     layers: LayerGroup
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)]
+    """The fields of `Hello`, for these layers: all ranks hold the same latents, for example, and each a part of the states beside them."""
+    shards_per_rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)]
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -82,16 +90,29 @@ class Hello(Message, frozen=True, tag="hello"):
     """Tokens per chunk; 0 if the server's file decides."""
     layers: LayerGroup | None = None
     """Which of the model's layers; None if all are kept alike. An engine has a connection for each group of layers."""
-    further: Annotated[tuple[FurtherLayers, ...], msgspec.Meta(max_length=64)] = ()
+    further: Annotated[tuple[FurtherLayers, ...], msgspec.Meta(max_length=256)] = ()
     """For a scheduler: the groups that its lookups ask for, besides `layers`."""
+    object_sizes: Annotated[tuple[ObjectSize, ...], msgspec.Meta(max_length=256)] = ()
+    """For a worker: the payload bytes of a chunk's object in each of its groups of layers, which may share the server's memory."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
             raise ValueError(f"rank must be less than world_size {self.world_size}, got {self.rank}")
-        if self.world_size * self.shards_per_rank > MAX_SHARDS:
+        sizes = [(self.world_size, self.shards_per_rank)]
+        sizes += [(one.world_size, one.shards_per_rank) for one in self.further]
+        for world_size, shards_per_rank in sizes:
+            if world_size * shards_per_rank > MAX_SHARDS:
+                raise ValueError(
+                    f"{world_size} ranks with {shards_per_rank} shards each have more than {MAX_SHARDS} shards"
+                )
+        objects = sum(world_size * shards_per_rank for world_size, shards_per_rank in sizes)
+        if objects > MAX_OBJECTS:
             raise ValueError(
-                f"{self.world_size} ranks with {self.shards_per_rank} shards each have more than {MAX_SHARDS} shards"
+                f"a chunk has at most {MAX_OBJECTS} objects in all groups of layers together, got {objects}"
             )
+        layers = [self.layers, *(one.layers for one in self.further)]
+        if len(set(layers)) < len(layers):
+            raise ValueError("a group of layers is named twice")
         if self.kind != "observer" and not (self.model and self.block_size):
             raise ValueError(f"a {self.kind} must state its model and block_size")
 

@@ -298,7 +298,7 @@ def _used(record: NodeRecord) -> None:
     for told in differences([usual, msgspec.structs.replace(usual, name="b"), record]).values():
         assert told.isprintable()
     targets_of(_CONFIG, View((record,)))
-    if (namespace := record.cache_namespace) is not None:
+    for namespace in record.cache_namespaces:
         _believed(namespace)
     _show(NodeStatus(record=record))
 

@@ -44,7 +44,35 @@ def node(name: str, namespace: Namespace | None = None, instance: str = "") -> N
 def test_a_record_is_read_back_as_it_was_written() -> None:
     record = node("prefill-0", NAMESPACE)
     assert decode_record(record.encode()) == record
-    assert record.cache_namespace == NAMESPACE
+    assert record.cache_namespaces == (NAMESPACE,)
+
+
+def test_nodes_that_keep_other_things_of_some_layers_are_told() -> None:
+    window, wider = (
+        msgspec.structs.replace(NAMESPACE, group="1-3", keeps=f"the last {size} tokens", tail=1) for size in (256, 512)
+    )
+    drafter = msgspec.structs.replace(NAMESPACE, group="4", keeps="every token, for drafts of m", ahead=1)
+
+    def one(name: str, *further: Namespace) -> NodeRecord:
+        config = ClusterConfig(nodes=(PrefillNode(name=name),))
+        return describe_node(config, config.nodes[0], "http://h:1", (NAMESPACE, *further))
+
+    usual = [one("a", window), one("b", window)]
+    assert differences(usual) == {}
+    assert differences([*usual, one("c", wider)]) == {
+        "c": "layers 1-3: the last 512 tokens only here, layers 1-3: the last 256 tokens only on a: what one stores of those, the other "
+        "cannot load"
+    }
+    assert list(differences([*usual, one("c", window, drafter)])) == ["c"]
+
+
+def test_a_record_tells_the_namespaces_of_all_groups_of_layers() -> None:
+    window = msgspec.structs.replace(NAMESPACE, group="1-3", keeps="the last 256 tokens", tail=1)
+    config = ClusterConfig(nodes=(PrefillNode(name="a"),))
+    record = describe_node(config, config.nodes[0], "http://h:1", (NAMESPACE, window))
+    assert decode_record(record.encode()).cache_namespaces == (NAMESPACE, window)
+    unknown = msgspec.structs.replace(record, further=({"group": "1-3"},))
+    assert unknown.cache_namespaces == (), "a lookup that asks for some groups only would promise too much"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +114,7 @@ def test_what_a_newer_version_adds_is_ignored() -> None:
     raw = msgspec.json.encode({**msgspec.to_builtins(node("a", NAMESPACE)), "later": 1})
     assert decode_record(raw).name == "a"
     newer = {**msgspec.to_builtins(NAMESPACE), "codec": "int4"}
-    assert msgspec.structs.replace(node("a"), namespace=newer, fingerprint="0" * 16).cache_namespace is None
+    assert msgspec.structs.replace(node("a"), namespace=newer, fingerprint="0" * 16).cache_namespaces == ()
 
 
 def test_a_role_of_a_newer_version_may_have_any_address() -> None:
@@ -101,7 +129,7 @@ def test_a_role_of_a_newer_version_may_have_any_address() -> None:
 def test_a_namespace_of_absurd_numbers_is_not_believed(absurd: dict[str, int]) -> None:
     told = {**msgspec.to_builtins(NAMESPACE), **absurd}
     fingerprint = msgspec.structs.replace(NAMESPACE, **absurd).fingerprint() if 10**30 not in absurd.values() else ""
-    assert msgspec.structs.replace(node("a"), namespace=told, fingerprint=fingerprint).cache_namespace is None
+    assert msgspec.structs.replace(node("a"), namespace=told, fingerprint=fingerprint).cache_namespaces == ()
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,11 @@ def test_a_salt_changes_every_hash_and_an_empty_one_none() -> None:
     assert hasher.hashes([1, 2, 3, 4], "") == plain
 
 
+def test_hashes_of_less_than_a_block_are_those_that_the_namespace_describes() -> None:
+    described = describe_hashes("sha256", "vllm-none-hash", "", 2)
+    assert BlockHasher(4, described).hashes([1, 2, 3, 4]) == BlockHasher(2, DEFAULT).hashes([1, 2, 3, 4])
+
+
 def test_another_seed_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     described = describe_hashes("sha256", "7", "of the file")
     with pytest.raises(UnknownHashesError, match="set PYTHONHASHSEED to what it is there"):

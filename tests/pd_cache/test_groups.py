@@ -9,10 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cache.groups import LayerGroups, Surveyed
+from pd_cache.lookup.prefix import PrefixLookup
+from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import ChunkedTokenDatabase, Namespace
+from transfer.errors import Status
 
 
-def group(tail: int | None, *, shards: int = 1, chunk_size: int = 64, layers: str = "0") -> ChunkedTokenDatabase:
+def group(
+    tail: int | None, *, shards: int = 1, chunk_size: int = 64, layers: str = "0", ahead: int = 0
+) -> ChunkedTokenDatabase:
     return ChunkedTokenDatabase(
         Namespace(
             model="m",
@@ -27,6 +32,7 @@ def group(tail: int | None, *, shards: int = 1, chunk_size: int = 64, layers: st
             group="" if tail is None else layers,
             keeps="" if tail is None else "something",
             tail=tail or 0,
+            ahead=ahead,
         )
     )
 
@@ -34,15 +40,19 @@ def group(tail: int | None, *, shards: int = 1, chunk_size: int = 64, layers: st
 def test_a_namespace_tells_its_group_and_is_read_back() -> None:
     one, other = group(1, layers="0"), group(1, layers="1")
     assert one.manifest_key != other.manifest_key
-    for database in (one, other, group(None)):
+    for database in (one, other, group(None), group(0, ahead=1)):
         manifest = database.namespace.manifest()
         assert Namespace.read(manifest) == database.namespace
         assert (b'"group"' in manifest) == bool(database.namespace.group)
+        assert (b'"ahead"' in manifest) == bool(database.namespace.ahead)
         assert set(database.namespace.described()["namespace"]) == set(json.loads(manifest)) - {"format"}
 
 
 def test_the_namespace_of_a_model_with_one_group_is_the_one_it_had_before_there_were_groups() -> None:
     assert group(None).namespace.fingerprint() == "17e4510ab057f65e"
+    assert group(2).namespace.fingerprint() == "5380af0fcfcc6d15", (
+        "nor has that of a group changed since there are draft models"
+    )
 
 
 def test_the_keys_of_the_groups_differ_in_their_namespaces_only() -> None:
@@ -76,6 +86,23 @@ def test_a_prefix_ends_where_the_end_of_a_window_was_stored() -> None:
     assert groups.needed(4, 5) == [range(4, 5), range(4, 5)]
 
 
+def test_a_prefix_leaves_the_chunk_whose_name_is_that_of_a_draft_models_kv_before_it() -> None:
+    groups = LayerGroups([group(0), group(0, layers="1", ahead=1)])
+    assert groups.reach([True] * 5 + [False, True, True, True, True]) == Surveyed(4, 4)
+    assert groups.reach([True] * 5 + [True] * 5) == Surveyed(4, 4), "whether or not something has the first name"
+    assert groups.reach([True] * 3 + [False] * 2 + [False, True, True, True, True]) == Surveyed(3, 3)
+    assert groups.reach([True] * 5 + [False, True, False, True, True]) == Surveyed(1, 1)
+    assert groups.reach([True, False]) == Surveyed(0, 0)
+    assert groups.needed(0, 4) == [range(4), range(1, 5)]
+    assert groups.needed(3, 4) == [range(3, 4), range(4, 5)]
+
+
+@pytest.mark.parametrize("at_hand", [0, 2])
+def test_a_lookup_of_which_all_is_there_leaves_that_chunk_too(at_hand: int) -> None:
+    lookup = PrefixLookup(LayerGroups([group(0), group(0, layers="1", ahead=1)]), CacheMetrics())
+    assert lookup.find([bytes([n] * 16) for n in range(5)], at_hand, lambda keys: [Status.OK] * len(keys)).chunks == 4
+
+
 def test_without_a_group_that_needs_every_chunk_nothing_says_that_prompts_parted() -> None:
     assert LayerGroups([group(1)]).reach([False, True, False, False]) == Surveyed(2, 2)
     assert LayerGroups([group(1)]).reach([False, False]) == Surveyed(0, 0)
@@ -86,13 +113,19 @@ def test_a_prefix_is_the_longest_of_which_all_that_is_needed_is_there(data: st.D
     tails = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4), label="tails")
     shards = data.draw(st.integers(1, 3), label="shards")
     chunks = data.draw(st.integers(0, 8), label="chunks")
-    groups = LayerGroups([group(tail, shards=shards, layers=str(at)) for at, tail in enumerate(tails)])
+    aheads = data.draw(st.lists(st.integers(0, 1), min_size=len(tails), max_size=len(tails)), label="aheads")
+    groups = LayerGroups(
+        [
+            group(tail, shards=shards, layers=str(at), ahead=ahead)
+            for at, (tail, ahead) in enumerate(zip(tails, aheads, strict=True))
+        ]
+    )
     size = len(tails) * shards * chunks
     present = data.draw(st.lists(st.booleans() | st.just(True), min_size=size, max_size=size), label="present")
 
     def there(at: int, chunk: int) -> bool:
         start = (at * chunks + chunk) * shards
-        return all(present[start : start + shards])
+        return chunk < chunks and all(present[start : start + shards])
 
     def restorable(end: int) -> bool:
         needed = groups.needed(0, end)

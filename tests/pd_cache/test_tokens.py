@@ -39,7 +39,7 @@ def test_the_hash_is_the_documented_chain() -> None:
     previous = database().root()
     expected = []
     for start in (0, 8):
-        previous = hashlib.sha256(previous + struct.pack("<8i", *tokens[start : start + 8])).digest()[:16]
+        previous = hashlib.blake2b(previous + struct.pack("<8i", *tokens[start : start + 8]), digest_size=16).digest()
         expected.append(previous)
     assert database().hash_tokens(tokens) == expected
 
@@ -126,6 +126,14 @@ def test_the_manifest_says_the_namespace_in_words() -> None:
     text = database().namespace.manifest().decode()
     assert '"chunk_size":8' in text
     assert '"model":"m@1"' in text
+
+
+def test_a_manifest_of_names_by_another_hash_is_not_read() -> None:
+    manifest = database().namespace.manifest()
+    assert Namespace.read(manifest) == database().namespace
+    for other in (manifest.replace(b"blake2b", b"sha256"), manifest.replace(b',"token_hash":"blake2b"', b"")):
+        with pytest.raises(ValueError, match="another hash than blake2b"):
+            Namespace.read(other)
 
 
 def test_hash_mode_takes_the_hash_of_each_chunks_last_block() -> None:

@@ -309,26 +309,25 @@ def test_a_request_that_stored_nothing_is_told_at_once(engine: Engine) -> None:
 # --- several groups of layers ----------------------------------------------------------------------------------------
 
 
-def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_each(
-    server: CacheServer,
-) -> None:
+def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_each(pool: Pool, tmp_path: Path) -> None:
     """Each group has a connection of its own for its tensors; a scheduler has one for all."""
     model = uuid.uuid4().hex
     kept = {
         "full": LayerGroup(layers="0-1", keeps="every token", tail=0),
-        "window": LayerGroup(layers="2", keeps="the last tokens", tail=2),
+        "window": LayerGroup(layers="2-4", keeps="the last tokens", tail=2),
     }
     caches = {
         "full": make_cache(blocks=BLOCKS, block_size=BLOCK),
-        "window": make_cache(layers=1, blocks=BLOCKS, block_size=BLOCK),
+        "window": make_cache(layers=3, blocks=BLOCKS, block_size=BLOCK),
     }
     identities = {
         name: EngineIdentity(model=model, block_size=BLOCK, chunk_size=CHUNK, layers=layers)
         for name, layers in kept.items()
     }
-    asking = msgspec.structs.replace(identities["full"], further=(FurtherLayers(kept["window"], BLOCK),))
+    identities["window"] = msgspec.structs.replace(identities["window"], shards_per_rank=3)
+    asking = msgspec.structs.replace(identities["full"], further=(FurtherLayers(kept["window"], BLOCK, 1, 3),))
     late = {"move_timeout_s": LATE_S, "lookup_timeout_s": LATE_S}
-    with contextlib.ExitStack() as stack:
+    with served(pool, tmp_path) as server, contextlib.ExitStack() as stack:
         workers = {name: ServerCache(server.url, one, **late) for name, one in identities.items()}
         scheduler = ServerCache(server.url, asking, kind="scheduler", **late)
         for one in (*workers.values(), scheduler):
@@ -338,6 +337,7 @@ def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_ea
         assert scheduler.lookup(names) == 0, "before all groups are registered"
         for name, worker in workers.items():
             worker.register_kv_caches(caches[name])
+        wait_available(server)
         before = server.sessions.pinned
         assert workers["full"].store(names, range(5 * PER_CHUNK)) == [StoreOutcome.NEW] * 5
         assert scheduler.begin_lookup(names).survey() == Surveyed(0, 5)
@@ -346,15 +346,79 @@ def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_ea
         with pytest.raises(ValueError, match="blocks must lie"):
             workers["full"].store(names[:2], end)
         assert scheduler.begin_lookup(names, session="a").survey() == Surveyed(4, 5)
-        assert server.sessions.pinned == before + 4 + 2
+        assert server.sessions.pinned == before + 4 + 2 * 3
         assert scheduler.begin_lookup(names, at_hand=3).survey() == Surveyed(4, 5)
         into = range(20, 20 + 4 * PER_CHUNK)
         assert workers["full"].retrieve(names[:4], into, session="a") == 4
-        assert server.sessions.pinned == before + 2
+        assert server.sessions.pinned == before + 2 * 3
         assert workers["window"].retrieve(names[2:4], [-1, *range(31, 30 + 2 * PER_CHUNK)], session="a") == 2
         assert server.sessions.pinned == before
         for now, then in zip(caches["full"], make_views(caches["full"], range(4 * PER_CHUNK)), strict=True):
             assert torch.equal(now.view(torch.int16)[list(into)], then)
+
+
+@pytest.mark.parametrize("step_keys", [2, 4096])
+def test_a_lookup_for_an_engine_with_a_draft_model_ends_a_chunk_earlier_and_pins_what_a_load_needs(
+    pool: Pool, tmp_path: Path, step_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether all is asked for at once or chunk by chunk: nothing lies under the first name, and that is no hole."""
+    monkeypatch.setattr("pd_cache.server.answerer.STEP_KEYS", step_keys)
+    drafter = LayerGroup(layers="2", keeps="every token, for drafts", tail=0, ahead=1)
+    caches = [make_cache(blocks=BLOCKS, block_size=BLOCK), make_cache(layers=1, blocks=BLOCKS, block_size=BLOCK)]
+    own = EngineIdentity(model=uuid.uuid4().hex, block_size=BLOCK, chunk_size=CHUNK)
+    identities = [own, msgspec.structs.replace(own, layers=drafter)]
+    asking = msgspec.structs.replace(own, further=(FurtherLayers(drafter, BLOCK, 1, 1),))
+    late = {"move_timeout_s": LATE_S, "lookup_timeout_s": LATE_S}
+    with served(pool, tmp_path) as server, contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(contextlib.closing(ServerCache(server.url, one, **late))) for one in identities]
+        scheduler = stack.enter_context(contextlib.closing(ServerCache(server.url, asking, kind="scheduler", **late)))
+        scheduler.connection.wait_ready(LATE_S)
+        for worker, cache in zip(workers, caches, strict=True):
+            worker.register_kv_caches(cache)
+        wait_available(server)
+        names = [bytes([number]) * 16 for number in range(5)]
+        assert workers[0].store(names, range(5 * PER_CHUNK)) == [StoreOutcome.NEW] * 5
+        assert scheduler.begin_lookup(names).survey().chunks == 0
+        assert workers[1].store(names[1:], range(4 * PER_CHUNK)) == [StoreOutcome.NEW] * 4
+        before = server.sessions.pinned
+        assert scheduler.begin_lookup(names, session="a").survey() == Surveyed(4, 4)
+        assert server.sessions.pinned == before + 4 + 4
+        assert scheduler.begin_lookup(names, at_hand=2).survey() == Surveyed(4, 4)
+        assert scheduler.begin_lookup(names[:3]).survey() == Surveyed(2, 2)
+        assert workers[1].retrieve(names[1:], range(4 * PER_CHUNK), session="a") == 4
+
+
+def test_a_lookup_finds_groups_of_layers_that_are_cut_into_different_numbers_of_shards(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """As latents, of which every rank holds all, beside states, of which each holds a part."""
+    model, names = uuid.uuid4().hex, [bytes([number]) * 16 for number in range(2)]
+    latents, states = (LayerGroup(layers=layers, keeps=layers, tail=0) for layers in ("latents", "states"))
+    late = {"move_timeout_s": LATE_S, "lookup_timeout_s": LATE_S}
+    first = EngineIdentity(model=model, block_size=BLOCK, chunk_size=CHUNK, layers=latents)
+    ranks = [
+        msgspec.structs.replace(first, layers=states, world_size=2, rank=rank, shards_per_rank=3) for rank in range(2)
+    ]
+    asking = msgspec.structs.replace(first, further=(FurtherLayers(states, BLOCK, 2, 3),))
+    with served(pool, tmp_path) as server, contextlib.ExitStack() as stack:
+        scheduler = ServerCache(server.url, asking, kind="scheduler", **late)
+        stack.callback(scheduler.close)
+        scheduler.connection.wait_ready(LATE_S)
+        for one in (first, *ranks):
+            assert scheduler.lookup(names) == 0
+            worker = ServerCache(server.url, one, **late)
+            stack.callback(worker.close)
+            worker.connection.wait_ready(LATE_S)
+            worker.register_kv_caches(make_cache(blocks=BLOCKS, block_size=BLOCK))
+            wait_available(server)
+            assert worker.store(names, range(2 * PER_CHUNK)) == [StoreOutcome.NEW] * 2
+        assert scheduler.lookup(names) == 2
+
+
+def wait_available(server: CacheServer) -> None:
+    """Waits until the pool answers for each of the sizes that the server's engines have registered."""
+    for backend in server.models.backends:
+        backend.wait_available(LATE_S)
 
 
 def make_views(cache: list[torch.Tensor], blocks: Sequence[int]) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bench.suites.soak import engine_abuse
 from bench.suites.soak.engine_abuse import StrangePeer, sealed
@@ -23,7 +26,7 @@ from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server import answerer, cache_server, moves
 from pd_cache.server.cache_server import CacheServer
-from pd_cache.server.served_models import ServedModels
+from pd_cache.server.served_models import ServedModels, memory_size
 from pd_cache.wire import channel
 from pd_cache.wire.channel import RefusedError
 from pd_cache.wire.messages import MAX_FRAME, Done, Hello, Lookup, RefusalError, Refused, StatusQuery, Welcome, encode
@@ -261,6 +264,18 @@ def test_the_backend_of_engines_that_have_left_makes_room_for_another_size(model
     assert come(models, 3 - 1, "d") is others[0], "those that are there go on"
     with pytest.raises(RefusalError, match="would be size number 5"):
         come(models, 3, "b")
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_groups_of_layers_of_similar_size_share_memory_whatever_the_order_in_which_they_come(
+    sizes: list[int], rng: random.Random
+) -> None:
+    shuffled = rng.sample(sizes, len(sizes))
+    slots = {size: memory_size(size, sizes) for size in sizes}
+    assert slots == {size: memory_size(size, shuffled) for size in sizes}
+    assert all(size <= slot <= 2 * size for size, slot in slots.items())
+    assert all(slots[slot] == slot for slot in slots.values()), "a slot is as large as the largest payload in it"
+    assert memory_size(max(sizes), ()) == max(sizes), "engines with one group share no memory of another size"
 
 
 def test_the_backend_with_the_segment_goes_last_and_the_next_one_has_it(models: ServedModels) -> None:

@@ -104,6 +104,8 @@ def nonsense(body: bytes) -> bytes:
     return encode(9, StatusQuery())[:16] + body
 
 
+LAYERS = {"layers": "0", "keeps": "every token", "tail": 0}
+WITH_GROUPS = ["hello", TOKEN, "scheduler", "x", "m", 1, 0, 4, "", "", "", 1, 8, None]
 BAD = {
     "empty": b"",
     "no header": b"PDCM",
@@ -114,6 +116,12 @@ BAD = {
     "a string where a number belongs": nonsense(encode(9, Lookup("r", b"", 3))[16:-1] + b"\xa1x"),
     "names of no whole length": nonsense(msgspec.msgpack.encode(["lookup", "r", b"\x10abc", 0])),
     "a rank outside of the world": nonsense(msgspec.msgpack.encode(["hello", TOKEN, "worker", "x", "m", 2, 2, 4])),
+    "a group of layers that is named twice": nonsense(
+        msgspec.msgpack.encode([*WITH_GROUPS, [[LAYERS, 4, 1, 1], [LAYERS, 8, 1, 1]]])
+    ),
+    "more objects in all groups together than a lookup asks for at once": nonsense(
+        msgspec.msgpack.encode([*WITH_GROUPS, [[{**LAYERS, "layers": str(n)}, 4, 1024, 1] for n in range(4)]])
+    ),
     "a pickle": nonsense(b"\x80\x04cos\nsystem\n(S'true'\ntR."),
     "an answer": encode(9, Found(3, 3)),
     "nested deeply": nonsense(b"\x91" * 5000),
@@ -125,6 +133,13 @@ def test_a_malformed_frame_is_a_frame_error(frame: bytes) -> None:
     with pytest.raises(FrameError) as caught:
         decode_request(frame)
     assert caught.value.reason == "malformed"
+
+
+def test_a_hello_may_name_as_many_groups_as_a_lookup_asks_for_at_once() -> None:
+    groups = [[{**LAYERS, "layers": str(n)}, 4, 1024, 1] for n in range(3)]
+    _, hello = decode_request(nonsense(msgspec.msgpack.encode([*WITH_GROUPS, groups])))
+    assert isinstance(hello, Hello)
+    assert len(hello.further) == 3
 
 
 @given(st.binary(max_size=200))

@@ -169,30 +169,33 @@ class Special(NamedTuple):
 
     sync: PdCacheServer
     """Loads before the forward pass."""
+    sync_with_server: PdCacheServer
+    """Does the same with a cache server."""
     cramped: PdCacheServer
     """Stores what it generates, and has 28 blocks of 32 tokens."""
 
 
 @pytest.fixture(scope="module")
 def special(
-    model: Path, vllm_pool: Pool, plain: Reference, mode: str, tmp_path_factory: pytest.TempPathFactory
+    model: Path, vllm_pool: Pool, plain: Reference, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Special]:
     folder = tmp_path_factory.mktemp("special")
     names, args = ("prefill-0",), {"num-gpu-blocks-override": 28, "max-model-len": 800}
     settings: tuple[dict[str, Any], ...] = (
-        {"connector": {"load": "sync"}},
-        {"connector": {"store_generated": True}, "args": args},
+        {"connector": {"load": "sync"}, "mode": "in-process"},
+        {"connector": {"load": "sync"}, "mode": "server"},
+        {"connector": {"store_generated": True}, "args": args, "mode": "server"},
     )
-    files = [cluster_file(folder, vllm_pool, model, {names[0]: {}}, mode=mode, **one) for one in settings]
+    files = [cluster_file(folder, vllm_pool, model, {names[0]: {}}, **one) for one in settings]
     with running_all(*((file, names) for file in files)) as servers:
         yield Special(*servers)
 
 
 def test_loading_before_the_forward_pass(
-    special: Special, plain: Reference, pair: Pair, new_prompt: NewPrompt, vllm_pool: Pool
+    special: Special, mode: str, plain: Reference, pair: Pair, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
     """`load: sync`, also where a load fails: what was computed from garbage is neither answered nor stored."""
-    server, prompt = special.sync, new_prompt(LENGTH)
+    server, prompt = special.sync if mode == "in-process" else special.sync_with_server, new_prompt(LENGTH)
     store(vllm_pool, pair.a, prompt)
     answer = server.complete(prompt)
     assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))

@@ -1,10 +1,13 @@
-"""Models whose layers do not all keep every token: windows, and states, beside full attention. A group of layers is a part of each load."""
+"""Models with several layer groups: windows, or states, beside full attention. A load has a part for each layer group. Some tests run
+several ranks, each of which has some of the heads, or some of the layers."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +15,7 @@ import pytest
 from bench.lib.model import ModelKind, write_model
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
-from tests.vllm.servers import CHUNK, SHARDS, Answer, PdCacheServer, cluster_file, running_all
+from tests.vllm.servers import CHUNK, SHARDS, TRANSFER, Answer, PdCacheServer, cluster_file, running, running_all
 from tests.vllm.test_failures import all_free, corrupt, stopped
 
 NewPrompt = Callable[[int], list[int]]
@@ -21,37 +24,39 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 class Kind(NamedTuple):
-    """A model of 8 layers, or 6, and how it is served. All have chunks of 64 tokens."""
+    """How a model is written and served. All have chunks of 64 tokens."""
 
     layers: int
     blocks: int
-    """Enough for one long request, and not for several."""
+    """Blocks of vLLM's KV cache: enough for one long request, and not for several."""
     args: dict[str, Any]
     tails: tuple[int, ...]
-    """Of each group besides the one of full attention, how many chunks a load needs."""
+    """How many chunks a load needs of each layer group other than full attention."""
+    mode: str
+    """Where the cache is: in the engine's worker, or in a cache server. Windows are tested with both, and states too."""
     divisible: bool = True
     """Whether all tokens but one can be loaded."""
 
 
 STATES = {"dtype": "bfloat16", "mamba-cache-mode": "align", "max-num-seqs": 16}
-"""vLLM wants a block for the state of each request."""
+"""`max-num-seqs`: vLLM needs a block for the state of each request."""
 KINDS: dict[ModelKind, Kind] = {
-    "gemma3": Kind(6, 100, {}, (4, 4)),
-    "gptoss": Kind(4, 80, {}, (2,)),
-    "qwen3next": Kind(8, 60, STATES, (1, 1, 1), divisible=False),
+    "gemma3": Kind(6, 100, {}, (4, 4), "in-process"),
+    "gptoss": Kind(4, 80, {}, (2,), "server"),
+    "qwen3next": Kind(8, 60, STATES, (1, 1, 1), "server", divisible=False),
     # vLLM 0.32 on CPUs has no states inside a step, so a step must not reach beyond a block
-    "mamba2": Kind(4, 60, {**STATES, "max-num-batched-tokens": CHUNK}, (1, 1, 1), divisible=False),
+    "mamba2": Kind(4, 60, {**STATES, "max-num-batched-tokens": CHUNK}, (1, 1, 1), "in-process", divisible=False),
 }
 each = pytest.mark.parametrize("kind", KINDS)
 LENGTH = 1000
 
 
 @pytest.fixture(scope="module")
-def nodes(vllm_pool: Pool, mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, PdCacheServer]]:
+def nodes(vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, PdCacheServer]]:
     folder = tmp_path_factory.mktemp("groups")
     files = []
-    for kind, (layers, blocks, args, _, divisible) in KINDS.items():
-        # states cannot be cut into the parts of several ranks; their chunks have the size that vLLM's blocks have
+    for kind, (layers, blocks, args, _, mode, divisible) in KINDS.items():
+        # states cannot be cut into shards, and their chunks must be as large as vLLM's blocks, which `auto` sees to
         cache = {"chunk_size": CHUNK, "shards": SHARDS} if divisible else {}
         served = write_model(folder / kind, kind=kind, layers=layers)
         args = {"max-model-len": 2048, "num-gpu-blocks-override": blocks, **args}
@@ -64,7 +69,7 @@ _tenants = itertools.count()
 
 
 def computed(server: PdCacheServer, prompt: list[int], max_tokens: int = 6) -> Answer:
-    """What it computes of a prompt of which it has nothing."""
+    """Returns the answer to a prompt that the server computes from its beginning: nothing is stored under the salt."""
     salt = f"a tenant for whom nothing is stored, {next(_tenants)}"
     answer = server.complete(prompt, max_tokens, logprobs=1, cache_salt=salt)
     assert answer.cached == 0
@@ -73,7 +78,7 @@ def computed(server: PdCacheServer, prompt: list[int], max_tokens: int = 6) -> A
 
 
 def afresh(server: PdCacheServer, prompt: list[int]) -> Answer:
-    """What it answers when its own prefix cache is empty."""
+    """Returns the answer to a prompt when the server's own prefix cache is empty."""
     server.forget_prefixes()
     answer = server.complete(prompt, logprobs=1)
     all_free(server)
@@ -85,7 +90,7 @@ def same(answer: Answer, expected: Answer) -> bool:
 
 
 def by_group(pool: Pool, before: set[str]) -> list[list[str]]:
-    """The keys that came since, one list for each namespace, in no order."""
+    """Returns the keys that are in the pool now and not in `before`: a list for each namespace, in no order."""
     groups: dict[str, list[str]] = defaultdict(list)
     for key in sorted(pool.keys() - before):
         groups[key.split("/")[1]].append(key)
@@ -93,7 +98,7 @@ def by_group(pool: Pool, before: set[str]) -> list[list[str]]:
 
 
 def stored(server: PdCacheServer, pool: Pool, prompt: list[int]) -> list[list[str]]:
-    """The keys under which it stores a prompt, a list for each group."""
+    """Returns the keys under which the server stores a prompt: a list for each layer group."""
     before = pool.keys()
     server.complete(prompt)
     all_free(server)
@@ -101,7 +106,8 @@ def stored(server: PdCacheServer, pool: Pool, prompt: list[int]) -> list[list[st
 
 
 def wholes(kind: ModelKind, length: int) -> int:
-    """How many tokens of a prompt are loaded: all but one, or as many as its last state holds."""
+    """Returns how many tokens of a stored prompt a load restores: its whole chunks, but at most all tokens but one. With states, no part of
+    a chunk."""
     if KINDS[kind].divisible:
         return min(length // CHUNK * CHUNK, length - 1)
     return (length - 1) // CHUNK * CHUNK
@@ -112,7 +118,7 @@ def test_what_was_stored_is_loaded_whatever_the_window_covers(
     nodes: dict[str, PdCacheServer], kind: ModelKind, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
     server = nodes[kind]
-    # below a chunk, at its end and beyond, below and above both windows, and far beyond them
+    # shorter than a chunk, at a chunk's end and behind it, shorter and longer than each window, and far longer
     for length in (63, 64, 65, 127, 128, 129, 192, 200, 255, 256, 257, 320, 330, 449, LENGTH):
         prompt = new_prompt(length)
         before = vllm_pool.keys()
@@ -127,6 +133,8 @@ def test_what_was_stored_is_loaded_whatever_the_window_covers(
         assert same(answer, expected), length
         assert answer.cached == wholes(kind, length), length
         loaded = server.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded") - moved
+        counted = [server.metric(f"vllm:pd_cache_{name}_total", op="retrieve") for name in ("bytes", "group_bytes")]
+        assert counted[0] == counted[1], "each byte is that of a group"
         needed = chunks + sum(min(tail, chunks) for tail in KINDS[kind].tails)
         assert loaded == needed * CHUNK, "of windows and states, only what the end needs"
         if chunks:
@@ -224,15 +232,104 @@ def test_a_load_that_outlives_its_deadline_is_computed_and_one_whose_client_goes
 def test_preempted_requests_have_the_tokens_of_those_that_were_alone(
     nodes: dict[str, PdCacheServer], kind: ModelKind, new_prompt: NewPrompt
 ) -> None:
-    """Not of states: they want bfloat16, in which a plain vLLM, too, gives other tokens to requests that are computed together."""
+    """There are more requests than fit, so that loads wait for blocks, too. Models with states are left out: they need bfloat16, in which a
+    plain vLLM also gives other tokens if requests are computed together."""
     server = nodes[kind]
-    prompts = [new_prompt(900 + 30 * number) for number in range(4)]
+    prompts = [new_prompt(900 + 30 * number) for number in range(6)]
     expected = [computed(server, prompt, 100).tokens for prompt in prompts]
     before = server.metric("vllm:num_preemptions_total")
-    for _ in range(2):  # what is computed, and what is loaded
+    for _ in range(2):  # the prompts are computed, and then loaded
         server.forget_prefixes()
         answers = server.complete_all(prompts, 100)
         all_free(server)
         assert [answer.tokens for answer in answers] == expected
-    if kind == "gemma3":  # whether vLLM lets the others wait or preempts them is its own decision
+    if kind == "gemma3":  # vLLM may also let the others wait instead of preempting them
         assert server.metric("vllm:num_preemptions_total") > before, "there is not room for all of them"
+
+
+PATIENT: dict[str, Any] = {
+    "transfer": {**TRANSFER, "timeouts": {"exist_ms": 30_000, "get_ms": 30_000, "put_ms": 30_000}},
+    "connector": {"load_timeout_ms": 300_000},
+}
+
+
+@pytest.fixture
+def two_ranks(
+    vllm_pool: Pool, mode: str, tmp_path: Path
+) -> Callable[..., contextlib.AbstractContextManager[list[PdCacheServer]]]:
+    """Returns a function that runs a node of two ranks.
+
+    The ranks wait for each other in a loop of `sched_yield`. If they take up all cores, Linux 6.18 runs nothing else for five to eight
+    seconds, kernel threads included. The cache server then counts as lost, and the prompt is computed.
+    """
+
+    def run(kind: ModelKind, **args: Any) -> contextlib.AbstractContextManager[list[PdCacheServer]]:
+        served = write_model(tmp_path / kind, kind=kind, layers=KINDS[kind].layers)
+        args = {"max-model-len": 2048, "num-gpu-blocks-override": 200, **KINDS[kind].args, **args}
+        cache = {"chunk_size": CHUNK, "shards": SHARDS} if KINDS[kind].divisible else {}
+        node = {"prefill-0": {"env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}}
+        file = cluster_file(tmp_path, vllm_pool, served, node, mode=mode, args=args, cache=cache, **PATIENT)
+        return running(file, "prefill-0")
+
+    return run
+
+
+def loads_whole(server: PdCacheServer, kind: ModelKind, prompt: list[int], expected: Answer) -> None:
+    """Asks until all of the prompt is loaded. Each answer on the way must be the expected one, too."""
+
+    def loaded() -> bool:
+        answer = afresh(server, prompt)
+        assert same(answer, expected), "whether it was loaded or not"
+        return answer.cached == wholes(kind, len(prompt))
+
+    wait_for(loaded, 300)
+
+
+@pytest.mark.parametrize("mode", ["server"], indirect=True)
+def test_nodes_of_one_rank_and_of_two_share_windows(
+    nodes: dict[str, PdCacheServer], two_ranks: Any, new_prompt: NewPrompt, vllm_pool: Pool
+) -> None:
+    of_one, of_two, one = new_prompt(LENGTH), new_prompt(LENGTH), nodes["gptoss"]
+    expected = [computed(one, prompt) for prompt in (of_one, of_two)]
+    stored(one, vllm_pool, of_one)
+    with two_ranks("gptoss", **{"tensor-parallel-size": 2}) as (two,):
+        loads_whole(two, "gptoss", of_one, expected[0])
+        before = vllm_pool.keys()
+        loads_whole(two, "gptoss", of_two, expected[1])  # at the second try, or later
+        assert len(by_group(vllm_pool, before)) == 2, "full attention and windows"
+    loads_whole(one, "gptoss", of_two, expected[1])
+
+
+@pytest.mark.parametrize("mode", ["in-process"], indirect=True)
+def test_two_ranks_store_and_load_the_states_of_their_heads_and_share_none_with_one(
+    nodes: dict[str, PdCacheServer], two_ranks: Any, new_prompt: NewPrompt, vllm_pool: Pool
+) -> None:
+    prompt = new_prompt(LENGTH)
+    stored(nodes["qwen3next"], vllm_pool, prompt)
+    with two_ranks("qwen3next", **{"tensor-parallel-size": 2}) as (two,):
+        expected = afresh(two, prompt)
+        assert expected.cached == 0, "a state cannot be cut"
+        loads_whole(two, "qwen3next", prompt, expected)
+
+
+@pytest.mark.parametrize("mode", ["server"], indirect=True)
+def test_pipeline_stages_store_their_layers_and_a_chunk_is_found_if_all_are_there(
+    nodes: dict[str, PdCacheServer], two_ranks: Any, new_prompt: NewPrompt, vllm_pool: Pool
+) -> None:
+    prompt, one = new_prompt(LENGTH), nodes["gptoss"]
+    expected = computed(one, prompt)
+    stored(one, vllm_pool, prompt)
+    # vLLM 0.32 on CPUs runs a second stage only if the model is compiled (docs/vllm.md)
+    compiled = {"enforce-eager": False, "compilation-config": '{"mode": 2, "backend": "eager"}'}
+    before = vllm_pool.keys()
+    with two_ranks("gptoss", **{"pipeline-parallel-size": 2, **compiled}) as (two,):
+        assert afresh(two, prompt).cached == 0, "a node without stages has other objects"
+        loads_whole(two, "gptoss", prompt, expected)
+        groups = by_group(vllm_pool, before)
+        assert len(groups) == 4, "full attention and windows, of two stages"
+        for keys in groups:
+            with vllm_pool.bare_client() as client:
+                assert all(client.remove(key, True) == 0 for key in keys)
+            missing = afresh(two, prompt)
+            assert (same(missing, expected), missing.cached) == (True, 0)
+            loads_whole(two, "gptoss", prompt, expected)

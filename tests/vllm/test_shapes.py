@@ -1,4 +1,4 @@
-"""Engines of other shapes: tensor parallel, other weights, models that cannot be restored, and a whole cluster from one file."""
+"""Engines of other shapes: other weights, models that cannot be restored, and a whole cluster from one file."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ from tests.vllm.servers import (
     ARGS,
     CHUNK,
     ENV,
-    TRANSFER,
-    Answer,
     PdCacheServer,
     Reference,
     Server,
     cluster_file,
-    running,
     running_all,
 )
 
@@ -40,69 +37,25 @@ LENGTH = 1000
 WHOLE = LENGTH // CHUNK * CHUNK
 
 
-TWO_RANKS = {"args": {"tensor-parallel-size": 2}, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
-"""A node whose ranks wait for each other in a loop of `sched_yield`. If they have all cores, Linux 6.18 runs nothing else for five to
-eight seconds, kernel threads included: the cache server counts as lost then, and the prompt is computed."""
-PATIENT: dict[str, Any] = {
-    "transfer": {**TRANSFER, "timeouts": {"exist_ms": 30_000, "get_ms": 30_000, "put_ms": 30_000}},
-    "connector": {"load_timeout_ms": 300_000},
-}
-"""For files with such a node. Its loads are also tried again: see `loads_whole`."""
-
-
-def stores(server: Server, prompt: list[int]) -> Answer:
-    """What it computes. Returns when all of it has been stored."""
-    answer = server.complete(prompt, logprobs=1)
-    wait_for(lambda: not server.blocks_in_use)
-    return answer
-
-
-def loads_whole(server: Server, prompt: list[int], tokens: list[int]) -> Answer:
-    """Each try must give these tokens; returns the first for which everything was loaded."""
-    answers: list[Answer] = []
-
-    def loaded() -> bool:
-        server.forget_prefixes()
-        answers.append(server.complete(prompt, logprobs=1))
-        assert answers[-1].tokens == tokens, "whether it was loaded or not"
-        return answers[-1].cached == len(prompt) // CHUNK * CHUNK
-
-    wait_for(loaded, 300)
-    return answers[-1]
-
-
-def test_tensor_parallel_nodes_share_with_each_other_and_with_nodes_of_another_size(
-    model: Path, vllm_pool: Pool, plain: Reference, pair: Pair, mode: str, new_prompt: NewPrompt, tmp_path: Path
-) -> None:
-    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": TWO_RANKS}, mode=mode, **PATIENT)
-    of_one, of_two = new_prompt(LENGTH), new_prompt(LENGTH)
-    assert stores(pair.a, of_one).tokens == plain.tokens(of_one)
-    with running(file, "prefill-0") as (parallel,):
-        loads_whole(parallel, of_one, plain.tokens(of_one))
-        assert stores(parallel, of_two).tokens == plain.tokens(of_two)
-        loads_whole(parallel, of_two, plain.tokens(of_two))
-    loads_whole(pair.b, of_two, plain.tokens(of_two))
-
-
 class Others(NamedTuple):
     """Nodes beside the pair that cannot use its chunks."""
 
     weights: PdCacheServer
     """Serves another model of the same name."""
     tokens: PdCacheServer
-    """Names its chunks by tokens."""
+    """Names its chunks by tokens, as its cache server does."""
 
 
 @pytest.fixture(scope="module")
 def others(
-    model: Path, vllm_pool: Pool, plain: Reference, mode: str, tmp_path_factory: pytest.TempPathFactory
+    model: Path, vllm_pool: Pool, plain: Reference, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Others]:
     folder = tmp_path_factory.mktemp("others")
     other, node = write_model(folder / model.name, seed=1), "prefill-0"
     by_tokens = {"chunk_size": CHUNK, "hash_mode": "tokens"}
     files = (
-        cluster_file(folder, vllm_pool, other, {node: {}}, mode=mode),
-        cluster_file(folder, vllm_pool, model, {node: {}}, mode=mode, cache=by_tokens),
+        cluster_file(folder, vllm_pool, other, {node: {}}),
+        cluster_file(folder, vllm_pool, model, {node: {}}, mode="server", cache=by_tokens),
     )
     with running_all(*((file, (node,)) for file in files)) as servers:
         yield Others(*servers)
@@ -132,7 +85,6 @@ def test_what_cannot_work_is_refused_at_start_with_the_reason(model: Path, vllm_
     cases: tuple[tuple[Path, dict[str, Any], str], ...] = (
         (windows, {"connector": {"load": "sync"}}, "connector.load is sync"),
         (model, {"args": {"block-size": 96}}, "must be a multiple of engine.args.block-size 96"),
-        (model, {"transfer": {"staging_size": "64KiB"}}, "transfer.staging_size"),
     )
     with contextlib.ExitStack() as stack:
         servers = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from pd_cache.errors import ConfigError
 from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.metrics import CacheMetrics
+from pd_cache.tokens import CacheMetadata, LayerGroup
 from tests.pd_cache.test_groups import group
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
@@ -121,6 +122,8 @@ def further_spec(kind: str, block_size: int = 16, window: int = 64) -> Any:
     attention = {"block_size": block_size, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
     if kind == "full":
         return vllm.FullAttentionSpec(**attention)
+    if kind == "draft":
+        return vllm.FullAttentionSpec(**{**attention, "num_kv_heads": 2})
     if kind == "window":
         return vllm.SlidingWindowSpec(**attention, sliding_window=window)
     if kind == "local":
@@ -147,8 +150,20 @@ def further_spec(kind: str, block_size: int = 16, window: int = 64) -> Any:
         ({"non_causal": True}, "attend to later tokens"),
         ({"prefixes": False}, "does not reuse prefixes"),
         ({"draft": "ngram"}, None),
-        ({"draft": "eagle"}, "draft model"),
-        ({"stages": 2}, "pipeline_parallel_size is 2"),
+        ({"draft": "suffix"}, None),
+        ({"draft": "eagle", "names": ["model.layers.0.attn", "model.layers.1.attn"]}, None),
+        ({"draft": "mtp", "names": ["model.layers.0.attn", "mtp.layers.0.attn"]}, None),
+        ({"draft": "draft_model", "names": ["model.layers.0.attn", "draft_model.model.layers.0.attn"]}, None),
+        ({"draft": "eagle3", "names": ["model.layers.0.attn"]}, "cannot be told from its own 1 layers: model.layers.0"),
+        ({"draft": "mtp", "names": ["model.layers.0.attn", "model.layers.0.mtp"]}, "cannot be told from its own 1"),
+        ({"draft": "draft_model", "names": ["draft_model.layers.0"]}, "cannot be told from its own 1 layers"),
+        ({"draft": "dflash"}, "by dflash: what its KV depends on is not known .* draft_model, eagle, eagle3, mtp"),
+        ({"draft": "eagle", "parallel_drafting": True}, "KV of placeholders"),
+        ({"draft": "mtp", "use_multi_module_mtp": lambda: True}, "several MTP modules"),
+        ({"draft": "mtp", "use_gemma4_mtp": lambda: True}, "the KV of the model itself"),
+        ({"draft": "mtp", "others": ["state"]}, "states beside a draft model"),
+        ({"draft": "eagle", "names": ["model.layers.0.attn", "model.layers.1.attn"], "stages": 2}, "pipeline stages"),
+        ({"stages": 2}, None),
     ],
 )
 def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(
@@ -164,22 +179,29 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(
     spec = (MLAAttentionSpec if latent else FullAttentionSpec)(
         block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32, non_causal=changed.get("non_causal", False)
     )
-    draft = changed.get("draft")
+    ordinary: dict[str, Any] = {
+        "method": changed.get("draft"), "parallel_drafting": False, "use_multi_module_mtp": lambda: False,
+        "use_gemma4_mtp": lambda: False, "use_step3p5_mtp": lambda: False,
+    }  # fmt: skip
+    speculative = SimpleNamespace(**{name: changed.get(name, value) for name, value in ordinary.items()})
+    speculative.method = changed.get("draft")
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(
             model="/models/m",
             use_mla=latent,
             hf_config=SimpleNamespace(model_type=changed.get("model_type", "any")),
             is_prefix_caching_supported=changed.get("prefixes", True),
+            get_num_layers=lambda parallel: 1,
         ),
         parallel_config=SimpleNamespace(pipeline_parallel_size=changed.get("stages", 1)),
         cache_config=SimpleNamespace(),
-        speculative_config=None if draft is None else SimpleNamespace(method=draft),
+        speculative_config=speculative if "draft" in changed else None,
         scheduler_config=SimpleNamespace(enable_chunked_prefill=changed.get("chunked_prefill", True)),
     )
     specs = [spec, *(further_spec(kind) for kind in changed.get("others", ()))]
     shared = not changed.get("scratch", False)
-    groups = [KVCacheGroupSpec([str(at)], one, enable_kv_transfer=shared) for at, one in enumerate(specs)]
+    names: Any = changed.get("names")
+    groups = [KVCacheGroupSpec(names or [str(at)], one, enable_kv_transfer=shared) for at, one in enumerate(specs)]
     cache: Any = SimpleNamespace(kv_cache_groups=groups)
     if message is None:
         check_supported(config, cache)
@@ -218,6 +240,74 @@ def test_sizes_that_cannot_share_are_refused(kind: PageKind, ranks: int, shards:
 
     with pytest.raises(UnsupportedModelError, match=message):
         place_of("m", layout(kind), "llama", rank=0, ranks=ranks, replicas=1, shards=shards)
+
+
+def test_states_are_those_of_one_size_of_nodes() -> None:
+    from pd_cache.errors import UnsupportedModelError
+    from pd_cache.vllm.model import place_of
+
+    state = KVLayout(kind=PageKind.OPAQUE, layers=2, blocks=4, block_size=64, pieces=1, piece_bytes=4096, dtype="uint8")
+    kept = LayerGroup(layers="0-2", keeps="a state of float32 [4, 4]", tail=1)
+
+    def shards(ranks: int, wanted: int) -> list[range]:
+        places = [
+            place_of("m", state, "qwen", rank=rank, ranks=ranks, replicas=1, shards=wanted, group=kept)
+            for rank in range(ranks)
+        ]
+        return [place.metadata.shards for place in places]
+
+    assert shards(2, 0) == shards(2, 2) == [range(1), range(1, 2)]
+    for ranks in (1, 2):
+        with pytest.raises(UnsupportedModelError, match=r"layers 0-2 keep cannot be cut.*Leave cache\.shards out"):
+            shards(ranks, 4)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "stages", "message"),
+    [
+        (("full", "full"), 1, "keep every token in one group"),
+        (("window",), 1, "keep every token in one group"),
+        (("state",), 1, "keep every token in one group"),
+        (("full",), 2, "pipeline_parallel_size of 2"),
+    ],
+)
+def test_a_synchronous_load_is_refused_if_its_failure_could_not_be_mended(
+    kinds: tuple[Literal["full", "window", "state"], ...], stages: int, message: str
+) -> None:
+    from pd_cache.vllm.connector import check_sync
+    from pd_cache.vllm.layers import KeptLayers
+
+    check_sync([KeptLayers(0, 16)], 1)
+    with pytest.raises(ConfigError, match=message):
+        check_sync([KeptLayers(number, 16, kind) for number, kind in enumerate(kinds)], stages)
+
+
+def test_lookups_ask_for_the_layers_of_all_stages_and_the_ranks_of_a_stage_must_agree(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pd_cache.errors import UnsupportedModelError
+    from pd_cache.vllm.connector import PdCacheConnector
+    from pd_cache.vllm.connector_messages import Handshake
+    from pd_cache.vllm.settings import read_settings
+
+    def told(layers: str, rank: int) -> Handshake:
+        kept = LayerGroup(layers=layers, keeps="every token", tail=0)
+        metadata = CacheMetadata.of("m", layout(), world_size=2, rank=rank, group=kept)
+        return Handshake([metadata], pid=rank, instance="vllm")
+
+    opened: list[Any] = []
+    connector: Any = PdCacheConnector.__new__(PdCacheConnector)
+    connector._scheduler = SimpleNamespace(open=lambda first, lookup: opened.append((first, lookup)))
+    connector._settings = read_settings({"config_file": str(file), "node": "prefill-0"}, "kv_both")
+    connector._vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="llama"))
+    monkeypatch.setattr(connector, "_open_lookup", lambda one: [metadata.group.layers for metadata in one.metadata])
+    stages = {(1, 1): told("2-3", 1), (0, 1): told("0-1", 1), (1, 0): told("2-3", 0), (0, 0): told("0-1", 0)}
+    connector.set_xfer_handshake_metadata_pp_aware(stages)
+    assert opened == [([*stages[0, 0].metadata, *stages[1, 0].metadata], ["0-1", "2-3"])]
+    with pytest.raises(UnsupportedModelError, match="llama: its ranks have different KV"):
+        connector.set_xfer_handshake_metadata_pp_aware({**stages, (1, 1): told("2-4", 1)})
+    with pytest.raises(UnsupportedModelError, match="llama: its groups of layers cannot be told apart"):
+        connector.set_xfer_handshake_metadata_pp_aware({(stage, 0): told("0-1", 0) for stage in (0, 1)})
 
 
 def test_reports_of_ranks_add_up() -> None:
@@ -298,11 +388,12 @@ def test_block_hashes_with_a_random_seed_are_refused(file: Path, monkeypatch: py
     vllm_config: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="xxhash"))
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ConfigError, match="draws a random seed in every process"):
-        with_hash_seed(settings, vllm_config)
+        with_hash_seed(settings, vllm_config, 16, 16)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    seeded = with_hash_seed(settings, vllm_config).node.cache.hash_seed
+    seeded = with_hash_seed(settings, vllm_config, 16, 16).node.cache.hash_seed
     vllm_config.cache_config.prefix_caching_hash_algo = "sha256"
-    assert seeded != with_hash_seed(settings, vllm_config).node.cache.hash_seed
+    plain = with_hash_seed(settings, vllm_config, 16, 16).node.cache.hash_seed
+    assert len({seeded, plain, with_hash_seed(settings, vllm_config, 16, 8).node.cache.hash_seed}) == 3
 
 
 HITS = (
@@ -314,6 +405,9 @@ HITS = (
     [("full", 16, 0), ("full", 32, 0), ("window", 32, 129), ("state", 16, 0)],
     [("window", 16, 100)],
     [("state", 64, 0)],
+    [("full", 16, 0), ("draft", 16, 0)],
+    [("full", 16, 0), ("window", 16, 65), ("draft", 32, 0)],
+    [("full", 64, 0), ("state", 64, 0), ("draft", 64, 0)],
 )
 """Of each group of a model: what it keeps, its blocks' size, and its window."""
 
@@ -321,7 +415,8 @@ HITS = (
 @pytest.mark.parametrize("shape", HITS)
 @pytest.mark.parametrize("chunk", [64, 192])
 def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(shape: list[tuple[str, int, int]], chunk: int) -> None:
-    """400 random sets of objects for each, that is 6400 in all."""
+    """400 random sets of objects for each, that is 8800 in all. Of a draft model's layers vLLM finds one block more than it takes, and we
+    find each chunk by the name of the next."""
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import (
         ExternalCachedBlockPool,
         MooncakeStoreCoordinator,
@@ -331,16 +426,26 @@ def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(shape: list[tuple
     from pd_cache.vllm.layers import KeptLayers
 
     specs = [further_spec(kind, size, window) for kind, size, window in shape]
-    groups = [KVCacheGroupSpec([str(at)], spec) for at, spec in enumerate(specs)]
-    theirs = MooncakeStoreCoordinator(groups, scheduler_block_size=chunk, hash_block_size=16)
-    kept: Any = [KeptLayers(at, size, kind, window) for at, (kind, size, window) in enumerate(shape)]  # type: ignore[arg-type]
-    ours = LayerGroups([group(one.tail(chunk), chunk_size=chunk, layers=str(one.number)) for one in kept])
+    kinds = [kind for kind, _, _ in shape]
+    groups = [KVCacheGroupSpec([str(at)], spec, is_eagle_group=kinds[at] == "draft") for at, spec in enumerate(specs)]
+    theirs = MooncakeStoreCoordinator(
+        groups, scheduler_block_size=chunk, hash_block_size=16, use_eagle="draft" in kinds
+    )
+    kept: Any = [
+        KeptLayers(at, size, "full", drafts="next") if kind == "draft" else KeptLayers(at, size, kind, window)  # type: ignore[arg-type]
+        for at, (kind, size, window) in enumerate(shape)
+    ]
+    ours = LayerGroups(
+        [group(one.tail(chunk), chunk_size=chunk, layers=str(one.number), ahead=one.ahead) for one in kept]
+    )
     rng = random.Random(f"{shape} {chunk}")
     for _ in range(400):
         chunks = rng.randrange(12)
         hashes: Any = [rng.randbytes(32) for _ in range(chunks * chunk // 16)]
         likely = rng.choice((0.5, 0.8, 0.95, 1.0))
-        there = [[rng.random() < likely for _ in range(chunks)] for _ in shape]
+        there = [
+            [rng.random() < likely or (kind == "draft" and not number) for number in range(chunks)] for kind in kinds
+        ]
         exists = {
             (at, bytes(value))
             for at, (kind, size, _) in enumerate(shape)
@@ -404,6 +509,69 @@ def test_what_a_namespace_says_of_a_group_tells_layers_windows_and_states_apart(
         "the last 64 tokens",
         "a state of float32 [4, 4]: int8 [1, 1, 1, 100]",
     ]
+
+
+def test_the_layers_of_a_draft_model_are_a_group_of_their_own_that_names_it() -> None:
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+    from pd_cache.vllm.layers import NO_DRAFT, DraftLayers, GroupTensors, described, kept_layers, layer_names
+
+    own, drafting = ["model.layers.0.attn", "model.layers.1.attn"], ["model.layers.2.attn"]
+    config: Any = SimpleNamespace(
+        kv_cache_groups=[
+            KVCacheGroupSpec([*own, *drafting], further_spec("full")),
+            KVCacheGroupSpec(["model.layers.3.attn"], further_spec("window")),
+        ]
+    )
+    draft = DraftLayers(frozenset(drafting), "next")
+    kept = kept_layers(config, draft)
+    assert [(one.number, one.kind, one.drafts, one.ahead) for one in kept] == [
+        (0, "full", "", 0),
+        (1, "window", "", 0),
+        (0, "full", "next", 1),
+    ]
+    assert [layer_names(one, config, draft) for one in kept] == [own, ["model.layers.3.attn"], drafting]
+    assert [one.drafts for one in kept_layers(config)] == ["", ""]
+    assert layer_names(kept[0], config, NO_DRAFT) == [*own, *drafting]
+    told = described(kept[2], drafting, GroupTensors([], layout()), 64, "Head:0123")
+    assert (told.layers, told.keeps, told.tail, told.ahead) == ("2", "every token, for drafts of Head:0123", 0, 1)
+    same = kept_layers(config, draft._replace(reads="same"))[2]
+    assert (same.drafts, same.ahead) == ("same", 0)
+
+
+def test_a_draft_model_is_its_weights_and_method_but_not_how_many_tokens_it_drafts(tmp_path: Path) -> None:
+    from pd_cache.vllm.model import drafted_up_to, drafter_identity
+
+    def drafting(weights: bytes = b"w", method: str = "eagle", tokens: int = 3, positions: int = 2048) -> Any:
+        folder = tmp_path / f"{weights.hex()}"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.bin").write_bytes(weights)
+        told = SimpleNamespace(to_dict=lambda: {"max_position_embeddings": positions})
+        model = SimpleNamespace(
+            model=str(folder),
+            dtype="bf16",
+            quantization=None,
+            architectures=["Head"],
+            hf_config=told,
+            max_model_len=2048,
+        )
+        speculative = SimpleNamespace(
+            method=method, draft_model_config=model, num_speculative_tokens=tokens, kv_cache_dtype=None
+        )
+        others = {
+            "cache_config": SimpleNamespace(cache_dtype="auto"),
+            "model_config": SimpleNamespace(max_model_len=4096),
+        }
+        return SimpleNamespace(speculative_config=speculative, **others)
+
+    one = drafter_identity(drafting(), "")
+    assert one.startswith("Head:")
+    assert drafter_identity(drafting(tokens=5, positions=4096), "") == one
+    others = [drafter_identity(drafting(weights=b"v"), ""), drafter_identity(drafting(method="mtp"), "")]
+    assert len({one, *others, drafter_identity(drafting(), "a revision")}) == 4
+    assert drafter_identity(drafting(method="ngram"), "") == ""
+    assert drafted_up_to(drafting()) == 2045, "the draft model's own limit, less what it drafts"
 
 
 def test_states_and_split_blocks_move_as_opaque_pages_if_they_are_one_run_of_bytes() -> None:

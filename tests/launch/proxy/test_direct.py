@@ -14,7 +14,7 @@ from launch.proxy.direct import DirectRule, Pool
 from pd_cache.block_hashes import BlockHasher, describe_hashes
 from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
-from pd_cache.tokens import ChunkedTokenDatabase, salt_keys
+from pd_cache.tokens import ChunkedTokenDatabase, salt_keys, stride_hashes
 from tests.support.proxy import (
     NAMESPACE,
     Behaviour,
@@ -56,6 +56,9 @@ class Lookups(LookupClient):
         self.gate.wait(60)
         return self.found
 
+    def find(self, names: Any, lookup_id: str | None = None, *, at_hand: int = 0) -> int:
+        return self.lookup(block_hashes=names)
+
     def _find(self, names: Any, at_hand: int, lookup_id: str) -> Surveyed:
         raise NotImplementedError
 
@@ -63,7 +66,7 @@ class Lookups(LookupClient):
         self.closed = True
 
 
-POOL = Pool(NAMESPACE, "127.0.0.1:1")
+POOL = Pool((NAMESPACE,), "127.0.0.1:1")
 
 
 def rule(client: LookupClient | None, tokens: int = 256, pool: Pool = POOL, **options: float) -> DirectRule:
@@ -106,22 +109,25 @@ async def test_a_prompt_whose_prefix_is_in_the_pool_goes_to_the_decode_node_dire
     assert client.asked == [(1000, salt_keys("tenant"))]
 
 
+@pytest.mark.parametrize("step", [None, 4], ids=["a hash a block", "a hash for less than a block"])
 @scenario
-async def test_chunks_that_vllm_names_are_looked_up_by_its_block_hashes() -> None:
-    client, hashes = Lookups(1024), describe_hashes("sha256", "vllm-none-hash", "")
+async def test_chunks_that_vllm_names_are_looked_up_by_its_block_hashes(step: int | None) -> None:
+    client, hashes = Lookups(1024), describe_hashes("sha256", "vllm-none-hash", "", step)
     space = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=hashes)
-    async with cluster(direct=rule(client, pool=Pool(space, "127.0.0.1:1"))) as c:
+    async with cluster(direct=rule(client, pool=Pool((space,), "127.0.0.1:1"))) as c:
         async with c.post({"prompt": [7] * 1000, "cache_salt": "tenant"}) as response:
             assert response.status == 200
         assert c.prefill[0].bodies == []
-    assert client.asked == [(BlockHasher(space.block_size, hashes).hashes([7] * 1000, "tenant"), ())]
+    step = step or space.block_size
+    named = BlockHasher(step, hashes).hashes([7] * 1000, "tenant")
+    assert client.asked == [(stride_hashes(named, space.chunk_size // step), ())]
 
 
 @scenario
 async def test_block_hashes_that_only_the_engine_can_compute_are_told_and_not_looked_up() -> None:
     client, hashes = Lookups(1024), describe_hashes("xxhash", "7", "")
     space = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=hashes)
-    async with cluster(direct=rule(client, pool=Pool(space, "127.0.0.1:1"))) as c:
+    async with cluster(direct=rule(client, pool=Pool((space,), "127.0.0.1:1"))) as c:
         async with c.post({"prompt": [7] * 1000}) as response:
             assert response.status == 200
         assert len(c.prefill[0].bodies) == 1
@@ -131,9 +137,20 @@ async def test_block_hashes_that_only_the_engine_can_compute_are_told_and_not_lo
 
 
 @scenario
+async def test_a_lookup_of_more_objects_than_any_model_has_is_not_made() -> None:
+    client = Lookups(1000)
+    space = msgspec.structs.replace(NAMESPACE, block_size=1, chunk_size=1, shards=256)
+    async with cluster(direct=rule(client, pool=Pool((space,) * 2, "127.0.0.1:1"))) as c:
+        for tokens, looked_up in ((512, 1), (513, 1)):
+            async with c.post({"prompt": [1] * tokens}) as response:
+                assert response.status == 200
+            assert len(client.asked) == looked_up
+
+
+@scenario
 async def test_a_prompt_for_another_model_say_an_adapter_is_not_looked_up_under_the_names_of_the_pools() -> None:
     client = Lookups(1024)
-    async with cluster(direct=rule(client, pool=Pool(NAMESPACE, "127.0.0.1:1", "base"))) as c:
+    async with cluster(direct=rule(client, pool=Pool((NAMESPACE,), "127.0.0.1:1", "base"))) as c:
         for body in ({"model": "adapter"}, {"model": "base"}, {}):
             async with c.post({"prompt": [7] * 1000, **body}) as response:
                 assert response.status == 200
@@ -278,7 +295,7 @@ async def test_health_says_why_no_prompt_is_looked_up() -> None:
         c.decode[0].health = answers(200, NAMESPACE.described())
         await until(lambda: direct.blind == "no master of the pool is known", "the namespace is known")
         told.append(await lookups())
-        direct.use(Pool(NAMESPACE, "127.0.0.1:1"))
+        direct.use(Pool((NAMESPACE,), "127.0.0.1:1"))
         told.append(await lookups())
         c.decode[0].health = answers(200, {})
         await until(lambda: direct.blind == "no decode node reports its namespace", "it was started anew")

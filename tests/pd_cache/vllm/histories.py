@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from pd_cache.cluster import ConnectorConfig
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, LayerGroup
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings
@@ -20,6 +22,10 @@ from pd_cache.vllm.settings import Settings
 BLOCK, CHUNK = 4, 8
 PER_CHUNK = CHUNK // BLOCK
 METADATA = CacheMetadata(model="m", kv_dtype="bf16", page_format="p", layers=1, block_size=BLOCK, page_bytes=64)
+
+METADATA_OF_DRAFTER = msgspec.structs.replace(
+    METADATA, group=LayerGroup(layers="1", keeps="every token, for drafts of d", tail=0, ahead=1)
+)
 
 
 class Clock:
@@ -64,6 +70,7 @@ class Pool:
     def __init__(self) -> None:
         self.blocks = [SimpleNamespace(block_id=number, ref_cnt=0) for number in range(64)]
         self.null_block = self.blocks[0]
+        self.num_gpu_blocks = len(self.blocks)
 
     def touch(self, blocks: Any) -> None:
         for block in blocks:
@@ -115,6 +122,8 @@ class Lookups(LookupClient):
         """Of each lookup, how many chunks were at hand."""
         self.ended: list[str] = []
         self.here = True
+        self.ahead = 0
+        """1 if the last of the chunks that are there has no KV of the draft model yet."""
 
     @property
     def available(self) -> bool:
@@ -127,6 +136,7 @@ class Lookups(LookupClient):
         found = at_hand
         while found < len(names) and names[found] in self.there:
             found += 1
+        found = max(at_hand, found - self.ahead)
         return Surveyed(found, max(found, self.leading))
 
     def end(self, lookup_id: str) -> None:
@@ -147,6 +157,7 @@ class Scene:
         wait_s: float = 2.0,
         layers: Sequence[KeptLayers] = (KeptLayers(0, BLOCK),),
         retention: int | None = 0,
+        drafted_up_to: int | None = None,
         **connector: Any,
     ) -> None:
         self.clock = Clock()
@@ -161,12 +172,14 @@ class Scene:
             layers=layers,
             hash_block_size=BLOCK,
             retention=retention,
+            drafted_up_to=drafted_up_to,
             ranks=ranks,
             describe=lambda request, first, last: [(request.request_id, chunk) for chunk in range(first, last)],  # type: ignore[misc]
             metrics=self.metrics,
             clock=self.clock,
         )
-        self.side.open(METADATA, self.lookups)
+        self.lookups.ahead = max(one.ahead for one in layers)
+        self.side.open([METADATA_OF_DRAFTER if one.drafts else METADATA for one in layers], self.lookups)
         self.side.bind(self.manager)  # type: ignore[arg-type]
 
     def names(self, request: Request) -> list[bytes]:

@@ -11,7 +11,7 @@ import pytest
 from pd_cache.blocks import StoreOutcome
 from pd_cache.metrics import CacheMetrics
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
-from pd_cache.vllm.worker import WorkerSide
+from pd_cache.vllm.worker import EndedLoads, WorkerSide
 from tests.pd_cache.vllm.histories import Clock
 from tests.support.waiting import PATIENCE_S, wait_for
 
@@ -126,6 +126,34 @@ def test_the_blocks_of_chunks_that_were_not_loaded_are_bad(make: Any, cache: Cac
     side.start(Step(loads=[load("a", [-1, 11, 12, 13, 14, 15])]))
     assert finished(side, "a") == {12, 13, 14, 15}
     assert reported(side).failed_loads == {"a"}
+
+
+def test_a_rank_without_layers_of_a_group_loads_the_others_and_reports_stores_at_once(
+    cache: Cache, clock: Clock
+) -> None:
+    caches: Any = [cache, None]
+    side = WorkerSide(caches, stores=[True, False], load_timeout_s=5.0, asynchronous=True, clock=clock)
+    parts = [GroupChunks(place, NAMES, BLOCKS) for place in (1, 0)]
+    side.start(Step(loads=[LoadOp("a", parts, [])]))
+    assert finished(side, "a") == set()
+    assert cache.calls == [("a", 5.0)]
+    side.save(Step(stores=[StoreOp(7, parts[0])]))
+    assert reported(side).jobs == {7: (1, [StoreOutcome.BEFORE] * 3)}
+    assert side.close(PATIENCE_S)
+
+
+def test_a_load_without_blocks_to_report_fails_as_a_whole(make: Any, cache: Cache) -> None:
+    side, parts = make(), [GroupChunks(0, NAMES, BLOCKS)]
+    cache.loads = 2
+    side.start(Step(loads=[LoadOp("a", parts, [])]))
+    results: list[EndedLoads] = []
+
+    def ended() -> bool:
+        results.append(side.take_loads(Step(), set()))
+        return bool(results[-1].finished)
+
+    wait_for(ended)
+    assert results[-1] == EndedLoads({"a"}, {"a"}, set())
 
 
 def test_a_cache_that_raises_makes_all_of_a_loads_blocks_bad(make: Any, cache: Cache) -> None:

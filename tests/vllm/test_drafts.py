@@ -1,0 +1,73 @@
+"""Draft models with KV of their own. Their layers are a layer group, and a load gives them the KV that they would have computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from bench.lib.model import add_mtp, write_eagle, write_model
+from tests.support.pool import Pool
+from tests.vllm.servers import CHUNK, SHARDS, Answer, PdCacheServer, cluster_file, running_all
+from tests.vllm.test_failures import all_free
+from tests.vllm.test_groups import by_group, same
+
+NewPrompt = Callable[[int], list[int]]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+KINDS = ("eagle", "mtp")
+each = pytest.mark.parametrize("kind", KINDS)
+GENERATED = 24
+
+
+@pytest.fixture(scope="module")
+def drafting(vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, PdCacheServer]]:
+    folder = tmp_path_factory.mktemp("drafts")
+    llama, ernie = write_model(folder / "llama", layers=2), write_model(folder / "ernie", kind="ernie", layers=1)
+    head = write_eagle(folder / "head", llama)
+    eagle = f'{{"method": "eagle", "model": "{head}", "num_speculative_tokens": 3}}'
+    mtp = '{"method": "mtp", "num_speculative_tokens": 2}'
+    files = []
+    for model, drafts, scheduling in ((llama, eagle, True), (add_mtp(ernie), mtp, False)):
+        args = {"speculative-config": drafts, "async-scheduling": scheduling, "num-gpu-blocks-override": 256}
+        files.append(cluster_file(folder, vllm_pool, model, {"prefill-0": {}}, args=args))
+    with running_all(*((file, ("prefill-0",)) for file in files)) as servers:
+        yield dict(zip(KINDS, servers, strict=True))
+
+
+class Drafted(NamedTuple):
+    answer: Answer
+    accepted: float
+    """How many drafts were right."""
+
+
+def drafted(server: PdCacheServer, prompt: list[int], **options: Any) -> Drafted:
+    before = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+    answer = server.complete(prompt, GENERATED, logprobs=1, **options)
+    all_free(server)
+    return Drafted(answer, server.metric("vllm:spec_decode_num_accepted_tokens_total") - before)
+
+
+@each
+def test_a_load_leaves_a_chunk_and_its_drafts_are_accepted_as_often_as_without_it(
+    drafting: dict[str, PdCacheServer], kind: str, new_prompt: NewPrompt, vllm_pool: Pool
+) -> None:
+    server, total = drafting[kind], 0.0
+    for length in (128, 600):  # a prompt that ends where a chunk ends; one in which vLLM's steps end within the prompt
+        prompt, chunks = new_prompt(length), length // CHUNK
+        expected = drafted(server, prompt, cache_salt=f"a tenant for whom nothing is stored, {length}")
+        before = vllm_pool.keys()
+        stored = drafted(server, prompt)
+        assert sorted(len(keys) for keys in by_group(vllm_pool, before)) == [
+            SHARDS * count for count in (chunks - 1, chunks)
+        ], "the draft model stores all chunks but the last, whose KV depends on the token behind it"
+        server.forget_prefixes()
+        loaded = drafted(server, prompt)
+        assert (expected.answer.cached, stored.answer.cached, loaded.answer.cached) == (0, 0, (chunks - 1) * CHUNK)
+        assert same(stored.answer, expected.answer), length
+        assert same(loaded.answer, expected.answer), length
+        assert loaded.accepted == stored.accepted == expected.accepted, length
+        total += expected.accepted
+    assert total >= GENERATED / 2, "drafts that are never right would not show that the KV is"
