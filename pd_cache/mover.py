@@ -26,6 +26,9 @@ from transfer.locks import Condition
 
 log = logging.getLogger(__name__)
 
+_COPIES = 3
+"""The most copies of an object that one load tries: as many as there are kinds of tiers."""
+
 
 class Deadline:
     """When an operation has to end: `timeout` seconds from now, or never."""
@@ -43,18 +46,6 @@ class Deadline:
         return self._end is not None and self._clock() > self._end
 
 
-class _Blanked:
-    """A copy, part of which is overwritten with zeros when it has ended."""
-
-    def __init__(self, copy: PendingCopy, blank: torch.Tensor) -> None:
-        self._copy = copy
-        self._blank = blank
-
-    def wait(self) -> None:
-        self._copy.wait()
-        self._blank.zero_()
-
-
 class ChunkRun(NamedTuple):
     """Chunks of a prompt: the keys of their objects, the places of their tokens in a paged cache, and the copiers that move them."""
 
@@ -70,15 +61,9 @@ class ChunkRun(NamedTuple):
         return ChunkRun(self.keys[first * shards : end * shards], self.chunks[first:end], self.copiers)
 
     def gather(self, index: int, payload: torch.Tensor) -> PendingCopy:
-        """Begins to copy into `payload` the tokens of the object whose key has this index. Blocks that are left out become zeros."""
+        """Begins to copy into `payload` the tokens of the object whose key has this index."""
         chunk, shard = divmod(index, len(self.copiers))
-        slots, copier = self.chunks[chunk], self.copiers[shard]
-        left_out = slots.left_out
-        if not left_out or slots.blocks is None:
-            return copier.gather(slots, payload)
-        layout = copier.layout
-        pages = payload.view(layout.planes, len(slots.blocks), layout.page_bytes)
-        return _Blanked(copier.gather(ChunkSlots(slots.blocks.clamp(min=0), None), payload), pages[:, :left_out])
+        return self.copiers[shard].gather(self.chunks[chunk], payload)
 
     def scatter(self, index: int, payload: torch.Tensor) -> PendingCopy:
         """Begins to copy the object whose key has this index to the places of its tokens."""
@@ -215,8 +200,8 @@ class ChunkMover:
     def _gather(self, run: ChunkRun, indices: list[int], deadline: Deadline) -> list[Staged]:
         """Stages the objects of `indices`, from the first, as far as there is memory. Stages none only if no memory became free in time.
 
-        Only the first object waits for memory, so that two stores that hold some never wait for each other. Each object is sealed as soon
-        as its bytes are there, so that any later change of the memory is detected.
+        Only the first object waits for memory, so that two stores that hold some never wait for each other. Each object is sealed with the
+        checksum of what the engine has, so that any change of the memory is detected.
         """
         staged: list[Staged] = []
         copies: list[PendingCopy] = []
@@ -229,8 +214,7 @@ class ChunkMover:
                 staged.append(memory)
                 copies.append(run.gather(index, torch.frombuffer(memory.payload, dtype=torch.uint8)))
             for index, copy, memory in zip(indices, copies, staged, strict=False):
-                copy.wait()
-                memory.seal(run.keys[index])
+                memory.seal(run.keys[index], copy.wait())
         except BaseException:
             for copy in copies:  # the memory may still be written to
                 copy.wait()
@@ -240,28 +224,49 @@ class ChunkMover:
         return staged
 
     def _get(self, run: ChunkRun, timeout: float | None) -> int:
-        """Scatters objects in order up to the first that is missing. Returns how many were loaded."""
-        loaded = 0
+        """Scatters objects in order up to the first that is missing. Returns how many were loaded.
+
+        An object that turns out to be damaged is read again: its tier has removed it, and another tier may have a good one. The places
+        that a damaged object was scattered to are not loaded, whatever they hold.
+        """
+        loaded, reads = 0, 0
         deadline = Deadline(timeout)
-        fetching = self.backend.batched_get(run.keys, payload_bytes=self._payload_bytes(run), timeout=timeout)
+        while loaded < len(run.keys):
+            placed, reason, damaged = self._place(run, loaded, deadline)
+            loaded += placed
+            reads = 1 if placed else reads + 1
+            if reason and reads == 1:
+                self.metrics.trouble("retrieve", reason, len(run.keys) - loaded if reason == "deadline" else 1)
+            if not damaged or reads > _COPIES:
+                break
+        return loaded
+
+    def _place(self, run: ChunkRun, first: int, deadline: Deadline) -> tuple[int, str, bool]:
+        """Reads and scatters objects, beginning with the one that has the index `first`.
+
+        Returns how many were scattered, why not more, and whether that is because the next object was damaged.
+        """
+        placed = 0
+        keys = run.keys[first:]
+        fetching = self.backend.batched_get(keys, payload_bytes=self._payload_bytes(run), timeout=deadline.left())
         with contextlib.closing(fetching) as fetches:
-            for index, fetched in zip(range(len(run.keys)), fetches, strict=True):
+            for index, fetched in zip(range(first, len(run.keys)), fetches, strict=True):
                 try:
                     if self._closed:
                         break
                     if deadline.passed:
-                        self.metrics.trouble("retrieve", "deadline", len(run.keys) - loaded)
-                        break
+                        return placed, "deadline", False
                     if fetched.payload is None:
-                        self.metrics.trouble("retrieve", fetched.reason)
-                        break
+                        return placed, fetched.reason, False
                     # wait immediately: meanwhile the transfers behind this chunk run ahead. A reader that holds no
                     # memory while it waits for the next chunk can never block another reader.
-                    run.scatter(index, torch.frombuffer(fetched.payload, dtype=torch.uint8)).wait()
-                    loaded += 1
+                    copied = run.scatter(index, torch.frombuffer(fetched.payload, dtype=torch.uint8)).wait()
+                    if reason := fetched.check(copied):
+                        return placed, reason, True
+                    placed += 1
                 finally:
                     fetched.release()
-        return loaded
+        return placed, "", False
 
     def _annotate(self, deadline: Deadline) -> None:
         """Stores the namespace's manifest beside its chunks, once."""

@@ -21,6 +21,7 @@ FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("
 LAYERS = (
     (
         "errors",
+        "checksum",
         "runtime",
         "config",
         "metrics",
@@ -72,7 +73,7 @@ HOMES = {
     "google.protobuf": ("launch/discovery/stubs.py",),
     "click": ("launch/cli.py",),
     "yaml": ("pd_cache/cluster/document.py",),
-    "xxhash": ("pd_cache/backends/objects.py",),
+    "xxhash": ("pd_cache/checksum.py",),
     "numpy": ("pd_cache/paged/cpu.py",),
     "triton": ("pd_cache/paged/cuda.py",),
     "torch.cuda": ("pd_cache/paged/cuda.py", "pd_cache/wire/sharing.py"),

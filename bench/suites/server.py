@@ -170,7 +170,7 @@ def holding(moves: Transfers, rounds: int) -> dict[str, float]:
     def prefetch() -> None:
         with contextlib.closing(backend.batched_get(keys)) as fetches:
             for fetched in fetches:
-                assert fetched.payload is not None, fetched.reason
+                assert not fetched.check(), fetched.reason
                 fetched.release()
 
     result = {

@@ -1,7 +1,7 @@
 """StorageBackend: storage for chunk objects. Batch-first and zero-copy. Trouble of the storage is a status, never an exception.
 
-1. A payload is opaque bytes. Each has one of a few sizes, which the caller knows; `payload_bytes` is the largest. The backend seals and
-   checks them.
+1. A payload is opaque bytes. Each has one of a few sizes, which the caller knows; `payload_bytes` is the largest.
+   Its checksum is end to end: the writer takes it of the bytes that it copied, and the reader of those that it has used.
 2. Writers fill memory that the backend lends (`stage`), so that nothing is copied on the way out.
 3. Readers get views of memory that the backend owns, in the order of the keys, while later ones are still on their way.
    Each view is theirs until `release()`.
@@ -28,8 +28,12 @@ class Staged(Protocol):
     def payload(self) -> memoryview:
         """A writable view of the payload's bytes."""
 
-    def seal(self, key: str) -> int:
-        """Marks the payload as complete and as `key`'s. Any later change is damage. Returns the object's size in bytes."""
+    def seal(self, key: str, payload_checksum: int | None = None) -> int:
+        """Marks the payload as complete and as `key`'s. Any other payload is damage, whenever it was changed.
+
+        `payload_checksum` is that of the bytes the payload was copied from (`pd_cache.checksum`); by default it is taken of the payload.
+        Returns the object's size in bytes.
+        """
 
     def release(self) -> None:
         """Gives the memory back unused."""
@@ -40,11 +44,19 @@ class Fetched(Protocol):
 
     @property
     def payload(self) -> memoryview | None:
-        """The checked payload, valid until `release()`; None for a miss."""
+        """The payload, valid until `release()`; None for a miss. It may be damaged: see `check`."""
 
     @property
     def reason(self) -> str:
         """The reason for a miss: a `Status` or `Damage` value. Empty for a hit."""
+
+    def check(self, payload_checksum: int | None = None) -> str:
+        """Returns the reason for a miss, or why a payload with this checksum is not the one that was put; empty if it is.
+
+        `payload_checksum` has to be taken after the payload was used, and of the bytes that were used: what comes into the memory later
+        cannot matter, and what came before is found. By default it is taken of the payload now. A damaged object is removed from its
+        tier, so that it can be read from another, or stored again.
+        """
 
     def release(self) -> None:
         """Gives the payload's memory back. Idempotent."""

@@ -32,7 +32,7 @@ from pd_cache.backends.disk_writer import DiskWriter, WriteUnderWay
 from pd_cache.backends.eviction import make_policy
 from pd_cache.backends.faults import name_of
 from pd_cache.backends.folder import PAGE, FolderContents, ObjectFolder, digest_of
-from pd_cache.backends.index import EvictingIndex, Pin, Removal, Room
+from pd_cache.backends.index import Entry, EvictingIndex, Pin, Removal, Room
 from pd_cache.backends.objects import Damage, inspect
 from pd_cache.backends.places import Place, Share
 from pd_cache.backends.slots import FetchedObject, ObjectMemory, StagedObject
@@ -58,10 +58,18 @@ class _Writes:
         return [part if isinstance(part, Status) else self._writer.outcome(part) for part in self._parts]
 
 
+class _OnDisk(NamedTuple):
+    """An object that was read, and whose trailer is intact."""
+
+    expected: int
+    """The checksum that the payload must have."""
+    entry: Entry[str]
+
+
 class _Read(NamedTuple):
     """A read into `staged` that is under way, or the reason why there is none."""
 
-    call: Call[str] | None
+    call: Call[_OnDisk | str] | None
     staged: StagedObject | None
     reason: str = ""
 
@@ -275,8 +283,8 @@ class LocalDiskBackend(StorageBackend):
         target.release()
         self._read_slots.give_back(place)
 
-    def _read(self, key: str, digest: str, target: StagedObject) -> str:
-        """Reads and checks an object, on a reading thread. Returns what is wrong with it; empty if nothing is."""
+    def _read(self, key: str, digest: str, target: StagedObject) -> _OnDisk | str:
+        """Reads an object, on a reading thread. Returns what it found, or the reason why that is of no use."""
         if self.health.state is DiskState.OFF:
             return Status.TIER_OFF.value
         pin = self.index.pin(digest)
@@ -285,22 +293,25 @@ class LocalDiskBackend(StorageBackend):
         try:
             return self._read_file(key, pin, target)
         finally:
-            if self.index.unpin(pin) and self.health.state is not DiskState.CLOSED:
-                self.sweeper.unlink([pin.entry.resource], self._put_seconds(None))
+            self._unpin(pin)
 
-    def _read_file(self, key: str, pin: Pin[str], target: StagedObject) -> str:
+    def _unpin(self, pin: Pin[str]) -> None:
+        if self.index.unpin(pin) and self.health.state is not DiskState.CLOSED:
+            self.sweeper.unlink([pin.entry.resource], self._put_seconds(None))
+
+    def _read_file(self, key: str, pin: Pin[str], target: StagedObject) -> _OnDisk | str:
         try:
             nbytes = self.folder.read(pin.entry.resource, target.slot.pages)
         except OSError as error:
             return self._unread(pin, error)
         self.health.worked()
         whole = nbytes == self.folder.file_bytes
-        damage = inspect(key, target.slot.view[: target.object_bytes if whole else nbytes], len(target.payload))
-        if damage is None:
-            return ""
+        found = inspect(key, target.slot.view[: target.object_bytes if whole else nbytes], len(target.payload))
+        if not isinstance(found, Damage):
+            return _OnDisk(found, pin.entry)
         self._discard(pin)
         self._metrics.healed()
-        return damage.value
+        return found.value
 
     def _unread(self, pin: Pin[str], error: OSError) -> str:
         """Returns why a file was not read. The index forgets the file if the error concerns only this file."""
@@ -317,16 +328,30 @@ class LocalDiskBackend(StorageBackend):
 
     def _finish(self, key: str, read: _Read) -> Fetched:
         """Waits for a read. Returns its object, or the reason why there is none."""
-        reason = read.reason
+        found: _OnDisk | str = read.reason
         if read.call is not None:
-            reason = read.call.outcome(Status.TIMEOUT.value)
-            if reason == Status.TIMEOUT.value:
+            found = read.call.outcome(Status.TIMEOUT.value)
+            if found == Status.TIMEOUT.value:
                 self.health.late("a read", read.call.had_s, self._timeouts.get_ms)
-        if read.staged is not None and not reason:
-            read.staged.sealed_for = key
-            return FetchedObject(read.staged)
-        read.release()
-        return FetchedObject(None, reason)
+        if read.staged is None or isinstance(found, str):
+            read.release()
+            return FetchedObject(None, str(found))
+        read.staged.sealed_for = key
+        fetched, entry = FetchedObject(read.staged, expected=found.expected), found.entry
+        fetched.when_checked(lambda one: self._heal(entry) if one.reason else None)
+        return fetched
+
+    def _heal(self, entry: Entry[str]) -> None:
+        """Forgets a file whose payload is damaged, unless it was written anew meanwhile."""
+        pin = self.index.pin(entry.key)
+        if pin is None:
+            return
+        try:
+            if pin.entry is entry:
+                self._discard(pin)
+                self._metrics.healed()
+        finally:
+            self._unpin(pin)
 
     def _discard(self, pin: Pin[str]) -> None:
         """Forgets a useless file, so that the next put of its key writes it again."""

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -212,9 +213,8 @@ class HybridBackend(StorageBackend):
                         # it is read again later: the next tier may have to wait for memory, and a waiting reader must hold none
                         fetched.release()
                         break
-                    if fetched.payload is not None:
-                        tier.metrics.hit()
-                        self._promote(level, key, fetched)
+                    if fetched.payload is not None and isinstance(fetched, FetchedObject):
+                        fetched.when_checked(functools.partial(self._checked, level, key))
                     done += 1
                     yield fetched
             together *= 2
@@ -238,12 +238,16 @@ class HybridBackend(StorageBackend):
             unknown = [index for index in unknown if levels[index] == last]
         return levels
 
-    def _promote(self, level: int, key: str, fetched: Fetched) -> None:
-        """Puts an object that was read from one tier into the tiers before it, as their policies say."""
+    def _checked(self, level: int, key: str, fetched: FetchedObject) -> None:
+        """Counts the outcome, and puts an intact object into the tiers before its own, as their policies say."""
+        if fetched.reason:
+            self.tiers[level].metrics.missed(fetched.reason)
+            return
+        self.tiers[level].metrics.hit()
         for tier, seen in zip(self.tiers[:level], self._seen, strict=False):
             if tier.promote == "never" or (seen is not None and not seen.again(key)):
                 continue
-            if isinstance(fetched, FetchedObject) and (staged := fetched.share()) is not None:
+            if (staged := fetched.share()) is not None:
                 try:
                     self._behind.put(tier, [key], [staged], None)
                 finally:

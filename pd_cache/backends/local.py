@@ -22,7 +22,7 @@ from typing import Generic, Protocol, TypeVar
 from pd_cache.backends.base import Fetched, PutOutcome, Settled, Staged, StorageBackend
 from pd_cache.backends.eviction import make_policy
 from pd_cache.backends.index import EvictingIndex, Pin, Removal, Room
-from pd_cache.backends.objects import inspect
+from pd_cache.backends.objects import Damage, inspect
 from pd_cache.backends.slots import FetchedObject, ObjectMemory, StagedObject, slots_of
 from pd_cache.config import EvictionName
 from pd_cache.metrics import TierMetrics
@@ -271,14 +271,20 @@ class LocalBackend(StorageBackend, Generic[H]):
             if staged is None:
                 return FetchedObject(None, self.memory.refusal)
             undo.callback(staged.release)
-            damage = inspect(key, staged.slot.view[: staged.object_bytes], size)
-            if damage is None:
+            found = inspect(key, staged.slot.view[: staged.object_bytes], size)
+            if not isinstance(found, Damage):
                 undo.pop_all()
-                return FetchedObject(staged, on_release=lambda: self._unpin(pin))
-            self.index.discard(pin.entry)
+                fetched = FetchedObject(staged, expected=found, on_release=lambda: self._unpin(pin))
+                fetched.when_checked(lambda one: self._discard(pin) if one.reason else None)
+                return fetched
+            self._discard(pin)
+        return FetchedObject(None, found.value)
+
+    def _discard(self, pin: Pin[H]) -> None:
+        """Forgets a damaged object."""
+        self.index.discard(pin.entry)
         self._count()
         self._metrics.healed()
-        return FetchedObject(None, damage.value)
 
     def _unpin(self, pin: Pin[H]) -> None:
         if self.index.unpin(pin):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from pd_cache.backends.base import Fetched, PutOutcome, Staged, StorageBackend
 from pd_cache.backends.objects import TRAILER_BYTES, Damage, inspect
 from pd_cache.backends.slots import FetchedObject, ObjectMemory, StagedObject, slots_of
+from pd_cache.checksum import checksum
 from pd_cache.config import MooncakeTier, NodeSettings
 from pd_cache.metrics import CacheMetrics, TierMetrics
 from transfer.errors import Status
@@ -132,7 +133,7 @@ class MooncakeBackend(StorageBackend):
                     return
                 batch_keys, slots, call, end = ahead[0]
                 for key, result in zip(batch_keys, call.results(), strict=True):
-                    yield self._checked(key, slots.popleft(), result, size, end)
+                    yield self._fetched(key, slots.popleft(), result, size, end)
                 ahead.popleft()
         finally:
             for batch_left in ahead:
@@ -181,33 +182,47 @@ class MooncakeBackend(StorageBackend):
             first = self.staging.try_lease(self._reads) if len(slots) < count else None
         return slots
 
-    def _checked(self, key: str, slot: Slot, result: GetResult, size: int, end: float) -> Fetched:
-        """Returns a key's outcome. Takes over its slot.
+    def _fetched(self, key: str, slot: Slot, result: GetResult, size: int, end: float) -> Fetched:
+        """Returns a key's outcome. Takes over its slot."""
+        found = self._object(key, slot, result, size)
+        if found in _DAMAGED:
+            found = self._look_again(key, slot, str(found), size, end)
+        if isinstance(found, str):
+            slot.release()
+            return FetchedObject(None, found)
+        slot.settle()  # its peer has delivered, so it leaves the quota
+        fetched = FetchedObject(StagedObject(self.memory, slot, size, key), expected=found)
 
-        Removes an object that is damaged, also when it is read again, so that the next writer of its key replaces it.
-        """
-        reason = self._trouble(key, slot, result, size)
-        if reason in _DAMAGED:
-            # Another reader may have found the damage, and a writer may have replaced the object. Mooncake has no conditional removal,
-            # so a replacement that comes after the second read is removed, too. That costs a miss.
-            again = self.store.start_get([key], [slot], timeout=max(0.0, end - time.monotonic())).results()[0]
-            now = self._trouble(key, slot, again, size)
-            if now == reason:
-                self._heal(key, end)
-            reason = now and reason
-        if not reason:
-            slot.settle()  # its peer has delivered, so it leaves the quota
-            return FetchedObject(StagedObject(self.memory, slot, size, key))
-        slot.release()
-        return FetchedObject(None, reason)
+        def checked(one: FetchedObject) -> None:
+            if one.reason:
+                self._look_again(key, slot, one.reason, size, end)
 
-    def _trouble(self, key: str, slot: Slot, result: GetResult, size: int) -> str:
-        """Returns the reason why a slot does not hold the object of `key` after a read; empty if it does."""
+        fetched.when_checked(checked)
+        return fetched
+
+    def _object(self, key: str, slot: Slot, result: GetResult, size: int) -> str | int:
+        """Returns the reason why a slot does not hold an object of `key` after a read, or the checksum that its payload must have."""
         if result.status is Status.OK:
-            damage = inspect(key, slot.view[: result.size], size)
-            return "" if damage is None else damage.value
+            found = inspect(key, slot.view[: result.size], size)
+            return found.value if isinstance(found, Damage) else found
         # Mooncake refuses to read an object larger than the slot; a chunk of this namespace would fit
         return "other_size" if result.status is Status.INVALID else result.status.value
+
+    def _look_again(self, key: str, slot: Slot, reason: str, size: int, end: float) -> str | int:
+        """Reads a damaged object a second time, and removes it if it is still damaged in the same way, so that its next writer replaces it.
+
+        Returns what `_object` does, with the first `reason` if the object is still of no use.
+
+        Another reader may have found the damage, and a writer may have replaced the object. Mooncake has no conditional removal, so a
+        replacement that comes after the second read is removed, too. That costs a miss.
+        """
+        result = self.store.start_get([key], [slot], timeout=max(0.0, end - time.monotonic())).results()[0]
+        found = self._object(key, slot, result, size)
+        if isinstance(found, int) and checksum(slot.view[:size]) != found:
+            found = Damage.CORRUPT.value
+        if found == reason:
+            self._heal(key, end)
+        return reason if isinstance(found, str) else found
 
     def _heal(self, key: str, end: float) -> None:
         """Removes a damaged object by force: each lookup renews its lease, which would keep it as long as its prompt is looked up."""

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pd_cache.backends.objects import TRAILER_BYTES, seal
+from pd_cache.backends.objects import TRAILER_BYTES, Damage, seal
+from pd_cache.checksum import checksum
 from transfer.errors import Status
 from transfer.staging import Quota, Slot, StagingPool
 
@@ -49,10 +50,10 @@ class StagedObject:
             raise ValueError("expected memory that is still held, but it was already released")
         return self._slot
 
-    def seal(self, key: str) -> int:
+    def seal(self, key: str, payload_checksum: int | None = None) -> int:
         """Writes the trailer, unless it is already there. Returns the object's size in bytes."""
         if self.sealed_for != key:
-            seal(key, self.slot.view, len(self.payload))
+            seal(key, self.slot.view, len(self.payload), payload_checksum)
             self.sealed_for = key
         return self.object_bytes
 
@@ -72,23 +73,48 @@ class StagedObject:
 class FetchedObject:
     """One key's outcome; see `base.Fetched`. A hit holds one reference to the slot that its object lies in."""
 
-    __slots__ = ("_on_release", "_staged", "payload", "reason")
+    __slots__ = ("_expected", "_on_release", "_when_checked", "payload", "reason", "staged")
 
     def __init__(
-        self, staged: StagedObject | None, reason: str = "", on_release: Callable[[], None] = _nothing
+        self,
+        staged: StagedObject | None,
+        reason: str = "",
+        *,
+        expected: int = 0,
+        on_release: Callable[[], None] = _nothing,
     ) -> None:
-        """Takes a checked object, or the `reason` why there is none. `on_release` runs once, for a hit only."""
-        self._staged = staged
+        """Takes an object whose payload should have the checksum `expected`, or the `reason` why there is none.
+
+        `on_release` runs once, for a hit only.
+        """
+        self.staged = staged
+        self._expected = expected
         self._on_release = on_release
+        self._when_checked: list[Callable[[FetchedObject], None]] = []
         self.payload: memoryview | None = None if staged is None else staged.payload
         self.reason = reason
 
+    def when_checked(self, call: Callable[[FetchedObject], None]) -> None:
+        """Has `call` run after the first check, which leaves its outcome in `reason`. For tiers; the last to ask is called first."""
+        self._when_checked.append(call)
+
+    def check(self, payload_checksum: int | None = None) -> str:
+        if self.payload is None:
+            return self.reason
+        found = checksum(self.payload) if payload_checksum is None else payload_checksum
+        if found != self._expected:
+            self.reason = Damage.CORRUPT.value
+        while self._when_checked:
+            self._when_checked.pop()(self)
+        return self.reason
+
     def share(self) -> StagedObject | None:
         """Returns one more reference to the object, for another tier to keep; None for a miss."""
-        return None if self._staged is None else self._staged.share()
+        return None if self.staged is None else self.staged.share()
 
     def release(self) -> None:
-        staged, self._staged, self.payload = self._staged, None, None
+        staged, self.staged, self.payload = self.staged, None, None
+        self._when_checked.clear()
         if staged is not None:
             staged.release()
             self._on_release()

@@ -20,7 +20,8 @@ from pd_cache.tokens import check_names
 class ChunkSlots(NamedTuple):
     """Where the tokens of one chunk lie: whole blocks, or single slots. Exactly one of the two is given.
 
-    Negative values stand for tokens that a scatter leaves out; a copier gathers none.
+    Negative values stand for tokens that are left out: a scatter does not write them, and a gather makes them zeros. Whole blocks only, and
+    they come first.
     """
 
     blocks: torch.Tensor | None
@@ -28,25 +29,33 @@ class ChunkSlots(NamedTuple):
     slots: torch.Tensor | None
     """int64 `[chunk_size]`, on the CPU: `block * block_size + offset` of each token."""
 
-    @property
-    def left_out(self) -> int:
-        """How many blocks at the start are left out; 0 for slots."""
-        return 0 if self.blocks is None else int((self.blocks < 0).sum())
+    def left_out(self, block_size: int) -> int:
+        """Returns how many blocks at the start are left out."""
+        places, per_block = (self.slots, block_size) if self.blocks is None else (self.blocks, 1)
+        assert places is not None
+        return int((places < 0).sum()) // per_block
 
 
 class PendingCopy(Protocol):
     """A gather or scatter that may still be running on a device."""
 
-    def wait(self) -> None:
-        """Waits for the end: then a gathered buffer can be read, and a scattered one reused."""
+    def wait(self) -> int:
+        """Waits for the end: then a gathered buffer can be read, and a scattered one reused. Returns the checksum of the chunk object.
+
+        It is end to end, because staging memory may be written to by a transfer that was given up. That of a scatter is taken of what was
+        copied, after it was copied: if it is the right one, so are the pages. That of a gather on the CPU is taken of the pages, before
+        they are in staging memory.
+        """
 
 
-class _CopyDone:
-    def wait(self) -> None:
-        return
+class CopyDone:
+    """A copy that has ended."""
 
+    def __init__(self, payload_checksum: int) -> None:
+        self._checksum = payload_checksum
 
-DONE: PendingCopy = _CopyDone()
+    def wait(self) -> int:
+        return self._checksum
 
 
 class PagedCopier(ABC):

@@ -5,25 +5,44 @@ OpenMP threads, which then spin for a while beside the transfers that run at the
 throughput (measured).
 
 Pages move as the widest elements that their size and address allow. If all planes are evenly spaced in one storage (vLLM's single
-allocation), a gather is one operation for all layers.
+allocation), one operation moves pages of several layers.
+
+A chunk moves step by step, and its checksum is taken of each step's bytes while they are in the processor's cache. A gather copies the
+pages to memory of its thread, takes the checksum there, and copies them on to staging memory. Nobody else can write to the thread's
+memory; a transfer that was given up may still write to staging memory. A scatter takes the checksum after each step: bytes that came
+into staging memory before the step are found, and those that come after it cannot reach the pages any more.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from pd_cache.checksum import Digest
 from pd_cache.layout import KVLayout
-from pd_cache.paged.base import DONE, ChunkSlots, PagedCopier, PendingCopy, chunk_blocks, plane_bytes
+from pd_cache.paged.base import ChunkSlots, CopyDone, PagedCopier, PendingCopy, chunk_blocks, plane_bytes
 
 Array = npt.NDArray[Any]
 
+_STEP_BYTES = 256 << 10
+"""The bytes of a step: few enough for the second-level cache of one core, and so many that Python's share of the time is small."""
+
 _WIDTHS = ((16, np.complex128), (8, np.int64), (4, np.int32), (2, np.int16), (1, np.uint8))
+
+
+class _Places(NamedTuple):
+    """Where some blocks of a chunk lie, as `ChunkSlots` in NumPy."""
+
+    blocks: Array | None
+    slots: Array | None
+    left_out: int
+    """How many of them, from the first, are left out. May be more than there are."""
 
 
 class CpuPagedCopier(PagedCopier):
@@ -37,59 +56,91 @@ class CpuPagedCopier(PagedCopier):
             raise ValueError(f"CpuPagedCopier needs CPU tensors, got {planes[0].device}")
         places = [int(value) for plane in planes for value in (plane.storage_offset(), plane.stride(0))]
         self._dtype = _widest([layout.piece_bytes, layout.page_bytes, *places])
+        self._own = threading.local()
         self._groups = [group.numpy().view(self._dtype) for group in _stack(planes)]
 
     def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
-        done = 0
-        target = self._object(chunk, out)
-        for group in self._groups:
-            part = target[done : done + len(group)]
-            done += len(group)
-            if chunk.blocks is not None and group.flags.c_contiguous:
-                # clip: the indices were checked, and only this mode writes to `out` without a copy in between
-                np.take(group, chunk.blocks.numpy(), axis=1, out=part, mode="clip")
-                continue
-            if chunk.blocks is not None:  # `take` would first copy all of a strided array
-                part[...] = group[:, chunk.blocks.numpy()]
-                continue
-            block, offset = self._split(chunk)
-            for plane, pages in zip(self._by_token(group), self._by_token(part), strict=True):
-                picked = plane[block, :, offset]  # [tokens, pieces, elements]
-                pages.transpose(0, 2, 1, 3)[...] = picked.reshape(-1, self.layout.block_size, *picked.shape[1:])
-        return DONE
+        digest = Digest()
+        for planes, places, part in self._steps(chunk, out):
+            pages = self._pages(planes, places, part.shape)
+            digest.update(pages.view(np.uint8).data)
+            part[...] = pages
+        return CopyDone(digest.intdigest())
 
     def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
-        left = self.layout.planes
-        pages_of_all = self._object(chunk, source)
-        # backwards: the object's checksum was just computed, so its end is still in the processor's cache
-        for group in reversed(self._groups):
-            part = pages_of_all[left - len(group) : left]
-            left -= len(group)
-            if chunk.blocks is not None:
-                blocks = chunk.blocks.numpy()
-                first = int(np.count_nonzero(blocks < 0))  # the blocks to leave out come first
-                for plane, pages in zip(group[::-1], part[::-1], strict=True):
-                    plane[blocks[first:]] = pages[first:]
-                continue
-            block, offset = self._split(chunk)
-            first = int(np.count_nonzero(block < 0))  # the blocks to leave out come first
-            for plane, pages in zip(self._by_token(group), self._by_token(part), strict=True):
-                tokens = pages.transpose(0, 2, 1, 3).reshape(-1, self.layout.pieces, pages.shape[3])
-                plane[block[first:], :, offset[first:]] = tokens[first:]
-        return DONE
+        digest = Digest()
+        for planes, places, part in self._steps(chunk, source):
+            self._write(planes, places, part)
+            digest.update(part.view(np.uint8).data)
+        return CopyDone(digest.intdigest())
 
-    def _object(self, chunk: ChunkSlots, payload: torch.Tensor) -> Array:
-        """Returns the chunk object as `[planes, blocks of the chunk, elements of a page]`."""
-        blocks = chunk_blocks(chunk, payload, self.layout)
-        return payload.numpy().view(self._dtype).reshape(self.layout.planes, blocks, -1)
+    def _steps(self, chunk: ChunkSlots, payload: torch.Tensor) -> Iterator[tuple[Array, _Places, Array]]:
+        """Cuts a chunk object into contiguous parts `[planes, blocks, elements of a page]`, in order.
+
+        Yields for each part the engine's planes, the places of its blocks, and the part itself.
+        """
+        count = chunk_blocks(chunk, payload, self.layout)
+        pages = payload.numpy().view(self._dtype).reshape(self.layout.planes, count, -1)
+        blocks = None if chunk.blocks is None else chunk.blocks.numpy()
+        slots = None if chunk.slots is None else chunk.slots.numpy().reshape(count, -1)
+        left_out = chunk.left_out(self.layout.block_size)
+        per_step = max(1, _STEP_BYTES // self.layout.page_bytes)
+        planes_per_step = max(1, per_step // count)
+        done = 0
+        for group in self._groups:
+            for first in range(0, len(group), planes_per_step):
+                planes = group[first : first + planes_per_step]
+                part = pages[done : done + len(planes)]
+                done += len(planes)
+                for start in range(0, count, per_step):
+                    end = start + per_step
+                    places = _Places(
+                        None if blocks is None else blocks[start:end],
+                        None if slots is None else slots[start:end].reshape(-1),
+                        max(0, left_out - start),
+                    )
+                    yield planes, places, part[:, start:end]
+
+    def _pages(self, planes: Array, places: _Places, shape: tuple[int, ...]) -> Array:
+        """Returns a copy of pages of the cache, in memory of this thread. `shape` is `[planes, blocks, elements of a page]`."""
+        pages = self._scratch(shape)
+        if places.slots is not None:
+            block, offset = np.divmod(places.slots, self.layout.block_size)
+            for plane, page in zip(self._by_token(planes), self._by_token(pages), strict=True):
+                picked = plane[block, :, offset]  # [tokens, pieces, elements]
+                page.transpose(0, 2, 1, 3)[...] = picked.reshape(-1, self.layout.block_size, *picked.shape[1:])
+        elif places.blocks is not None and planes.flags.c_contiguous:
+            # clip: the indices were checked, and only this mode writes to `out` without a copy in between
+            np.take(planes, places.blocks, axis=1, out=pages, mode="clip")
+        else:  # `take` would first copy all of a strided array
+            pages[...] = planes[:, places.blocks]
+        pages[:, : places.left_out] = 0
+        return pages
+
+    def _write(self, planes: Array, places: _Places, pages: Array) -> None:
+        """Copies `pages`, `[planes, blocks, elements of a page]`, into the cache."""
+        left_out = places.left_out
+        if places.slots is None:
+            assert places.blocks is not None
+            for plane, page in zip(planes, pages, strict=True):
+                plane[places.blocks[left_out:]] = page[left_out:]
+            return
+        block, offset = np.divmod(places.slots[left_out * self.layout.block_size :], self.layout.block_size)
+        for plane, page in zip(self._by_token(planes), self._by_token(pages[:, left_out:]), strict=True):
+            tokens = page.transpose(0, 2, 1, 3).reshape(-1, self.layout.pieces, page.shape[3])
+            plane[block, :, offset] = tokens
+
+    def _scratch(self, shape: tuple[int, ...]) -> Array:
+        """Returns memory of this thread, with arbitrary contents. The next call returns the same memory."""
+        count = int(np.prod(shape))
+        if getattr(self._own, "memory", None) is None or self._own.memory.size < count:
+            self._own.memory = np.empty(count, self._dtype)
+        memory: Array = self._own.memory
+        return memory[:count].reshape(shape)
 
     def _by_token(self, pages: Array) -> Array:
         """Returns `[planes, blocks, page]` as `[planes, blocks, pieces, block_size, elements of a piece]`."""
         return pages.reshape(*pages.shape[:2], self.layout.pieces, self.layout.block_size, -1)
-
-    def _split(self, chunk: ChunkSlots) -> tuple[Array, Array]:
-        assert chunk.slots is not None
-        return np.divmod(chunk.slots.numpy(), self.layout.block_size)
 
 
 def _widest(divisors: Sequence[int]) -> type[np.generic]:

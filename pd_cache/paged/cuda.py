@@ -16,6 +16,10 @@ Who waits for whom:
 - `close()` waits for both streams.
 
 Host memory that is not page-locked is moved all the same, but the call then returns only after the copy.
+
+Checksums are taken on the host, of the staged bytes, in `wait()`. So a scatter's is end to end, as on the CPU: bytes that came into
+staging memory before the copy to the device are found. A gather's is not: bytes that another writer puts into staging memory between
+the copy from the device and the checksum would be sealed.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_cache.checksum import checksum
 from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVLayout
 from pd_cache.paged.base import ChunkSlots, PagedCopier, PendingCopy, chunk_blocks, plane_bytes
@@ -189,13 +194,19 @@ class _Direction:
 class _Recorded:
     """A pending copy that ends when the stream has reached this point. Raises an error that a kernel or copy met on the device."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, payload: torch.Tensor, blank: torch.Tensor | None = None) -> None:
+        """`payload` is the chunk object on the host. `blank` is the part of it that is zeroed after the copy."""
         # blocking: the waiting thread sleeps, where torch's default spins on a core that the engine needs
         self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
+        self._payload = payload
+        self._blank = blank
 
-    def wait(self) -> None:
+    def wait(self) -> int:
         self.event.synchronize()
+        if self._blank is not None:
+            self._blank.zero_()
+        return checksum(self._payload.numpy().data)
 
 
 class CudaPagedCopier(PagedCopier):
@@ -225,7 +236,9 @@ class CudaPagedCopier(PagedCopier):
             self._out.stream.wait_stream(caller)
             self._out.mover.gather(placed, bounce)
             out.view(-1).copy_(bounce, non_blocking=out.is_pinned())
-            return _Recorded(self._out.stream)
+            left_out = chunk.left_out(self.layout.block_size)
+            pages = out.view(self.layout.planes, -1, self.layout.page_bytes)
+            return _Recorded(self._out.stream, out, pages[:, :left_out] if left_out else None)
 
     def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
         chunk_blocks(chunk, source, self.layout)
@@ -236,7 +249,7 @@ class CudaPagedCopier(PagedCopier):
             bounce.copy_(source.view(-1), non_blocking=source.is_pinned())
             self._in.stream.wait_stream(caller)  # only the kernel touches the cache: the copy need not wait
             self._in.mover.scatter(placed, bounce)
-            done = _Recorded(self._in.stream)
+            done = _Recorded(self._in.stream, source)
         caller.wait_event(done.event)
         return done
 

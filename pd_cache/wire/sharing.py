@@ -19,7 +19,7 @@ import torch
 from pd_cache.errors import LayoutError, PdCacheError
 from pd_cache.layout import KVLayout, PageKind, layer_tensors, shard_tensors
 from pd_cache.paged import ChunkSlots, PagedCopier, PendingCopy, open_copier
-from pd_cache.paged.base import DONE
+from pd_cache.paged.base import CopyDone
 from pd_cache.wire.fence import AbandonedError, FenceView
 from pd_cache.wire.messages import CpuStorage, CudaStorage, Register, Storage, TensorView
 from pd_cache.wire.sealed import check_sealed, is_sealed, reseat
@@ -297,13 +297,11 @@ class FencedCopier(PagedCopier):
 
     def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
         with self._inside() as copier:
-            copier.gather(chunk, out).wait()
-        return DONE
+            return CopyDone(copier.gather(chunk, out).wait())
 
     def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
         with self._inside() as copier:
-            copier.scatter(chunk, source).wait()
-        return DONE
+            return CopyDone(copier.scatter(chunk, source).wait())
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[PagedCopier]:

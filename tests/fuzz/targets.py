@@ -36,6 +36,7 @@ from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, stat
 from pd_cache.backends import objects
 from pd_cache.backends.folder import PAGE, ObjectFolder, digest_of
 from pd_cache.block_hashes import BlockHasher, describe_hashes
+from pd_cache.checksum import checksum
 from pd_cache.cluster import (
     About,
     ClusterConfig,
@@ -185,8 +186,9 @@ def _sealed() -> bytes:
 
 
 def _object(data: bytes) -> None:
-    damage = objects.inspect(_KEY, memoryview(data), len(_PAYLOAD))
-    assert (damage is None) == (data == _SEALED)
+    found = objects.inspect(_KEY, memoryview(data), len(_PAYLOAD))
+    intact = not isinstance(found, objects.Damage) and checksum(memoryview(data)[: len(_PAYLOAD)]) == found
+    assert intact == (data == _SEALED)
 
 
 _SEALED = _sealed()

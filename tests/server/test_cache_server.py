@@ -47,7 +47,7 @@ def server(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cac
         yield one
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)  # the server's backend, which it opens for its first engine, is no test's
 def shared_engine(server: CacheServer) -> Iterator[Engine]:
     with Engine(server.url) as engine:
         store_surely(engine, list(range(50_000, 50_000 + CHUNK)))

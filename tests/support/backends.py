@@ -76,12 +76,17 @@ class Subject:
         return self.backend.batched_put(list(values), staged).results()
 
     def get(self, keys: list[str]) -> list[bytes | str]:
-        """The payload of each key, or the reason why there is none."""
+        """The payload of each key, or the reason why there is none. What is damaged is read again, as a load does."""
         outcomes: list[bytes | str] = []
-        for fetched in self.backend.batched_get(keys):
-            outcomes.append(fetched.reason if fetched.payload is None else bytes(fetched.payload))
+        for key, fetched in zip(keys, self.backend.batched_get(keys), strict=True):
+            reason = fetched.check()
+            outcomes.append(reason if fetched.payload is None or reason else bytes(fetched.payload))
+            there = fetched.payload is not None
             fetched.release()
             fetched.release()  # idempotent
+            if there and reason:
+                again = self.get([key])[0]
+                outcomes[-1] = reason if isinstance(again, str) else again
         return outcomes
 
     def has(self, key: str) -> bool:

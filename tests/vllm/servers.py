@@ -64,6 +64,8 @@ class Answer(NamedTuple):
     kv_transfer_params: dict[str, Any] | None
     logprobs: list[float]
     """Of each token; empty unless they were asked for."""
+    seconds_best: list[float]
+    """The logprob of the token that came second; empty unless two were asked for."""
 
 
 class Server:
@@ -77,12 +79,14 @@ class Server:
         start = time.monotonic()
         answer = self._post("/v1/completions", {**self._body(prompt, max_tokens), **options})
         details = answer["usage"]["prompt_tokens_details"] or {}
+        logprobs = answer["choices"][0]["logprobs"] or {}
         return Answer(
             answer["choices"][0]["token_ids"],
             details.get("cached_tokens") or 0,
             time.monotonic() - start,
             answer.get("kv_transfer_params"),
-            (answer["choices"][0]["logprobs"] or {}).get("token_logprobs", []),
+            logprobs.get("token_logprobs", []),
+            [sorted(best.values())[-2] for best in logprobs.get("top_logprobs") or [] if len(best) > 1],
         )
 
     def complete_all(self, prompts: Sequence[Sequence[int]], max_tokens: int = 6) -> list[Answer]:

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 class Kind(NamedTuple):
-    """How a model is written and served. All have chunks of 64 tokens."""
+    """How a model is written and served."""
 
     layers: int
     blocks: int
@@ -35,7 +35,9 @@ class Kind(NamedTuple):
     mode: str
     """Where the cache is: in the engine's worker, or in a cache server. Windows are tested with both, and states too."""
     divisible: bool = True
-    """Whether all tokens but one can be loaded."""
+    """Whether all tokens but one can be loaded, and the layers be cut into shards."""
+    chunk: int = CHUNK
+    """The tokens of a chunk."""
 
 
 STATES = {"dtype": "bfloat16", "mamba-cache-mode": "align", "max-num-seqs": 16}
@@ -43,24 +45,32 @@ STATES = {"dtype": "bfloat16", "mamba-cache-mode": "align", "max-num-seqs": 16}
 KINDS: dict[ModelKind, Kind] = {
     "gemma3": Kind(6, 100, {}, (4, 4), "in-process"),
     "gptoss": Kind(4, 80, {}, (2,), "server"),
-    "qwen3next": Kind(8, 60, STATES, (1, 1, 1), "server", divisible=False),
+    # On CPUs with AVX-512 BF16, vLLM 0.32 keeps gated delta nets' states in float32 and takes blocks of 96 tokens for them. Its kernel works
+    # on 64 tokens at a time, and rounds differently where a prompt is cut inside them.
+    "qwen3next": Kind(8, 60, {**STATES, "block-size": 128}, (1, 1, 1), "server", divisible=False, chunk=128),
     # vLLM 0.32 on CPUs has no states inside a step, so a step must not reach beyond a block
     "mamba2": Kind(4, 60, {**STATES, "max-num-batched-tokens": CHUNK}, (1, 1, 1), "in-process", divisible=False),
 }
 each = pytest.mark.parametrize("kind", KINDS)
 LENGTH = 1000
+_ROUNDED = 2e-3
+"""How far two logprobs of the same token may be apart."""
+
+
+def chunking(kind: ModelKind) -> dict[str, Any]:
+    """Returns what a file says of chunks: those of states must be as large as vLLM's blocks, which `auto` sees to."""
+    return {"chunk_size": CHUNK, "shards": SHARDS} if KINDS[kind].divisible else {}
 
 
 @pytest.fixture(scope="module")
 def nodes(vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, PdCacheServer]]:
     folder = tmp_path_factory.mktemp("groups")
     files = []
-    for kind, (layers, blocks, args, _, mode, divisible) in KINDS.items():
-        # states cannot be cut into shards, and their chunks must be as large as vLLM's blocks, which `auto` sees to
-        cache = {"chunk_size": CHUNK, "shards": SHARDS} if divisible else {}
-        served = write_model(folder / kind, kind=kind, layers=layers)
-        args = {"max-model-len": 2048, "num-gpu-blocks-override": blocks, **args}
-        files.append(cluster_file(folder, vllm_pool, served, {"prefill-0": {}}, mode=mode, args=args, cache=cache))
+    for kind, one in KINDS.items():
+        served = write_model(folder / kind, kind=kind, layers=one.layers)
+        args = {"max-model-len": 2048, "num-gpu-blocks-override": one.blocks, **one.args}
+        cache = chunking(kind)
+        files.append(cluster_file(folder, vllm_pool, served, {"prefill-0": {}}, mode=one.mode, args=args, cache=cache))
     with running_all(*((file, ("prefill-0",)) for file in files)) as servers:
         yield dict(zip(KINDS, servers, strict=True))
 
@@ -71,7 +81,7 @@ _tenants = itertools.count()
 def computed(server: PdCacheServer, prompt: list[int], max_tokens: int = 6) -> Answer:
     """Returns the answer to a prompt that the server computes from its beginning: nothing is stored under the salt."""
     salt = f"a tenant for whom nothing is stored, {next(_tenants)}"
-    answer = server.complete(prompt, max_tokens, logprobs=1, cache_salt=salt)
+    answer = server.complete(prompt, max_tokens, logprobs=2, cache_salt=salt)
     assert answer.cached == 0
     all_free(server)
     return answer
@@ -80,13 +90,22 @@ def computed(server: PdCacheServer, prompt: list[int], max_tokens: int = 6) -> A
 def afresh(server: PdCacheServer, prompt: list[int]) -> Answer:
     """Returns the answer to a prompt when the server's own prefix cache is empty."""
     server.forget_prefixes()
-    answer = server.complete(prompt, logprobs=1)
+    answer = server.complete(prompt, logprobs=2)
     all_free(server)
     return answer
 
 
 def same(answer: Answer, expected: Answer) -> bool:
-    return answer.tokens == expected.tokens and answer.logprobs == pytest.approx(expected.logprobs, abs=2e-3)
+    """Whether tokens and logprobs are the same, up to a tie: states are in bfloat16, and a prompt that is cut elsewhere is rounded elsewhere.
+
+    At a tie, both answers have another token that is as likely as the one they took. What follows it is not compared.
+    """
+    for index, (token, other) in enumerate(zip(answer.tokens, expected.tokens, strict=True)):
+        if answer.logprobs[index] != pytest.approx(expected.logprobs[index], abs=_ROUNDED):
+            return False
+        if token != other:
+            return all(one.logprobs[index] - one.seconds_best[index] < _ROUNDED for one in (answer, expected))
+    return True
 
 
 def by_group(pool: Pool, before: set[str]) -> list[list[str]]:
@@ -108,24 +127,25 @@ def stored(server: PdCacheServer, pool: Pool, prompt: list[int]) -> list[list[st
 def wholes(kind: ModelKind, length: int) -> int:
     """Returns how many tokens of a stored prompt a load restores: its whole chunks, but at most all tokens but one. With states, no part of
     a chunk."""
+    chunk = KINDS[kind].chunk
     if KINDS[kind].divisible:
-        return min(length // CHUNK * CHUNK, length - 1)
-    return (length - 1) // CHUNK * CHUNK
+        return min(length // chunk * chunk, length - 1)
+    return (length - 1) // chunk * chunk
 
 
 @each
 def test_what_was_stored_is_loaded_whatever_the_window_covers(
     nodes: dict[str, PdCacheServer], kind: ModelKind, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
-    server = nodes[kind]
+    server, chunk = nodes[kind], KINDS[kind].chunk
     # shorter than a chunk, at a chunk's end and behind it, shorter and longer than each window, and far longer
     for length in (63, 64, 65, 127, 128, 129, 192, 200, 255, 256, 257, 320, 330, 449, LENGTH):
         prompt = new_prompt(length)
         before = vllm_pool.keys()
-        expected = server.complete(prompt, logprobs=1)
+        expected = server.complete(prompt, logprobs=2)
         all_free(server)
         assert expected.cached == 0
-        chunks = (length if KINDS[kind].divisible else length - 1) // CHUNK
+        chunks = (length if KINDS[kind].divisible else length - 1) // chunk
         parts = SHARDS if KINDS[kind].divisible else 1
         counts = sorted(len(keys) for keys in by_group(vllm_pool, before))
         moved = server.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
@@ -136,10 +156,10 @@ def test_what_was_stored_is_loaded_whatever_the_window_covers(
         counted = [server.metric(f"vllm:pd_cache_{name}_total", op="retrieve") for name in ("bytes", "group_bytes")]
         assert counted[0] == counted[1], "each byte is that of a group"
         needed = chunks + sum(min(tail, chunks) for tail in KINDS[kind].tails)
-        assert loaded == needed * CHUNK, "of windows and states, only what the end needs"
+        assert loaded == needed * chunk, "of windows and states, only what the end needs"
         if chunks:
             # a window's tail is also that of a prompt that ends one token earlier
-            most = [length // CHUNK, *(min(chunks, tail + 1) for tail in KINDS[kind].tails)]
+            most = [length // chunk, *(min(chunks, tail + 1) for tail in KINDS[kind].tails)]
             assert len(counts) == len(most)
             assert all(count <= parts * limit for count, limit in zip(counts, sorted(most), strict=True)), length
 
@@ -155,7 +175,8 @@ def test_a_longer_prompt_continues_where_the_stored_one_ended(
     longer = prompt + new_prompt(200)
     answer = afresh(server, longer)
     assert same(answer, computed(server, longer))
-    assert answer.cached == (LENGTH // CHUNK if KINDS[kind].divisible else (LENGTH - 1) // CHUNK) * CHUNK
+    chunk = KINDS[kind].chunk
+    assert answer.cached == (LENGTH if KINDS[kind].divisible else LENGTH - 1) // chunk * chunk
 
 
 @each
@@ -163,7 +184,7 @@ def test_the_third_of_prompts_that_part_in_the_middle_loads_what_they_share(
     nodes: dict[str, PdCacheServer], kind: ModelKind, new_prompt: NewPrompt
 ) -> None:
     server, shared = nodes[kind], new_prompt(500)
-    parting = 500 // CHUNK * CHUNK
+    parting = 500 // KINDS[kind].chunk * KINDS[kind].chunk
     for number, cached in enumerate((0, 0, parting)):
         prompt = shared + new_prompt(150 + number)
         answer = afresh(server, prompt)
@@ -221,7 +242,7 @@ def test_a_load_that_outlives_its_deadline_is_computed_and_one_whose_client_goes
     with stopped(vllm_pool, "store-0"):
         with server.abandoned(prompt):
             wait_for(lambda: server.blocks_in_use)
-        assert same(server.complete(prompt, logprobs=1), expected)
+        assert same(server.complete(prompt, logprobs=2), expected)
         wait_for(lambda: server.metric("vllm:pd_cache_troubles_total", op="retrieve") > failed)
     all_free(server)
     answer = afresh(server, prompt)
@@ -254,19 +275,17 @@ PATIENT: dict[str, Any] = {
 
 
 @pytest.fixture
-def two_ranks(
-    vllm_pool: Pool, mode: str, tmp_path: Path
-) -> Callable[..., contextlib.AbstractContextManager[list[PdCacheServer]]]:
+def two_ranks(vllm_pool: Pool, tmp_path: Path) -> Callable[..., contextlib.AbstractContextManager[list[PdCacheServer]]]:
     """Returns a function that runs a node of two ranks.
 
     The ranks wait for each other in a loop of `sched_yield`. If they take up all cores, Linux 6.18 runs nothing else for five to eight
     seconds, kernel threads included. The cache server then counts as lost, and the prompt is computed.
     """
 
-    def run(kind: ModelKind, **args: Any) -> contextlib.AbstractContextManager[list[PdCacheServer]]:
+    def run(kind: ModelKind, mode: str, **args: Any) -> contextlib.AbstractContextManager[list[PdCacheServer]]:
         served = write_model(tmp_path / kind, kind=kind, layers=KINDS[kind].layers)
         args = {"max-model-len": 2048, "num-gpu-blocks-override": 200, **KINDS[kind].args, **args}
-        cache = {"chunk_size": CHUNK, "shards": SHARDS} if KINDS[kind].divisible else {}
+        cache = chunking(kind)
         node = {"prefill-0": {"env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}}
         file = cluster_file(tmp_path, vllm_pool, served, node, mode=mode, args=args, cache=cache, **PATIENT)
         return running(file, "prefill-0")
@@ -285,14 +304,13 @@ def loads_whole(server: PdCacheServer, kind: ModelKind, prompt: list[int], expec
     wait_for(loaded, 300)
 
 
-@pytest.mark.parametrize("mode", ["server"], indirect=True)
 def test_nodes_of_one_rank_and_of_two_share_windows(
     nodes: dict[str, PdCacheServer], two_ranks: Any, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
     of_one, of_two, one = new_prompt(LENGTH), new_prompt(LENGTH), nodes["gptoss"]
     expected = [computed(one, prompt) for prompt in (of_one, of_two)]
     stored(one, vllm_pool, of_one)
-    with two_ranks("gptoss", **{"tensor-parallel-size": 2}) as (two,):
+    with two_ranks("gptoss", "server", **{"tensor-parallel-size": 2}) as (two,):
         loads_whole(two, "gptoss", of_one, expected[0])
         before = vllm_pool.keys()
         loads_whole(two, "gptoss", of_two, expected[1])  # at the second try, or later
@@ -300,19 +318,17 @@ def test_nodes_of_one_rank_and_of_two_share_windows(
     loads_whole(one, "gptoss", of_two, expected[1])
 
 
-@pytest.mark.parametrize("mode", ["in-process"], indirect=True)
 def test_two_ranks_store_and_load_the_states_of_their_heads_and_share_none_with_one(
     nodes: dict[str, PdCacheServer], two_ranks: Any, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
     prompt = new_prompt(LENGTH)
     stored(nodes["qwen3next"], vllm_pool, prompt)
-    with two_ranks("qwen3next", **{"tensor-parallel-size": 2}) as (two,):
+    with two_ranks("qwen3next", "in-process", **{"tensor-parallel-size": 2}) as (two,):
         expected = afresh(two, prompt)
         assert expected.cached == 0, "a state cannot be cut"
         loads_whole(two, "qwen3next", prompt, expected)
 
 
-@pytest.mark.parametrize("mode", ["server"], indirect=True)
 def test_pipeline_stages_store_their_layers_and_a_chunk_is_found_if_all_are_there(
     nodes: dict[str, PdCacheServer], two_ranks: Any, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
@@ -322,7 +338,7 @@ def test_pipeline_stages_store_their_layers_and_a_chunk_is_found_if_all_are_ther
     # vLLM 0.32 on CPUs runs a second stage only if the model is compiled (docs/vllm.md)
     compiled = {"enforce-eager": False, "compilation-config": '{"mode": 2, "backend": "eager"}'}
     before = vllm_pool.keys()
-    with two_ranks("gptoss", **{"pipeline-parallel-size": 2, **compiled}) as (two,):
+    with two_ranks("gptoss", "server", **{"pipeline-parallel-size": 2, **compiled}) as (two,):
         assert afresh(two, prompt).cached == 0, "a node without stages has other objects"
         loads_whole(two, "gptoss", prompt, expected)
         groups = by_group(vllm_pool, before)

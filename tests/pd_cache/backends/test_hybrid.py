@@ -82,6 +82,8 @@ def test_a_chunk_read_from_a_later_tier_is_put_into_the_first_without_a_copy(mak
     only_on_disk(subject, "k")
     (fetched,) = subject.backend.batched_get(["k"])
     assert fetched.payload is not None
+    assert not holds(subject, "local", "k"), "it might be damaged"
+    assert fetched.check() == ""
     local = subject.bases["local"]
     (again,) = local.batched_get(["k"])
     assert again.payload is not None
