@@ -7,10 +7,10 @@ throughput (measured).
 Pages move as the widest elements that their size and address allow. If all planes are evenly spaced in one storage (vLLM's single
 allocation), one operation moves pages of several layers.
 
-A chunk moves step by step, and its checksum is taken of each step's bytes while they are in the processor's cache. A gather copies the
-pages to memory of its thread, takes the checksum there, and copies them on to staging memory. Nobody else can write to the thread's
-memory; a transfer that was given up may still write to staging memory. A scatter takes the checksum after each step: bytes that came
-into staging memory before the step are found, and those that come after it cannot reach the pages any more.
+A chunk moves step by step, and its checksum is taken of each step's bytes while they are in the processor's cache. A gather takes it of
+the pages. If these are small, or single tokens, it first copies them together in memory of its thread. A transfer that was given up may
+write to staging memory, but not there. A scatter takes the checksum after each step: bytes that came into staging memory before the step
+are found, and those that come after it cannot reach the pages any more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from pd_cache.paged.base import ChunkSlots, CopyDone, PagedCopier, PendingCopy, 
 
 Array = npt.NDArray[Any]
 
-_STEP_BYTES = 256 << 10
+_LARGE_PAGE = 16 << 10
+"""Pages of at least so many bytes are hashed one by one where they lie; of smaller ones, Python's share of the time would be too large."""
+_STEP_BYTES = 512 << 10
 """The bytes of a step: few enough for the second-level cache of one core, and so many that Python's share of the time is small."""
 
 _WIDTHS = ((16, np.complex128), (8, np.int64), (4, np.int32), (2, np.int16), (1, np.uint8))
@@ -62,9 +64,15 @@ class CpuPagedCopier(PagedCopier):
     def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
         digest = Digest()
         for planes, places, part in self._steps(chunk, out):
-            pages = self._pages(planes, places, part.shape)
-            digest.update(pages.view(np.uint8).data)
-            part[...] = pages
+            if places.blocks is not None and not places.left_out and self.layout.page_bytes >= _LARGE_PAGE:
+                for plane in planes:
+                    for block in places.blocks:
+                        digest.update(plane[block].data)
+                self._take(planes, places.blocks, part)
+            else:
+                pages = self._pages(planes, places, part.shape)
+                digest.update(pages.view(np.uint8).data)
+                part[...] = pages
         return CopyDone(digest.intdigest())
 
     def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
@@ -109,13 +117,19 @@ class CpuPagedCopier(PagedCopier):
             for plane, page in zip(self._by_token(planes), self._by_token(pages), strict=True):
                 picked = plane[block, :, offset]  # [tokens, pieces, elements]
                 page.transpose(0, 2, 1, 3)[...] = picked.reshape(-1, self.layout.block_size, *picked.shape[1:])
-        elif places.blocks is not None and planes.flags.c_contiguous:
-            # clip: the indices were checked, and only this mode writes to `out` without a copy in between
-            np.take(planes, places.blocks, axis=1, out=pages, mode="clip")
-        else:  # `take` would first copy all of a strided array
-            pages[...] = planes[:, places.blocks]
+        elif places.blocks is not None:
+            self._take(planes, places.blocks, pages)
         pages[:, : places.left_out] = 0
         return pages
+
+    @staticmethod
+    def _take(planes: Array, blocks: Array, out: Array) -> None:
+        """Copies blocks of some planes."""
+        if planes.flags.c_contiguous:
+            # clip: the indices were checked, and only this mode writes to `out` without a copy in between
+            np.take(planes, blocks, axis=1, out=out, mode="clip")
+        else:  # `take` would first copy all of a strided array
+            out[...] = planes[:, blocks]
 
     def _write(self, planes: Array, places: _Places, pages: Array) -> None:
         """Copies `pages`, `[planes, blocks, elements of a page]`, into the cache."""

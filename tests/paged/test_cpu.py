@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pd_cache.checksum import checksum
 from pd_cache.errors import LayoutError
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.paged import ChunkSlots, open_copier
@@ -43,9 +45,21 @@ def make_cache_like(cache: list[torch.Tensor], layout: KVLayout, blocks: int) ->
 @pytest.mark.parametrize("one_storage", [True, False])
 @pytest.mark.parametrize(("heads", "dim"), [(3, 8), (1, 1), (5, 3)])
 @pytest.mark.parametrize("whole_blocks", [True, False])
+@pytest.mark.parametrize("large_page", [0, sys.maxsize])
+@pytest.mark.parametrize("step_bytes", [1, 1 << 20])
 def test_gather_and_scatter_match_the_oracle(
-    kind: PageKind, one_storage: bool, heads: int, dim: int, whole_blocks: bool
+    kind: PageKind,
+    one_storage: bool,
+    heads: int,
+    dim: int,
+    whole_blocks: bool,
+    large_page: int,
+    step_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """So does their checksum, however the pages are hashed and in however many steps they move."""
+    monkeypatch.setattr("pd_cache.paged.cpu._LARGE_PAGE", large_page)
+    monkeypatch.setattr("pd_cache.paged.cpu._STEP_BYTES", step_bytes)
     cache = make_cache(kind, heads=heads, dim=dim, one_storage=one_storage)
     layout = KVLayout.from_tensors(cache)
     if heads == 1 and kind is PageKind.HEADS_LAST:
@@ -62,7 +76,7 @@ def test_gather_and_scatter_match_the_oracle(
 
     objects = [torch.zeros(layout.chunk_bytes(CHUNK), dtype=torch.uint8) for _ in chunks]
     for chunk, payload in zip(chunks, objects, strict=True):
-        copier.gather(chunk, payload).wait()
+        assert copier.gather(chunk, payload).wait() == checksum(payload.numpy().data)
     for index, payload in enumerate(objects):
         assert torch.equal(payload, canonical(cache, layout, slots[index * CHUNK : (index + 1) * CHUNK]))
 
@@ -71,7 +85,7 @@ def test_gather_and_scatter_match_the_oracle(
     elsewhere = rng.sample(range(128), 16)
     destination = open_copier(target, layout)
     for chunk, payload in zip(plan_slots(torch.tensor(elsewhere), layout, CHUNK), objects, strict=True):
-        destination.scatter(chunk, payload).wait()
+        assert destination.scatter(chunk, payload).wait() == checksum(payload.numpy().data)
     for slot in range(128):
         for layer in range(2):
             now = token_view(target[layer], kind, slot, 4)

@@ -6,6 +6,7 @@ A transfer that was given up may write to staging memory for as long as its peer
 from __future__ import annotations
 
 import itertools
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,8 +31,9 @@ _prompts = itertools.count()
 class Vandal:
     """Overwrites one byte of a chunk in staging memory, just before one of the steps of its copy or just after the last."""
 
-    def __init__(self, byte: int, step: int, copy: str) -> None:
-        self._byte, self._step, self._copy = byte, step, copy
+    def __init__(self, byte: int, step: int, copy: str, large_page: int = 0) -> None:
+        """Pages of `large_page` bytes are hashed where they lie."""
+        self._byte, self._step, self._copy, self._large_page = byte, step, copy, large_page
         self.struck = False
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +51,7 @@ class Vandal:
             return copied
 
         monkeypatch.setattr("pd_cache.paged.cpu._STEP_BYTES", 1)
+        monkeypatch.setattr("pd_cache.paged.cpu._LARGE_PAGE", self._large_page)
         monkeypatch.setattr(CpuPagedCopier, "_steps", with_steps)
         monkeypatch.setattr(CpuPagedCopier, self._copy, with_copy)
 
@@ -94,13 +97,14 @@ def intact(node: Host, tokens: list[int]) -> bool:
     return all(holds_token(node.cache, node.layout, tokens[: at + 1], slot) for at, slot in enumerate(ELSEWHERE))
 
 
+@pytest.mark.parametrize("large_page", [0, sys.maxsize])
 def test_what_comes_into_staging_memory_during_a_store_is_never_loaded(
-    writer: Host, reader: Host, monkeypatch: pytest.MonkeyPatch
+    writer: Host, reader: Host, monkeypatch: pytest.MonkeyPatch, large_page: int
 ) -> None:
     size = writer.layout.chunk_bytes(CHUNK)
     for byte in bytes_to_hit(writer):
         for step in range(STEPS + 1):
-            vandal = Vandal(byte, step, "gather")
+            vandal = Vandal(byte, step, "gather", large_page)
             with monkeypatch.context() as patch:
                 vandal.watch(patch)
                 tokens = stored(writer)
