@@ -73,7 +73,7 @@ class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="
     """The shared pool, and where in it this node's chunks go."""
 
     pipelined: bool = True
-    """Whether the next chunks are fetched while the last are checked and scattered; otherwise one batch moves at a time."""
+    """Whether the next chunks are fetched while the last are scattered and checked; otherwise one batch moves at a time."""
     blocking: bool = True
     """Whether a store waits for the pool."""
 

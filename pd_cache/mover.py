@@ -26,8 +26,8 @@ from transfer.locks import Condition
 
 log = logging.getLogger(__name__)
 
-_COPIES = 3
-"""The most copies of an object that one load tries: as many as there are kinds of tiers."""
+_RETRIES = 6
+"""How often one load reads a damaged object again: twice for each kind of tier, which removes an object that fails twice."""
 
 
 class Deadline:
@@ -226,31 +226,44 @@ class ChunkMover:
     def _get(self, run: ChunkRun, timeout: float | None) -> int:
         """Scatters objects in order up to the first that is missing. Returns how many were loaded.
 
-        An object that turns out to be damaged is read again: its tier has removed it, and another tier may have a good one. The places
-        that a damaged object was scattered to are not loaded, whatever they hold.
+        An object that turns out to be damaged is read again: its tier has removed it, and another tier may have a good one. After that,
+        two objects are read together, then four, so that much damage does not mean much reading ahead in vain. The places that a damaged
+        object was scattered to are not loaded, whatever they hold.
         """
-        loaded, reads = 0, 0
+        loaded, failures, together, known = 0, 0, len(run.keys), ""
         deadline = Deadline(timeout)
         while loaded < len(run.keys):
-            placed, reason, damaged = self._place(run, loaded, deadline)
+            end = min(loaded + together, len(run.keys))
+            placed, reason, damaged = self._place(run, loaded, end, deadline)
             loaded += placed
-            reads = 1 if placed else reads + 1
-            if reason and reads == 1:
+            if placed:
+                failures, known = 0, ""
+            if reason and not (
+                known and reason in (known, Status.MISSING.value)
+            ):  # it is no other trouble that it is gone now
                 self.metrics.trouble("retrieve", reason, len(run.keys) - loaded if reason == "deadline" else 1)
-            if not damaged or reads > _COPIES:
+            if damaged:
+                failures += 1
+                known = reason
+                together = 1
+                if failures > _RETRIES:
+                    break
+            elif loaded < end:
                 break
+            else:
+                together *= 2
         return loaded
 
-    def _place(self, run: ChunkRun, first: int, deadline: Deadline) -> tuple[int, str, bool]:
-        """Reads and scatters objects, beginning with the one that has the index `first`.
+    def _place(self, run: ChunkRun, first: int, end: int, deadline: Deadline) -> tuple[int, str, bool]:
+        """Reads and scatters the objects with the indices from `first` to before `end`.
 
         Returns how many were scattered, why not more, and whether that is because the next object was damaged.
         """
         placed = 0
-        keys = run.keys[first:]
+        keys = run.keys[first:end]
         fetching = self.backend.batched_get(keys, payload_bytes=self._payload_bytes(run), timeout=deadline.left())
         with contextlib.closing(fetching) as fetches:
-            for index, fetched in zip(range(first, len(run.keys)), fetches, strict=True):
+            for index, fetched in zip(range(first, end), fetches, strict=True):
                 try:
                     if self._closed:
                         break

@@ -54,8 +54,8 @@ class Fetched(Protocol):
         """Returns the reason for a miss, or why a payload with this checksum is not the one that was put; empty if it is.
 
         `payload_checksum` has to be taken after the payload was used, and of the bytes that were used: what comes into the memory later
-        cannot matter, and what came before is found. By default it is taken of the payload now. A damaged object is removed from its
-        tier, so that it can be read from another, or stored again.
+        cannot matter, and what came before is found. By default it is taken of the payload now. A tier forgets an object that is damaged
+        at the second reading, too, so that it can be read from another tier, or stored again. Raises ValueError after `release()`.
         """
 
     def release(self) -> None:

@@ -293,13 +293,14 @@ class LocalDiskBackend(StorageBackend):
         try:
             return self._read_file(key, pin, target)
         finally:
-            self._unpin(pin)
-
-    def _unpin(self, pin: Pin[str]) -> None:
-        if self.index.unpin(pin) and self.health.state is not DiskState.CLOSED:
-            self.sweeper.unlink([pin.entry.resource], self._put_seconds(None))
+            if self.index.unpin(pin) and self.health.state is not DiskState.CLOSED:
+                self.sweeper.unlink([pin.entry.resource], self._put_seconds(None))
 
     def _read_file(self, key: str, pin: Pin[str], target: StagedObject) -> _OnDisk | str:
+        if pin.entry.damaged:
+            self._discard(pin)
+            self._metrics.healed()
+            return Damage.CORRUPT.value
         try:
             nbytes = self.folder.read(pin.entry.resource, target.slot.pages)
         except OSError as error:
@@ -338,20 +339,12 @@ class LocalDiskBackend(StorageBackend):
             return FetchedObject(None, str(found))
         read.staged.sealed_for = key
         fetched, entry = FetchedObject(read.staged, expected=found.expected), found.entry
-        fetched.when_checked(lambda one: self._heal(entry) if one.reason else None)
+        fetched.when_checked(lambda one: self._checked(entry, one))
         return fetched
 
-    def _heal(self, entry: Entry[str]) -> None:
-        """Forgets a file whose payload is damaged, unless it was written anew meanwhile."""
-        pin = self.index.pin(entry.key)
-        if pin is None:
-            return
-        try:
-            if pin.entry is entry:
-                self._discard(pin)
-                self._metrics.healed()
-        finally:
-            self._unpin(pin)
+    def _checked(self, entry: Entry[str], fetched: FetchedObject) -> None:
+        """Runs on the caller's thread, so the next read of the entry discards it."""
+        entry.failures = entry.failures + 1 if fetched.reason else 0
 
     def _discard(self, pin: Pin[str]) -> None:
         """Forgets a useless file, so that the next put of its key writes it again."""

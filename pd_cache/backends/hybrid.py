@@ -2,7 +2,8 @@
 
 1. All tiers share one memory, so an object is gathered once, written everywhere from there, and promoted without a copy.
 2. A key is read from the first tier that knows it. The last tier, the pool, is asked only for keys that all other tiers lack.
-   If a tier claims a key wrongly or holds a damaged object, that is counted, and the next tier is asked.
+   If a tier claims a key wrongly, that is counted, and the next tier is asked. A damaged payload shows only when it was used. When it
+   is read again, its tier gives it up.
 3. A reader that waits for memory holds none itself: only one tier reads ahead for it at a time.
 4. A put waits for the blocking tiers. Its outcome is that of the last one, the pool if there is one. What another
    tier did not take is counted, but does not change the outcome. Tiers that do not block write behind, within half
@@ -241,7 +242,8 @@ class HybridBackend(StorageBackend):
     def _checked(self, level: int, key: str, fetched: FetchedObject) -> None:
         """Counts the outcome, and puts an intact object into the tiers before its own, as their policies say."""
         if fetched.reason:
-            self.tiers[level].metrics.missed(fetched.reason)
+            if level + 1 < len(self.tiers):
+                self.tiers[level].metrics.missed(fetched.reason)
             return
         self.tiers[level].metrics.hit()
         for tier, seen in zip(self.tiers[:level], self._seen, strict=False):

@@ -26,12 +26,19 @@ T = TypeVar("T")
 class Entry(Generic[R]):
     """One key. `resource` says where its bytes are. They stay there for as long as the entry is pinned."""
 
-    __slots__ = ("key", "pins", "resource")
+    __slots__ = ("failures", "key", "pins", "resource")
 
     def __init__(self, key: str, resource: R) -> None:
         self.key = key
         self.resource = resource
         self.pins: Taken | None = None
+        self.failures = 0
+        """How many readers in a row found the payload damaged. Once may be the memory it was read into; twice is the entry."""
+
+    @property
+    def damaged(self) -> bool:
+        """Whether the entry should be discarded."""
+        return self.failures >= 2
 
 
 class Pin(Place, Generic[R]):

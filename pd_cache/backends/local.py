@@ -275,10 +275,15 @@ class LocalBackend(StorageBackend, Generic[H]):
             if not isinstance(found, Damage):
                 undo.pop_all()
                 fetched = FetchedObject(staged, expected=found, on_release=lambda: self._unpin(pin))
-                fetched.when_checked(lambda one: self._discard(pin) if one.reason else None)
+                fetched.when_checked(lambda one: self._checked(pin, one))
                 return fetched
             self._discard(pin)
         return FetchedObject(None, found.value)
+
+    def _checked(self, pin: Pin[H], fetched: FetchedObject) -> None:
+        pin.entry.failures = pin.entry.failures + 1 if fetched.reason else 0
+        if pin.entry.damaged:
+            self._discard(pin)
 
     def _discard(self, pin: Pin[H]) -> None:
         """Forgets a damaged object."""

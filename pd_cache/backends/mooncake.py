@@ -30,7 +30,7 @@ _SHARE = 8
 batch: a quarter of the slots in each direction. Quotas bound what queued calls and waiting readers hold."""
 _READS, _PUTS = 5, 4
 """How many eighths of the slots reads and puts may hold while they wait for a peer. If one direction hangs, the other still has one eighth
-besides the two eighths of its own late calls."""
+besides the two eighths of its own late calls. A reader whose object is damaged reads it again into a slot that no longer counts."""
 
 _DAMAGED = frozenset({*(damage.value for damage in Damage), "other_size", Status.CHECKSUM.value})
 """Reasons to remove an object. `checksum` is that of Mooncake itself, for an object that another client wrote."""

@@ -1,4 +1,4 @@
-"""PipelinedBackend: wraps a backend, and fetches and checks the next chunks while the caller works on the last.
+"""PipelinedBackend: wraps a backend, and fetches the next chunks while the caller works on the last.
 
 It is for backends that work on the caller's thread, such as memory on a device. `MooncakeBackend` and `LocalDiskBackend` need no
 wrapper: they have their own threads and run ahead by themselves.

@@ -100,6 +100,8 @@ class FetchedObject:
 
     def check(self, payload_checksum: int | None = None) -> str:
         if self.payload is None:
+            if not self.reason:
+                raise ValueError("expected a payload that is still held, but it was already released")
             return self.reason
         found = checksum(self.payload) if payload_checksum is None else payload_checksum
         if found != self._expected:

@@ -42,9 +42,8 @@ class PendingCopy(Protocol):
     def wait(self) -> int:
         """Waits for the end: then a gathered buffer can be read, and a scattered one reused. Returns the checksum of the chunk object.
 
-        It is end to end, because staging memory may be written to by a transfer that was given up. That of a scatter is taken of what was
-        copied, after it was copied: if it is the right one, so are the pages. That of a gather on the CPU is taken of the pages, before
-        they are in staging memory.
+        On the CPU it is end to end: of what the pages hold, and not of staging memory, to which a transfer that was given up may still
+        write. On CUDA it is of staging memory, taken after the copy.
         """
 
 

@@ -7,10 +7,9 @@ throughput (measured).
 Pages move as the widest elements that their size and address allow. If all planes are evenly spaced in one storage (vLLM's single
 allocation), one operation moves pages of several layers.
 
-A chunk moves step by step, and its checksum is taken of each step's bytes while they are in the processor's cache. A gather takes it of
-the pages. If these are small, or single tokens, it first copies them together in memory of its thread. A transfer that was given up may
-write to staging memory, but not there. A scatter takes the checksum after each step: bytes that came into staging memory before the step
-are found, and those that come after it cannot reach the pages any more.
+A chunk moves step by step, and its checksum is taken of each step's bytes while they are in the processor's cache: never of staging
+memory, to which a transfer that was given up may still write, but of the engine's pages, before a gather and after a scatter. Small
+pages, and single tokens, go through memory of the thread, and the checksum is taken there.
 """
 
 from __future__ import annotations
@@ -64,11 +63,9 @@ class CpuPagedCopier(PagedCopier):
     def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
         digest = Digest()
         for planes, places, part in self._steps(chunk, out):
-            if places.blocks is not None and not places.left_out and self.layout.page_bytes >= _LARGE_PAGE:
-                for plane in planes:
-                    for block in places.blocks:
-                        digest.update(plane[block].data)
-                self._take(planes, places.blocks, part)
+            if (blocks := self._hashed_in_place(places)) is not None:
+                _update(digest, planes, blocks)
+                self._take(planes, blocks, part)
             else:
                 pages = self._pages(planes, places, part.shape)
                 digest.update(pages.view(np.uint8).data)
@@ -78,9 +75,19 @@ class CpuPagedCopier(PagedCopier):
     def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
         digest = Digest()
         for planes, places, part in self._steps(chunk, source):
-            self._write(planes, places, part)
-            digest.update(part.view(np.uint8).data)
+            if (blocks := self._hashed_in_place(places)) is not None:
+                self._write(planes, places, part)
+                _update(digest, planes, blocks)
+            else:
+                pages = self._scratch(part.shape)
+                pages[...] = part
+                digest.update(pages.view(np.uint8).data)
+                self._write(planes, places, pages)
         return CopyDone(digest.intdigest())
+
+    def _hashed_in_place(self, places: _Places) -> Array | None:
+        """Returns the blocks whose pages are hashed where the engine has them; None if a copy is hashed."""
+        return None if places.left_out or self.layout.page_bytes < _LARGE_PAGE else places.blocks
 
     def _steps(self, chunk: ChunkSlots, payload: torch.Tensor) -> Iterator[tuple[Array, _Places, Array]]:
         """Cuts a chunk object into contiguous parts `[planes, blocks, elements of a page]`, in order.
@@ -134,6 +141,8 @@ class CpuPagedCopier(PagedCopier):
     def _write(self, planes: Array, places: _Places, pages: Array) -> None:
         """Copies `pages`, `[planes, blocks, elements of a page]`, into the cache."""
         left_out = places.left_out
+        if left_out >= pages.shape[1]:
+            return
         if places.slots is None:
             assert places.blocks is not None
             for plane, page in zip(planes, pages, strict=True):
@@ -155,6 +164,13 @@ class CpuPagedCopier(PagedCopier):
     def _by_token(self, pages: Array) -> Array:
         """Returns `[planes, blocks, page]` as `[planes, blocks, pieces, block_size, elements of a piece]`."""
         return pages.reshape(*pages.shape[:2], self.layout.pieces, self.layout.block_size, -1)
+
+
+def _update(digest: Digest, planes: Array, blocks: Array) -> None:
+    """Adds pages of the cache to a digest."""
+    for plane in planes:
+        for block in blocks:
+            digest.update(plane[block].data)
 
 
 def _widest(divisors: Sequence[int]) -> type[np.generic]:

@@ -17,9 +17,9 @@ Who waits for whom:
 
 Host memory that is not page-locked is moved all the same, but the call then returns only after the copy.
 
-Checksums are taken on the host, of the staged bytes, in `wait()`. So a scatter's is end to end, as on the CPU: bytes that came into
-staging memory before the copy to the device are found. A gather's is not: bytes that another writer puts into staging memory between
-the copy from the device and the checksum would be sealed.
+Checksums are taken on the host, of the staged bytes, in `wait()`, and so after the copy. A scatter's finds foreign bytes that came into
+staging memory before the copy to the device, unless the right ones came back before the checksum. A gather's does not find those that
+come between the copy from the device and the checksum: they would be sealed.
 """
 
 from __future__ import annotations

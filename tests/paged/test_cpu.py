@@ -190,7 +190,12 @@ def test_a_copier_refuses_tensors_and_payloads_of_another_shape() -> None:
 
 
 @pytest.mark.parametrize("one_storage", [True, False])
-def test_a_scatter_leaves_out_the_blocks_that_the_engine_has(one_storage: bool) -> None:
+@pytest.mark.parametrize("step_bytes", [1, 1 << 20])
+def test_a_scatter_leaves_out_the_blocks_that_the_engine_has(
+    one_storage: bool, step_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if these are all that a step would write."""
+    monkeypatch.setattr("pd_cache.paged.cpu._STEP_BYTES", step_bytes)
     cache = make_cache(one_storage=one_storage)
     layout = KVLayout.from_tensors(cache)
     (source,) = plan_slots(torch.arange(8), layout, CHUNK)
@@ -201,7 +206,7 @@ def test_a_scatter_leaves_out_the_blocks_that_the_engine_has(one_storage: bool) 
 
     for tail in (range(20, 24), range(23, 19, -1)):  # a whole block, and slots one by one
         (wanted,) = plan_slots(torch.tensor([-1] * 4 + list(tail)), layout, CHUNK, may_leave_out=True)
-        copier.scatter(wanted, payload).wait()
+        assert copier.scatter(wanted, payload).wait() == checksum(payload.numpy().data)
         for now, was in zip(cache, before, strict=True):
             differs = now.view(torch.int16) != was.view(torch.int16)
             changed = {int(block) for block in differs.flatten(1).any(dim=1).nonzero()}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from pd_cache.checksum import Digest
 from pd_cache.paged import ChunkSlots, PendingCopy
 from pd_cache.paged.cpu import CpuPagedCopier
 from tests.support.engines import BLOCK, CHUNK, Host, host
@@ -35,6 +36,7 @@ class Vandal:
         """Pages of `large_page` bytes are hashed where they lie."""
         self._byte, self._step, self._copy, self._large_page = byte, step, copy, large_page
         self.struck = False
+        self._payload: torch.Tensor | None = None
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         moved = getattr(CpuPagedCopier, self._copy)
@@ -55,10 +57,30 @@ class Vandal:
         monkeypatch.setattr(CpuPagedCopier, "_steps", with_steps)
         monkeypatch.setattr(CpuPagedCopier, self._copy, with_copy)
 
+    def mend_before_checksums(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The right byte comes back before the next bytes are hashed."""
+        vandal = self
+
+        class Late:
+            def __init__(self) -> None:
+                self._digest = Digest()
+                self.intdigest = self._digest.intdigest
+
+            def update(self, data: memoryview) -> None:
+                vandal._mend()
+                self._digest.update(data)
+
+        monkeypatch.setattr("pd_cache.paged.cpu.Digest", Late)
+
     def _strike(self, step: int, payload: torch.Tensor) -> None:
         if step == self._step and not self.struck:
             payload[self._byte] ^= 0x5A
-            self.struck = True
+            self.struck, self._payload = True, payload
+
+    def _mend(self) -> None:
+        if self._payload is not None:
+            self._payload[self._byte] ^= 0x5A
+            self._payload = None
 
     def before(self, payload_bytes: int) -> bool:
         """Whether it strikes before the step that copies its byte."""
@@ -123,7 +145,7 @@ def test_what_comes_into_staging_memory_during_a_load_is_not_loaded(
 ) -> None:
     """And the object in the pool, which is good, stays there and is read again."""
     tokens = stored(writer)
-    monkeypatch.setattr("pd_cache.mover._COPIES", reads - 1)
+    monkeypatch.setattr("pd_cache.mover._RETRIES", reads - 1)
     size = writer.layout.chunk_bytes(CHUNK)
     for byte in bytes_to_hit(writer):
         for step in range(STEPS + 1):
@@ -139,6 +161,26 @@ def test_what_comes_into_staging_memory_during_a_load_is_not_loaded(
                 assert all(mask), (byte, step)
                 assert intact(reader, tokens)
     assert reader.lookup(tokens) == CHUNK
+
+
+@pytest.mark.parametrize("large_page", [0, sys.maxsize])
+def test_bytes_that_are_wrong_only_while_they_are_copied_are_not_loaded(
+    writer: Host, reader: Host, monkeypatch: pytest.MonkeyPatch, large_page: int
+) -> None:
+    tokens = stored(writer)
+    monkeypatch.setattr("pd_cache.mover._RETRIES", 0)
+    size = writer.layout.chunk_bytes(CHUNK)
+    for byte in bytes_to_hit(writer):
+        for step in range(STEPS):
+            blank(reader)
+            vandal = Vandal(byte, step, "scatter", large_page)
+            with monkeypatch.context() as patch:
+                vandal.watch(patch)
+                vandal.mend_before_checksums(patch)
+                mask = reader.retrieve(tokens, ELSEWHERE)
+            assert vandal.struck
+            assert any(mask) == (step != byte * STEPS // size)
+            assert intact(reader, tokens) or not any(mask)
 
 
 def blank(node: Host) -> None:

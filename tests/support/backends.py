@@ -85,7 +85,7 @@ class Subject:
             fetched.release()
             fetched.release()  # idempotent
             if there and reason:
-                again = self.get([key])[0]
+                again = self.get([key])[0]  # until it is removed
                 outcomes[-1] = reason if isinstance(again, str) else again
         return outcomes
 
