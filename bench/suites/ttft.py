@@ -151,6 +151,7 @@ COUNTERS = {
     ),
 }
 GROUPS = ("vllm:pd_cache_group_bytes_total", "op", "retrieve")
+TROUBLES = ("vllm:pd_cache_troubles_total",)
 
 
 def arguments(positions: int, kind: ModelKind) -> dict[str, Any]:
@@ -258,13 +259,20 @@ def measure_plain(
             client.remove_all(True)
 
 
-def measure_connector(name: str, start: Start, prompts: Prompts, found: Figures) -> dict[int, dict[str, int]]:
-    """Measures a connector: A computes and stores all prompts; then B, started after A has ended, takes them from the pool.
+class Measured(NamedTuple):
+    """What pd-cache's connector says of itself besides its counters."""
 
-    Returns how many bytes of each group of layers B loaded for a prompt, by the prompt's length; nothing for models with one group.
-    """
+    by_group: dict[int, dict[str, int]]
+    """How many bytes of each group of layers B loaded for a prompt, by the prompt's length; nothing for models with one group."""
+    troubles: dict[str, float]
+    """Chunks that A did not store or B did not load, by node, operation and reason."""
+
+
+def measure_connector(name: str, start: Start, prompts: Prompts, found: Figures) -> Measured:
+    """Measures a connector: A computes and stores all prompts; then B, started after A has ended, takes them from the pool."""
     counters = COUNTERS[name]
     by_group: dict[int, dict[str, int]] = {}
+    troubles: dict[str, float] = {}
     for node in ("a", "b"):
         with start(node) as url:
             server = OpenAIServer(url)
@@ -283,7 +291,8 @@ def measure_connector(name: str, start: Start, prompts: Prompts, found: Figures)
                     _layers(labels): round((now - groups.get(labels, 0)) / len(several))
                     for labels, now in server.metric(*GROUPS).items()
                 }
-    return by_group
+            troubles |= {f"{node}: {labels}": chunks for labels, chunks in server.metric(*TROUBLES).items() if chunks}
+    return Measured(by_group, troubles)
 
 
 def _counted(server: OpenAIServer, counters: Counters) -> tuple[float, float, float]:
@@ -345,7 +354,7 @@ def main(lengths: tuple[int, ...], rounds: int, kind: ModelKind, **output: Any) 
         with vllm(model, flags, {}) as url:
             measure_plain(OpenAIServer(url), prompts, raws, client, found)
         bar.update(steps, advance=1, description="pd-cache's connector")
-        by_group = measure_connector("ours", starting_ours(model, flags, master, folder), prompts, found)
+        ours = measure_connector("ours", starting_ours(model, flags, master, folder), prompts, found)
         client.remove_all(True)
         bar.update(steps, advance=1, description="MooncakeStoreConnector")
         measure_connector("theirs", starting_theirs(model, flags, master, folder), prompts, found)
@@ -359,7 +368,8 @@ def main(lengths: tuple[int, ...], rounds: int, kind: ModelKind, **output: Any) 
                 Check(f"{tokens}: ours_a / recompute", row["ours_a_ms"] / row["recompute_ms"], 1.03, at_least=False),
             ]
         checks.append(Check("lookup p99 ms, 8192 tokens", lookup_p99_ms(master, 8192), 2.0, at_least=False))
-    finish({"model": kind, "results": rows, "loaded_by_group": by_group}, checks, **output)
+    figures = {"model": kind, "results": rows, "loaded_by_group": ours.by_group, "troubles": ours.troubles}
+    finish(figures, checks, **output)
 
 
 if __name__ == "__main__":
