@@ -134,6 +134,27 @@ def status(file: Path, as_json: bool, watch: bool) -> None:
 
 
 @main.command()
+@click.option("-c", "--config", "file", type=_FILE, required=True, help="The cluster's YAML file.")
+@click.option("--model", help="Only this model, as its nodes call it; without it, all models of the cluster.")
+@click.option(
+    "--remove", is_flag=True, help="Remove the chunks of the old weights at once, instead of leaving them to eviction."
+)
+def reset(file: Path, model: str | None, remove: bool) -> None:
+    """Say that the weights of a model have changed: no node loads KV again that was computed with the old ones.
+
+    A new epoch of the model begins. Every node knows of it a second later at the latest. Run it when all nodes have the new weights.
+    """
+    from launch.reset import ResetModel, reset_models
+    from launch.up import running_config
+
+    def told(one: ResetModel) -> None:
+        removed = "" if one.removed is None else f"; {one.removed} objects removed"
+        click.echo(f"{one.name}: epoch {one.epoch} has begun ({', '.join(one.nodes)}){removed}")
+
+    reset_models(running_config(file) or load_config(file), model, remove=remove, told=told)
+
+
+@main.command()
 @click.option(
     "-c", "--config", "file", type=_FILE, help="The cluster's YAML file; without it only this machine is checked."
 )

@@ -60,6 +60,10 @@ class BlockCache(Protocol):
         """Tokens per block of the paged cache."""
 
     @property
+    def epoch(self) -> str | None:
+        """The epoch of the model's weights (`pd_cache.epochs`), as last known; None before the first lookup. See `store`."""
+
+    @property
     def available(self) -> bool:
         """False while the pool or the server is known to be unreachable: every call is then a miss, immediately."""
 
@@ -87,9 +91,13 @@ class BlockCache(Protocol):
         *,
         kv_caches: Any = None,
         after: Any = None,
+        epoch: str | None = None,
         timeout: float | None = None,
     ) -> list[StoreOutcome]:
         """Stores the chunks that lie in `blocks` of `kv_caches` (by default, of the registered tensors). Returns the outcome of each.
+
+        `epoch` is that of the weights with which the chunks were computed: the label that a lookup reported before that. By default it is
+        the last one that is known.
 
         `after` is a `mark`: the chunks are read once the work before it is done. If only the ends of prefixes need these layers
         (`LayerGroup.tail`), the first blocks may be -1: no load will want them, and zeros are stored. `timeout` is in seconds.

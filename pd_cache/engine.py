@@ -75,6 +75,10 @@ class CacheEngine:
         self._lock = threading.Lock()
 
     @property
+    def epoch(self) -> str | None:
+        return self.mover.epochs.last
+
+    @property
     def available(self) -> bool:
         """False while the pool is known to be down: lookups are then misses and stores are dropped, immediately."""
         return not self.mover.closed and self.backend.available
@@ -106,7 +110,13 @@ class CacheEngine:
         at_hand = min(max(at_hand, 0), len(names))
         if self.mover.closed:
             return Surveyed(at_hand, at_hand)
-        return self.prefix.find(names, at_hand, lambda keys: self.backend.batched_contains(keys, timeout=timeout))
+        return self.prefix.find(
+            names, at_hand, lambda keys: self.backend.batched_contains(keys, timeout=timeout), self.mover.epochs
+        )
+
+    def reset(self) -> str | None:
+        """Begins a new epoch of the model's weights; see `LookupClient.reset`."""
+        return None if self.mover.closed else self.mover.epochs.begin()
 
     def store(
         self,
@@ -115,11 +125,14 @@ class CacheEngine:
         *,
         kv_caches: KVCaches | None = None,
         after: DeviceMark | None = None,
+        epoch: str | None = None,
         timeout: float | None = None,
     ) -> list[StoreOutcome]:
         """Stores the chunks that the pool lacks. `timeout` (s) bounds the whole call; without it, each transfer has the configured
         timeout."""
-        run = self._run(names, blocks, kv_caches, may_leave_out=self._keeps_tail and not isinstance(blocks, Slots))
+        epoch = self.mover.epochs.last if epoch is None else epoch
+        may_leave_out = self._keeps_tail and not isinstance(blocks, Slots)
+        run = self._run(names, blocks, kv_caches, epoch, may_leave_out=may_leave_out)
         if after is not None:
             after.follow()
         return self.mover.store(run, timeout)
@@ -133,8 +146,9 @@ class CacheEngine:
         session: str = "",
         timeout: float | None = None,
     ) -> int:
-        """Loads chunks up to the first that the pool lacks."""
-        return self.mover.load(self._run(names, blocks, kv_caches, may_leave_out=True), timeout)
+        """Loads chunks of the current epoch, up to the first that the pool lacks."""
+        run = self._run(names, blocks, kv_caches, self.mover.epochs.last, may_leave_out=True)
+        return self.mover.load(run, timeout)
 
     def end(self, session: str) -> None:
         """Does nothing: a lookup protects nothing here."""
@@ -158,12 +172,18 @@ class CacheEngine:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _run(
-        self, names: Sequence[bytes], blocks: BlocksOrSlots, kv_caches: KVCaches | None, *, may_leave_out: bool
+        self,
+        names: Sequence[bytes],
+        blocks: BlocksOrSlots,
+        kv_caches: KVCaches | None,
+        epoch: str,
+        *,
+        may_leave_out: bool,
     ) -> ChunkRun:
         """Checks the arguments and returns the chunks in their places."""
         pages = self._pages(kv_caches)
         chunks = plan_named(names, blocks, self.layout, self.chunk_size, may_leave_out=may_leave_out)
-        return ChunkRun(self.database.keys(names, self.metadata.shards), chunks, pages.copiers)
+        return ChunkRun(self.database.keys(names, self.metadata.shards, epoch), chunks, pages.copiers, epoch)
 
     def _pages(self, kv_caches: KVCaches | None) -> _Pages:
         """Returns these tensors, or the registered ones, with their copiers."""
@@ -218,7 +238,16 @@ class EngineGroups:
         at_hand = min(max(at_hand, 0), len(names))
         if any(engine.mover.closed for engine in self._engines):
             return Surveyed(at_hand, at_hand)
-        return self.prefix.find(names, at_hand, lambda keys: self._backend.batched_contains(keys, timeout=timeout))
+        return self.prefix.find(
+            names,
+            at_hand,
+            lambda keys: self._backend.batched_contains(keys, timeout=timeout),
+            self._engines[0].mover.epochs,
+        )
+
+    def reset(self) -> str | None:
+        """Begins a new epoch of the model's weights; see `LookupClient.reset`."""
+        return self._engines[0].reset()
 
 
 def _close(pages: _Pages) -> None:

@@ -27,6 +27,8 @@ class Surveyed(NamedTuple):
     leading: int
     """How many chunks the groups without a tail have. If these are more than `chunks`, a longer prefix lacks only what the other groups
     need at its end."""
+    epoch: str | None = None
+    """The model's current epoch (`pd_cache.epochs`), if the pool was asked and answered."""
 
 
 class LayerGroups:
@@ -43,9 +45,9 @@ class LayerGroups:
         self._tails = tuple(database.namespace.tail for database in databases)
         self._aheads = tuple(database.namespace.ahead for database in databases)
 
-    def keys(self, names: Sequence[bytes]) -> list[str]:
+    def keys(self, names: Sequence[bytes], epoch: str = "") -> list[str]:
         """Returns the keys of every shard of these chunks: group by group, and within a group chunk by chunk."""
-        return [key for database in self.databases for key in database.all_shard_keys(names)]
+        return [key for database in self.databases for key in database.all_shard_keys(names, epoch)]
 
     @property
     def ahead(self) -> int:

@@ -54,11 +54,13 @@ class ChunkRun(NamedTuple):
     chunks: list[ChunkSlots]
     copiers: list[PagedCopier]
     """One for each shard."""
+    epoch: str = ""
+    """The epoch of the keys; see `pd_cache.epochs`."""
 
     def part(self, first: int, end: int) -> ChunkRun:
         """Returns the run of the chunks from `first` to before `end`."""
         shards = len(self.copiers)
-        return ChunkRun(self.keys[first * shards : end * shards], self.chunks[first:end], self.copiers)
+        return self._replace(keys=self.keys[first * shards : end * shards], chunks=self.chunks[first:end])
 
     def gather(self, index: int, payload: torch.Tensor) -> PendingCopy:
         """Begins to copy into `payload` the tokens of the object whose key has this index."""
@@ -82,6 +84,8 @@ class ChunkMover:
         self.backend = backend
         self.metrics = metrics
         self._database = database
+        self.epochs = backend.epochs.of(database.namespace.model)
+        """The epochs of the model whose chunks move."""
         self._annotated = False
         self._closed = False
         self._under_way: Taken = set()
@@ -104,12 +108,18 @@ class ChunkMover:
         return [StoreOutcome.together(outcomes[at : at + shards]) for at in range(0, len(outcomes), shards)]
 
     def load(self, run: ChunkRun, timeout: float | None = None) -> int:
-        """Loads chunks in order up to the first that is missing. Returns how many were loaded. `timeout` (s) bounds the whole call."""
+        """Loads chunks in order up to the first that is missing. Returns how many were loaded. `timeout` (s) bounds the whole call.
+
+        None counts as loaded if the run's epoch is not known to be current at the end.
+        """
         self.metrics.tokens("retrieve", "requested", self._tokens(run, len(run.keys)))
         with self._moving() as may_move, self.metrics.timed("retrieve"):
             if not run.keys or not may_move:
                 return 0
             objects = self._get(run, timeout)
+            if objects and self.epochs.current() != run.epoch:
+                self.metrics.trouble("retrieve", "epoch", objects)
+                objects = 0
         loaded = objects // len(run.copiers)
         self.metrics.moved("retrieve", objects * self._payload_bytes(run), self._database.namespace.group)
         self.metrics.tokens("retrieve", "loaded", loaded * self._database.chunk_size)

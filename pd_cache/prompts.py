@@ -59,17 +59,19 @@ class PromptCache:
         kv_caches: Any = None,
         hashes: Sequence[bytes] | None = None,
         extra_keys: Iterable[ExtraKey] = (),
+        epoch: str | None = None,
         timeout: float | None = None,
     ) -> int:
         """Stores the whole chunks of a prompt that the pool lacks. Returns how many tokens were newly stored.
 
         The prompt is `tokens`, n ids, or `hashes`, one per block, with n = blocks * block_size. mask: bool [n], `FFFTTT`; the False
         prefix is a whole number of chunks that need no storing. slot_mapping: int [n], `block * block_size + offset` of each token.
-        kv_caches: the engine's tensors, one per layer; by default the registered ones. timeout (s) bounds the whole call; without it,
-        each transfer has the configured timeout.
+        kv_caches: the engine's tensors, one per layer; by default the registered ones. epoch: that of the weights with which they were
+        computed, if weights change while the engine runs (`BlockCache.epoch`). timeout (s) bounds the whole call; without it, each
+        transfer has the configured timeout.
         """
         wanted = self._wanted(tokens, mask, slot_mapping, hashes, extra_keys)
-        outcomes = self.cache.store(wanted.names, wanted.places, kv_caches=kv_caches, timeout=timeout)
+        outcomes = self.cache.store(wanted.names, wanted.places, kv_caches=kv_caches, epoch=epoch, timeout=timeout)
         return outcomes.count(StoreOutcome.NEW) * self.cache.chunk_size
 
     def retrieve(

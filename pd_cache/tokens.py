@@ -302,6 +302,10 @@ class ChunkedTokenDatabase:
         self.blocks_per_chunk = namespace.chunk_size // namespace.block_size
         self._prefix = f"{KEY_FORMAT}/{namespace.fingerprint()}"
 
+    def prefix(self, epoch: str = "") -> str:
+        """Returns what all keys of an epoch begin with."""
+        return f"{self._prefix}.{epoch}" if epoch else self._prefix
+
     @property
     def manifest_key(self) -> str:
         return f"{self._prefix}/manifest"
@@ -334,14 +338,14 @@ class ChunkedTokenDatabase:
         self._expect("blocks")
         return stride_hashes(block_hashes, self.blocks_per_chunk)
 
-    def keys(self, hashes: Iterable[bytes], shards: Iterable[int] = (0,)) -> list[str]:
-        """Returns the pool's keys of some shards, chunk by chunk: the keys of a chunk are adjacent."""
-        prefixes = [f"{self._prefix}/{shard}/" for shard in shards]
+    def keys(self, hashes: Iterable[bytes], shards: Iterable[int] = (0,), epoch: str = "") -> list[str]:
+        """Returns the pool's keys of some shards, chunk by chunk: the keys of a chunk are adjacent. `epoch` is a label of `Epochs`."""
+        prefixes = [f"{self.prefix(epoch)}/{shard}/" for shard in shards]
         return [prefix + name for name in (value.hex() for value in hashes) for prefix in prefixes]
 
-    def all_shard_keys(self, hashes: Iterable[bytes]) -> list[str]:
+    def all_shard_keys(self, hashes: Iterable[bytes], epoch: str = "") -> list[str]:
         """Returns the keys of every shard, chunk by chunk."""
-        return self.keys(hashes, range(self.namespace.shards))
+        return self.keys(hashes, range(self.namespace.shards), epoch)
 
     def _expect(self, mode: str) -> None:
         if self.namespace.hash_mode != mode:

@@ -27,6 +27,7 @@ LAYERS = (
         "metrics",
         "groups",
         "tokens",
+        "epochs",
         "block_hashes",
         "layout",
         "handoff",
@@ -50,7 +51,7 @@ LAUNCH_LAYERS = (
     ("masters", "discovery", "supervisor"),
     ("reachability", "status", "up"),
     ("engines", "proxy"),
-    ("roles", "doctor", "demo"),
+    ("roles", "doctor", "demo", "reset"),
     ("cli", "__main__"),
 )
 """The same inside launch."""
@@ -61,7 +62,7 @@ STRANGERS = (
     {"client", "server"},
     {"reachability", "status", "up"},
     {"engines", "proxy"},
-    {"roles", "doctor", "demo"},
+    {"roles", "doctor", "demo", "reset"},
 )
 """Modules and packages of one layer that never import one another."""
 

@@ -94,6 +94,7 @@ class _MooncakeClient(BulkClient, Protocol):
     def put(self, key: str, value: bytes, config: Any) -> int: ...
     def get(self, key: str) -> bytes: ...
     def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
+    def remove_by_regex(self, pattern: str, force: bool) -> int: ...
     def get_replica_desc(self, key: str) -> list[Any]: ...
 
 
@@ -212,6 +213,7 @@ class MooncakeStore:
         self._put_config = _replicate_config(module, self._placement)
         self._pinned = module.ReplicateConfig()
         self._pinned.with_hard_pin = True
+        self._pinned.replica_num = 2  # as far as there are segments: one store node's end should not take them along
         self._breaker = CircuitBreaker(settings.breaker.failures)
         self._bulk = Bulk(self._client, settings, self._forfeit)
         self._process = os.getpid()
@@ -408,6 +410,11 @@ class MooncakeStore:
         """Removes keys. The status of a leased key is BUSY, unless `force`."""
         codes = self._call(lambda: self._client.batch_remove(keys, force), timeout)
         return [Status.TIMEOUT] * len(keys) if codes is None else [status_of(code) for code in codes]
+
+    def remove_matching(self, pattern: str, *, timeout: float) -> int:
+        """Removes all keys in which a regular expression (ECMAScript's) is found, leased or not. Returns how many there were."""
+        count = self._call(lambda: self._client.remove_by_regex(pattern, True), timeout)
+        return max(0, count or 0)
 
     def put_small(self, key: str, value: bytes, *, timeout: float) -> Status:
         """Writes a control object, which is never evicted. Returns OK also if it was there before, INVALID beyond 64 KiB."""

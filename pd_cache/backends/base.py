@@ -11,10 +11,12 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from pd_cache.epochs import PROCESS_EPOCHS, EpochBook
 from transfer.errors import Status
 
 if TYPE_CHECKING:
@@ -90,6 +92,11 @@ class StorageBackend(ABC):
     """How many payloads a caller should best hand over together."""
     settles_at_once: bool = False
     """Whether a write has ended when `batched_put` returns."""
+
+    @functools.cached_property
+    def epochs(self) -> EpochBook:
+        """The epochs of the models whose chunks are here, as all nodes of the pool agree on them; as this process does if there is no pool."""
+        return PROCESS_EPOCHS
 
     @property
     @abstractmethod

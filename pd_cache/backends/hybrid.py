@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 from pd_cache.backends.base import Fetched, PutOutcome, Settled, Staged, StorageBackend
 from pd_cache.backends.places import Place, Taken, wait_for
 from pd_cache.backends.slots import FetchedObject, StagedObject
+from pd_cache.epochs import EpochBook
 from pd_cache.metrics import TierMetrics
 from transfer.errors import PoolUnavailableError, Status
 from transfer.locks import Condition
@@ -69,6 +70,10 @@ class HybridBackend(StorageBackend):
         self._seen = [_SecondHit() if tier.promote == "second_hit" else None for tier in tiers]
         self._behind = _WriteBehind(max(1, self.memory.pool.slots // 2 if backlog is None else backlog), close_s)
         self._closed = False
+
+    @functools.cached_property
+    def epochs(self) -> EpochBook:
+        return self.tiers[-1].backend.epochs
 
     @property
     def available(self) -> bool:

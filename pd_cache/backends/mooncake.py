@@ -5,6 +5,7 @@ Reads run ahead: while the caller scatters one batch of chunks, the next batches
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -15,6 +16,7 @@ from pd_cache.backends.objects import TRAILER_BYTES, Damage, inspect
 from pd_cache.backends.slots import FetchedObject, ObjectMemory, StagedObject, slots_of
 from pd_cache.checksum import checksum
 from pd_cache.config import MooncakeTier, NodeSettings
+from pd_cache.epochs import EpochBook
 from pd_cache.metrics import CacheMetrics, TierMetrics
 from transfer.errors import Status
 from transfer.staging import Pin, Quota, Slot, StagingPool
@@ -90,6 +92,10 @@ class MooncakeBackend(StorageBackend):
         self._puts = Quota(_PUTS * slots // _SHARE, headroom=slots // _SHARE)
         per_call = min(_BATCH_KEYS, _BATCH_BYTES // max(1, payload_bytes))
         self.batch_size = max(1, min(per_call, slots // (_SHARE * transfer.threads)))
+
+    @functools.cached_property
+    def epochs(self) -> EpochBook:
+        return EpochBook(self.store, timeout_s=self._timeouts.exist_ms / 1000)
 
     @property
     def available(self) -> bool:

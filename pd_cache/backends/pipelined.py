@@ -10,6 +10,7 @@ ahead, by `depth` chunks at most.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 import time
@@ -20,6 +21,7 @@ from collections.abc import Generator, Iterator, Sequence
 from pd_cache.backends.base import Fetched, PutOutcome, Staged, StorageBackend
 from pd_cache.backends.places import Place, Taken, wait_for
 from pd_cache.backends.slots import FetchedObject
+from pd_cache.epochs import EpochBook
 from transfer.errors import Status
 from transfer.locks import Condition
 
@@ -110,6 +112,10 @@ class PipelinedBackend(StorageBackend):
         self._depth = depth
         self._pumps: set[_Pump] = set()
         self._lock = threading.Lock()
+
+    @functools.cached_property
+    def epochs(self) -> EpochBook:
+        return self.inner.epochs
 
     @property
     def available(self) -> bool:

@@ -37,11 +37,13 @@ from pd_cache.wire.lifeline import LifelineClient
 from pd_cache.wire.messages import (
     REFUSALS,
     Answer,
+    Begun,
     Done,
     EndSession,
     Hello,
     Lookup,
     Register,
+    Reset,
     Retrieve,
     Store,
     Unregister,
@@ -235,6 +237,15 @@ class ServerConnection:
         """Releases what a session protects. If the server is gone, there is nothing to release."""
         self._channel.notify(EndSession(session))
 
+    def reset(self, timeout: float) -> str | None:
+        """Begins a new epoch of the model's weights. Returns its label; None if the server or the pool did not take it."""
+        try:
+            answer = self.ask(Reset(), timeout)
+        except CacheServerError as error:
+            log.warning("cache server %s: no new epoch has begun: %s", self.url, error)
+            return None
+        return answer.epoch if isinstance(answer, Begun) else None
+
     def ask(self, request: Any, timeout: float) -> Answer:
         """Sends any request and wait for its answer. Raises CacheServerError if there is none."""
         return self._channel.request(request, timeout).result()
@@ -247,6 +258,7 @@ class ServerConnection:
         blocks: Sequence[int],
         event: Any,
         timeout: float,
+        epoch: str | None = None,
     ) -> PendingMove:
         """Begins a store or retrieve of blocks. The server may touch them until the move has ended."""
         move = PendingMove(self)
@@ -262,7 +274,8 @@ class ServerConnection:
         try:
             move.began(slot, event)
             patience = max(1, int(timeout * 1000))
-            request = kind(session, join_names(names), tuple(blocks), slot, ticket, patience, event_handle(event))
+            handle = event_handle(event)
+            request = kind(session, join_names(names), tuple(blocks), slot, ticket, patience, handle, epoch)
             move.future = self._channel.request(request, timeout)
         except BaseException:
             move.give_up()

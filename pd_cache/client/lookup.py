@@ -61,6 +61,9 @@ class ServerLookupClient(LookupClient):
     def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
         return self._cache.begin_lookup(names, at_hand=at_hand, session=lookup_id).survey()
 
+    def reset(self) -> str | None:
+        return self._cache.reset()
+
     def end(self, lookup_id: str) -> None:
         self._cache.end(lookup_id)
 

@@ -53,6 +53,7 @@ class ServerCache:
         self._tensors: list[torch.Tensor] = []
         self._layout: KVLayout | None = None
         self._chunk_bytes = 0
+        self._epoch: str | None = None
 
     @property
     def chunk_size(self) -> int:
@@ -66,6 +67,10 @@ class ServerCache:
     def blocks_per_chunk(self) -> int:
         """The number of the engine's blocks in a chunk."""
         return self.connection.blocks_per_chunk
+
+    @property
+    def epoch(self) -> str | None:
+        return self._epoch
 
     @property
     def available(self) -> bool:
@@ -105,10 +110,11 @@ class ServerCache:
         *,
         kv_caches: Any = None,
         after: Any = None,
+        epoch: str | None = None,
         timeout: float | None = None,
     ) -> list[StoreOutcome]:
         self._check(kv_caches)
-        pending = self.begin_store(names, blocks, after=after, timeout=timeout)
+        pending = self.begin_store(names, blocks, after=after, epoch=epoch, timeout=timeout)
         pending.wait()
         return pending.outcomes
 
@@ -146,10 +152,11 @@ class ServerCache:
         *,
         session: str = "",
         after: Any = None,
+        epoch: str | None = None,
         timeout: float | None = None,
     ) -> PendingStore:
         """Begins to store; arguments as for `store`. The blocks must stay as they are until it has ended."""
-        move = self._move(Store, session, names, blocks, after, timeout)
+        move = self._move(Store, session, names, blocks, after, epoch, timeout)
         self.metrics.tokens("store", "requested", len(names) * self.chunk_size)
         return PendingStore(self, len(names), move)
 
@@ -163,12 +170,16 @@ class ServerCache:
         timeout: float | None = None,
     ) -> PendingRetrieve:
         """Begins to load; arguments as for `retrieve`. The server may write to the blocks until it has ended."""
-        move = self._move(Retrieve, session, names, blocks, after, timeout)
+        move = self._move(Retrieve, session, names, blocks, after, None, timeout)
         self.metrics.tokens("retrieve", "requested", len(names) * self.chunk_size)
         return PendingRetrieve(self, len(names), move)
 
     def end(self, session: str) -> None:
         self.connection.end_session(session)
+
+    def reset(self) -> str | None:
+        """Begins a new epoch of the model's weights; see `LookupClient.reset`. Waits as long as four lookups may take."""
+        return self.connection.reset(4 * self._lookup_timeout_s)
 
     def mark(self) -> Any:
         if not self._tensors:
@@ -196,13 +207,14 @@ class ServerCache:
         names: Sequence[bytes],
         blocks: BlocksOrSlots,
         after: Any,
+        epoch: str | None,
         timeout: float | None,
     ) -> PendingMove:
         seconds = self._move_timeout_s if timeout is None else timeout
         layers = self.connection.hello.layers
         may_leave_out = kind is Retrieve or (layers is not None and layers.tail > 0)
         ids = self._block_ids(names, blocks, may_leave_out=may_leave_out)
-        return self.connection.move(kind, session, names, ids, after, seconds)
+        return self.connection.move(kind, session, names, ids, after, seconds, epoch)
 
     def _block_ids(self, names: Sequence[bytes], places: BlocksOrSlots, *, may_leave_out: bool) -> list[int]:
         """Returns the ids of the blocks, -1 for one that is left out. Raises ValueError for places that do not fit."""
@@ -215,6 +227,10 @@ class ServerCache:
                 raise ValueError("slot_mapping must be of whole blocks: a cache server moves nothing smaller")
             found += [max(block, -1) for block in chunk.blocks.tolist()]
         return found
+
+    def note_epoch(self, epoch: str) -> None:
+        """Takes in the epoch that an answer told; for the pending operations."""
+        self._epoch = epoch
 
     def count_moved(self, op: Literal["retrieve", "store"], outcome: str, chunks: int) -> None:
         """Counts chunks that arrived; for the pending operations."""
@@ -266,7 +282,9 @@ class PendingLookup:
             return Surveyed(self._at_hand, self._at_hand)
         metrics.tokens("lookup", "requested", (self._chunks - self._at_hand) * size)
         metrics.tokens("lookup", "hit", (answer.chunks - self._at_hand) * size)
-        return Surveyed(answer.chunks, answer.leading)
+        if answer.epoch is not None:
+            self._cache.note_epoch(answer.epoch)
+        return Surveyed(answer.chunks, answer.leading, answer.epoch)
 
 
 class _PendingOperation:

@@ -67,6 +67,13 @@ class LookupClient(ABC):
     def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
         """Returns the end of the prefix. All numbers are in chunks. May raise any exception."""
 
+    @abstractmethod
+    def reset(self) -> str | None:
+        """Begins a new epoch of the model's weights, for all nodes: nothing that was stored before is found or loaded again.
+
+        Returns the epoch's label, or None if the pool did not take it. Waits for a few answers of the pool, each with its deadline.
+        """
+
     def end(self, lookup_id: str) -> None:  # noqa: B027 - only some clients protect anything
         """Releases what the lookups of this id protect. Call it when the request is over."""
 

@@ -23,6 +23,8 @@ class LooksUp(Protocol):
 
     def survey(self, names: Sequence[bytes], *, at_hand: int = 0, timeout: float | None = None) -> Surveyed: ...
 
+    def reset(self) -> str | None: ...
+
 
 class BypassLookupClient(LookupClient):
     """Calls `engine.survey` directly. The caller keeps ownership of the engine."""
@@ -52,6 +54,9 @@ class BypassLookupClient(LookupClient):
         if self._engine is None:
             return Surveyed(at_hand, at_hand)
         return self._engine.survey(names, at_hand=at_hand, timeout=self._timeout)
+
+    def reset(self) -> str | None:
+        return None if self._engine is None else self._engine.reset()
 
     def close(self) -> None:
         self._engine = None

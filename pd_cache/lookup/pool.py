@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pd_cache.config import NodeSettings
+from pd_cache.epochs import EpochBook
 from pd_cache.groups import LayerGroups, Surveyed
 from pd_cache.lookup.base import LookupClient
 from pd_cache.lookup.prefix import PrefixLookup
@@ -35,13 +36,17 @@ class MooncakeLookupClient(LookupClient):
         self.store = MooncakeStore(config.transfer, master=master_addr, host=config.host, segment_size=0)
         self._timeout = config.transfer.timeouts.exist_ms / 1000
         self._prefix = PrefixLookup(LayerGroups(databases), self.metrics)
+        self._epochs = EpochBook(self.store, timeout_s=self._timeout).of(metadata.model)
 
     @property
     def available(self) -> bool:
         return self.store.available
 
     def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
-        return self._prefix.find(names, at_hand, self._exist)
+        return self._prefix.find(names, at_hand, self._exist, self._epochs)
+
+    def reset(self) -> str | None:
+        return self._epochs.begin()
 
     def _exist(self, keys: list[str]) -> list[Status]:
         return self.store.batch_exist(keys, timeout=self._timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from pd_cache.epochs import Epochs
 from pd_cache.groups import LayerGroups, Surveyed
 from pd_cache.metrics import CacheMetrics
 from transfer.errors import Status
@@ -16,17 +17,36 @@ class PrefixLookup:
         self.groups = groups
         self.metrics = metrics
 
-    def find(self, names: Sequence[bytes], at_hand: int, exists: Callable[[list[str]], list[Status]]) -> Surveyed:
+    def find(
+        self, names: Sequence[bytes], at_hand: int, exists: Callable[[list[str]], list[Status]], epochs: Epochs
+    ) -> Surveyed:
         """Returns how many of the first chunks a load could restore. The first `at_hand` count as found.
 
-        `exists` looks up a list of keys with one request.
+        `exists` looks up a list of keys with one request. The same request asks whether the model's epoch is still current. If a new one has
+        begun, the chunks are looked up again, in that one; if it is unknown, none of them is found.
         """
-        keys = self.groups.keys(names[at_hand:])
-        if not keys:
+        if at_hand == len(names):
             return Surveyed(len(names), len(names))
-        with self.metrics.timed("lookup"):
-            statuses = exists(keys)
-        return self.judge(len(names), at_hand, statuses)
+        statuses: list[Status] = []
+        for _ in range(2):
+            check = epochs.check()
+            keys = self.groups.keys(names[at_hand:], check.label)
+            with self.metrics.timed("lookup"):
+                statuses = exists([*keys, *check.keys])
+            epoch = epochs.confirm(check, statuses[len(keys) :])
+            if epoch == check.label:
+                return self.judge(len(names), at_hand, statuses[: len(keys)])._replace(epoch=epoch)
+            if epoch is None:
+                break
+        return self.unknown(len(names), at_hand, statuses)
+
+    def unknown(self, chunks: int, at_hand: int, statuses: Sequence[Status]) -> Surveyed:
+        """Returns the answer to a lookup while the model's epoch is unknown: nothing but what is at hand. Counts it."""
+        self.metrics.tokens("lookup", "requested", (chunks - at_hand) * self.groups.first.chunk_size)
+        self.metrics.outages("lookup", statuses)
+        if all(status in (Status.OK, Status.MISSING) for status in statuses):  # otherwise the reason is counted already
+            self.metrics.trouble("lookup", "epoch_unknown")
+        return Surveyed(at_hand, at_hand)
 
     def judge(self, chunks: int, at_hand: int, statuses: Sequence[Status]) -> Surveyed:
         """Returns how many of the first `chunks` were found, and counts their tokens.

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pd_cache.backends import StorageBackend
+from pd_cache.epochs import Epochs
 from pd_cache.groups import LayerGroups, Surveyed
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
@@ -37,7 +38,19 @@ class Question:
     or at `MOST_KEYS`.
     """
 
-    __slots__ = ("_asked", "_behind", "_hole", "_statuses", "at_hand", "client", "groups", "models", "names", "session")
+    __slots__ = (
+        "_asked",
+        "_behind",
+        "_hole",
+        "_statuses",
+        "at_hand",
+        "client",
+        "epoch",
+        "groups",
+        "models",
+        "names",
+        "session",
+    )
 
     def __init__(self, models: Sequence[Model], client: str, session: str, at_hand: int, names: list[bytes]) -> None:
         """`models`: one for each group of layers. The first `at_hand` chunks need not be asked for."""
@@ -49,17 +62,33 @@ class Question:
         self.names = names[: at_hand + max(1, MOST_KEYS // self.groups.keys_per_chunk)]
         self._behind = len(names) - len(self.names)
         """How many chunks at the end are never asked for."""
-        self._asked = at_hand
+        self._begin(models[0].mover.epochs.last)
+
+    def _begin(self, epoch: str) -> None:
+        self.epoch = epoch
+        """The epoch whose chunks are looked up."""
+        self._asked = self.at_hand
         """How many of the first chunks are at hand or were asked for."""
         self._hole = False
-        self._statuses: list[list[Status]] = [[] for _ in models]
+        self._statuses: list[list[Status]] = [[] for _ in self.models]
         """What is known of each group's keys, chunk by chunk."""
 
-    def next_keys(self) -> list[list[str]]:
-        """Returns the keys to ask each model's backend for next: `STEP_KEYS`, or those of one chunk if a chunk has more."""
+    @property
+    def epochs(self) -> Epochs:
+        """The epochs of the model, which are the same for all groups of layers."""
+        return self.models[0].mover.epochs
+
+    def next_keys(self, epoch: str) -> list[list[str]]:
+        """Returns the keys to ask each model's backend for next: `STEP_KEYS`, or those of one chunk if a chunk has more.
+
+        If `epoch` is not that of the keys so far, the lookup begins again.
+        """
+        if epoch != self.epoch:
+            self._begin(epoch)
         step = max(1, STEP_KEYS // self.groups.keys_per_chunk)
         start, self._asked = self._asked, min(len(self.names), self._asked + step)
-        return [model.database.all_shard_keys(self.names[start : self._asked]) for model in self.models]
+        names = self.names[start : self._asked]
+        return [model.database.all_shard_keys(names, epoch) for model in self.models]
 
     def learn(self, statuses: Sequence[Sequence[Status]]) -> None:
         """Takes in the outcomes of the keys that were asked for."""
@@ -81,14 +110,18 @@ class Question:
         unasked = len(self.names) - self._asked + self._behind
         metrics.tokens("lookup", "requested", unasked * self.groups.first.chunk_size)
         statuses = [status for known in self._statuses for status in known]
-        return PrefixLookup(self.groups, metrics).judge(self._asked, self.at_hand, statuses)
+        return PrefixLookup(self.groups, metrics).judge(self._asked, self.at_hand, statuses)._replace(epoch=self.epoch)
+
+    def give_up(self, metrics: CacheMetrics) -> Answer:
+        """Returns the answer while the epoch is unknown."""
+        return Found(*PrefixLookup(self.groups, metrics).unknown(len(self.names), self.at_hand, ()))
 
     def found(self, end: int) -> Iterator[FoundChunks]:
         """Yields, for each group of layers, the chunks that a load up to `end` needs."""
         for model, needed in zip(self.models, self.groups.needed(self.at_hand, end), strict=True):
             names = self.names[needed.start : needed.stop]
             database, shards = model.database, model.database.namespace.shards
-            keys = database.all_shard_keys(names)
+            keys = database.all_shard_keys(names, self.epoch)
             by_rank = [
                 [keys[chunk + shard] for chunk in range(0, len(keys), shards) for shard in model.shards_of(rank)]
                 for rank in range(model.group.world_size)
@@ -118,14 +151,20 @@ class Answerer:
 
     def _ask(self, questions: Sequence[Question], indices: list[int]) -> Iterator[tuple[int, Answer | None]]:
         """Asks the questions at `indices`, whose models have the same backends: each backend once."""
+        first = questions[indices[0]].models[0].mover.backend
         try:
-            keys_of = [questions[index].next_keys() for index in indices]
-            asked: dict[int, _BackendKeys] = {}
+            checks = {epochs: epochs.check() for epochs in {questions[index].epochs for index in indices}}
+            keys_of = [questions[index].next_keys(checks[questions[index].epochs].label) for index in indices]
+            asked = {id(first): _BackendKeys(first, [key for check in checks.values() for key in check.keys])}
             for index, parts in zip(indices, keys_of, strict=True):
                 for model, keys in zip(questions[index].models, parts, strict=True):
                     asked.setdefault(id(model.mover.backend), _BackendKeys(model.mover.backend, [])).keys.extend(keys)
             with self._metrics.timed("lookup"):
                 answers = {place: iter(one.backend.batched_contains(one.keys)) for place, one in asked.items()}
+            current = {
+                epochs: epochs.confirm(check, list(itertools.islice(answers[id(first)], len(check.keys))))
+                for epochs, check in checks.items()
+            }
         except Exception as error:  # an error of one backend must not stop the others
             log.exception("lookups failed")
             for index in indices:
@@ -139,9 +178,13 @@ class Answerer:
             ]
             answer: Answer | None = None
             try:
-                question.learn(found)
-                if question.ended:
-                    answer = self._judge(question)
+                epoch = current[question.epochs]
+                if epoch is None:
+                    answer = question.give_up(self._metrics)
+                elif epoch == question.epoch:  # otherwise it begins again with the next step
+                    question.learn(found)
+                    if question.ended:
+                        answer = self._judge(question)
             except Exception as error:  # an error of one lookup must not stop the others
                 log.exception("a lookup failed")
                 answer = failed(error)

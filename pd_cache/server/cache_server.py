@@ -39,6 +39,7 @@ from pd_cache.wire.fence import AbandonedError
 from pd_cache.wire.lifeline import LifelineServer
 from pd_cache.wire.messages import (
     Answer,
+    Begun,
     Done,
     EndSession,
     Found,
@@ -48,6 +49,7 @@ from pd_cache.wire.messages import (
     RefusalError,
     Refused,
     Register,
+    Reset,
     Retrieve,
     StatusQuery,
     StatusReport,
@@ -194,6 +196,10 @@ class CacheServer:
                 Item(client.hello.client, Lane.BULK, move.cost, _QueuedWork(incoming, client, move), move.until)
             )
             return None
+        if isinstance(request, Reset):
+            reset = functools.partial(self._reset, client)
+            self._submit(Item(client.hello.client, Lane.LEND, 0, _QueuedWork(incoming, client, reset)))
+            return None
         if isinstance(request, EndSession):
             self.sessions.end(client.hello.client, request.session)
             return Done()
@@ -215,6 +221,18 @@ class CacheServer:
         if turned_away is item:
             raise busy
         self._receiver.answer(turned_away.work.incoming, busy.refused)
+
+    def _reset(self, client: Client) -> Answer:
+        """Begins a new epoch of a scheduler's model. Raises RefusalError if that is impossible."""
+        model = self.models.get(client.groups[0])
+        if client.hello.kind != "scheduler" or model is None:
+            raise RefusalError(
+                "invalid", "only the scheduler of an engine whose workers have registered resets its model"
+            )
+        epoch = model.mover.epochs.begin()
+        if epoch is None:
+            raise RefusalError("failed", "the pool did not take the new epoch")
+        return Begun(epoch)
 
     # --- registrations -------------------------------------------------------------------------------------------
 

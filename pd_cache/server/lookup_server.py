@@ -15,7 +15,18 @@ from pd_cache.lookup.bypass import LooksUp
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.receiving import Receiver, failed
 from pd_cache.wire.channel import Incoming, ServerChannel
-from pd_cache.wire.messages import Answer, Found, Hello, Lookup, RefusalError, Welcome, split_names
+from pd_cache.wire.messages import (
+    Answer,
+    Begun,
+    Found,
+    Hello,
+    Lookup,
+    RefusalError,
+    Refused,
+    Reset,
+    Welcome,
+    split_names,
+)
 
 _THREADS = 4
 _IN_FLIGHT = 64
@@ -55,13 +66,13 @@ class RpcLookupServer:
         request = incoming.request
         if isinstance(request, Hello):
             return self._hello(incoming.client, request)
-        if not isinstance(request, Lookup):
+        if not isinstance(request, Lookup | Reset):
             raise RefusalError("invalid", f"this server answers lookups, not {type(request).__name__}")
         if incoming.client not in self._known:
             raise RefusalError("unknown_client", "say hello first")
         if not self._places.acquire(blocking=False):
             raise RefusalError("busy", f"the server runs at most {_IN_FLIGHT} lookups at a time")
-        self._threads.submit(self._lookup, incoming, request)
+        self._threads.submit(self._answer, incoming, request)
         return None
 
     def _hello(self, client: bytes, hello: Hello) -> Answer:
@@ -82,9 +93,14 @@ class RpcLookupServer:
             lifeline="",
         )
 
-    def _lookup(self, incoming: Incoming, request: Lookup) -> None:
+    def _answer(self, incoming: Incoming, request: Lookup | Reset) -> None:
+        answer: Answer
         try:
-            answer: Answer = Found(*self._engine.survey(split_names(request.names), at_hand=request.at_hand))
+            if isinstance(request, Lookup):
+                answer = Found(*self._engine.survey(split_names(request.names), at_hand=request.at_hand))
+            else:
+                epoch = self._engine.reset()
+                answer = Refused("failed", "the pool did not take the new epoch") if epoch is None else Begun(epoch)
         except Exception as error:  # noqa: BLE001 - the client receives and counts the error
             answer = failed(error)
         finally:

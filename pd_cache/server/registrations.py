@@ -49,7 +49,9 @@ class Worker(NamedTuple):
             FencedCopier(self.tensors, index, request.slot, request.ticket, request.event, until)
             for index in range(len(shards))
         ]
-        return ChunkRun(database.keys(names, shards), chunks, [*copiers])
+        last = self.model.mover.epochs.last
+        epoch = last if isinstance(request, Retrieve) or request.epoch is None else request.epoch
+        return ChunkRun(database.keys(names, shards, epoch), chunks, [*copiers], epoch)
 
 
 class PendingRegistration(NamedTuple):

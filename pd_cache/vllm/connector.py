@@ -395,6 +395,15 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- both ----------------------------------------------------------------------------------------------------
 
+    def reset_cache(self) -> bool:
+        """Begins a new epoch of the model's weights, for all nodes: KV that was stored before is loaded by none of them any more.
+
+        vLLM calls this for `/reset_prefix_cache?reset_external=true`, and when it is paused or put to sleep. Returns False if the pool did
+        not take it; nothing is loaded or stored by this engine until it does.
+        """
+        scheduler = self._scheduling()
+        return self._safely("reset", scheduler.reset, False)
+
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Returns what was counted since the last call."""
         return self._safely("stats", self._stats.take, None)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd_cache.blocks import StoreOutcome
+from pd_cache.epochs import FIRST
 from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read_params, write_params
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.020
 """The first and the longest time between two lookups of an announced prefix."""
+_RESET_AGAIN_S = 1.0
 
 
 Describe = Callable[["Request", int, int], "list[BlockStored]"]
@@ -156,6 +158,12 @@ class SchedulerSide:
         self._holding: dict[str, int] = {}
         """Requests that hold blocks for a load and have computed nothing since, and the number of blocks that all tokens of each need."""
         self._stored_events: list[KVCacheEvent] = []
+        self._epoch = FIRST
+        """The epoch of the model's weights, as last known."""
+        self._outdated: set[str] = set()
+        """Requests with KV of an earlier epoch: nothing of theirs is stored, nor kept in vLLM's own cache."""
+        self._reset_due: float | None = None
+        """When a reset that the pool has not taken yet is tried again; None if there is none. Until then, nothing is loaded or stored."""
 
     # --- before the first request --------------------------------------------------------------------------------
 
@@ -186,7 +194,10 @@ class SchedulerSide:
         tracked.load = None
         self._holding.pop(request.request_id, None)  # vLLM asks only for requests without blocks
         tracked.at_hand = computed
+        self._note_outdated(tracked)
         if self._lookup is None or not tracked.may_load or not self._nameable(request):
+            return 0, False
+        if self._reset_due is not None and (self._clock() < self._reset_due or not self.reset()):
             return 0, False
         found = self._find(tracked, self._lookup, computed)
         if found is None:
@@ -242,6 +253,7 @@ class SchedulerSide:
     def plan_stores(self, step: Step, output: SchedulerOutput) -> None:
         """Adds to `step` the stores of the chunks that this step completes."""
         self._note_undrafted(output)
+        self._forget_outdated()
         for request_id, scheduled in output.num_scheduled_tokens.items():
             self._holding.pop(request_id, None)
             tracked = self._requests.get(request_id)
@@ -271,6 +283,8 @@ class SchedulerSide:
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forgets the request. Returns the `kv_transfer_params` for the node that decodes it; None if no node asked for them."""
+        self._forget_outdated()
+        self._outdated.discard(request.request_id)
         tracked = self._requests.pop(request.request_id, None)
         self._holding.pop(request.request_id, None)
         if tracked is None or self._database is None:
@@ -297,6 +311,51 @@ class SchedulerSide:
     def track(self, request: Request) -> None:
         """Begins to track a request that has arrived."""
         self._track(request)
+
+    # --- epochs --------------------------------------------------------------------------------------------------
+
+    def reset(self) -> bool:
+        """Begins a new epoch of the model's weights, for all nodes. Returns whether the pool has taken it. If it has not, later lookups try
+        again, at most one a second."""
+        epoch = None if self._lookup is None else self._lookup.reset()
+        if epoch is None:
+            self.metrics.trouble("lookup", "reset_failed")
+            self._reset_due = self._clock() + _RESET_AGAIN_S
+            return False
+        self._reset_due = None
+        self._begin_epoch(epoch)
+        return True
+
+    def _begin_epoch(self, epoch: str) -> None:
+        """Notes a new epoch. What requests have computed so far belongs to an earlier one, and so does what vLLM's own cache holds."""
+        self._epoch = epoch
+        for request_id, tracked in self._requests.items():
+            tracked.found = None
+            tracked.planned.clear()
+            if tracked.at_hand or tracked.request.num_computed_tokens:
+                self._outdated.add(request_id)
+        # nobody is told of what nobody will find
+        self._stored_events = []
+        self._jobs = {
+            number: (job._replace(events=[]), ranks, outcomes) for number, (job, ranks, outcomes) in self._jobs.items()
+        }
+        if self._manager is not None:
+            pool = self._pool()
+            pool.evict_blocks(set(range(pool.num_gpu_blocks)))
+
+    def _note_outdated(self, tracked: _Tracked) -> None:
+        """Notes whether a request that is about to begin, or begins anew, has KV of an earlier epoch at hand: while other such requests run,
+        what vLLM's own cache has for it may be theirs."""
+        request_id = tracked.request.request_id
+        self._outdated.discard(request_id)
+        if tracked.at_hand and self._outdated:
+            self._outdated.add(request_id)
+
+    def _forget_outdated(self) -> None:
+        """Takes out of vLLM's own cache what requests of earlier epochs have put there since the last step."""
+        if self._outdated and self._manager is not None:
+            ids = [block for one in self._outdated for group in self._manager.get_block_ids(one) for block in group]
+            self._pool().evict_blocks(set(ids))
 
     # --- blocks --------------------------------------------------------------------------------------------------
 
@@ -354,6 +413,8 @@ class SchedulerSide:
         names = self._names(tracked, self._most_chunks(request))
         tracked.looked_up = True
         reach = lookup.survey(names, request.request_id, at_hand=at_hand)
+        if reach.epoch is not None and reach.epoch != self._epoch:
+            self._begin_epoch(reach.epoch)
         end = reach.chunks * self._chunk
         tracked.found = _FoundPrefix(at_hand, end, reach.leading * self._chunk if reach.leading > reach.chunks else 0)
         if end < awaited:
@@ -486,7 +547,7 @@ class SchedulerSide:
     def _plan_stores(self, tracked: _Tracked, computed: int) -> list[StoreOp]:
         """Returns the stores of the chunks that are complete with the request's first `computed` tokens and not planned yet."""
         request = tracked.request
-        if not self._may_store(request):
+        if not self._may_store(tracked):
             return []
         # vLLM also counts tokens that are only drafted. The request has those that are certain
         complete = min(computed, request.num_tokens) // self._chunk
@@ -507,10 +568,13 @@ class SchedulerSide:
                 ops += self._plan_run(tracked, place, run)
         return ops
 
-    def _may_store(self, request: Request) -> bool:
-        return (
-            self._stores and self._database is not None and not (self._token_mode and request.prompt_embeds is not None)
-        )
+    def _may_store(self, tracked: _Tracked) -> bool:
+        request = tracked.request
+        if not self._stores or self._database is None:
+            return False
+        if self._reset_due is not None or request.request_id in self._outdated:
+            return False
+        return not (self._token_mode and request.prompt_embeds is not None)
 
     def _wanted(self, tracked: _Tracked, place: int, first: int, last: int) -> list[range]:
         """Returns which of the chunks from `first` to before `last` a load could need of a layer group, in runs."""
@@ -562,7 +626,7 @@ class SchedulerSide:
         """Returns the stores of the states that vLLM hands over. Each offer is the number of vLLM's group, a block, and how many tokens the
         state covers."""
         request = tracked.request
-        if not self._may_store(request):
+        if not self._may_store(tracked):
             return []
         places = {group.number: place for place, group in enumerate(self._layers) if group.kind == "state"}
         ops: list[StoreOp] = []
@@ -590,7 +654,7 @@ class SchedulerSide:
         self._next_job += 1
         self._chunks_under_way += len(job.names)
         self._jobs[number] = (job, self._ranks, [StoreOutcome.BEFORE] * len(job.names))
-        return StoreOp(number, GroupChunks(job.group, job.names, job.blocks))
+        return StoreOp(number, GroupChunks(job.group, job.names, job.blocks), self._epoch)
 
     def _advance(self, number: int, ranks: int, outcomes: Sequence[StoreOutcome]) -> None:
         """Notes that `ranks` more ranks are done with a job. When all are, gives its blocks back."""

@@ -36,6 +36,8 @@ class StoreOp:
 
     job: int
     chunks: GroupChunks
+    epoch: str = ""
+    """The epoch of the weights with which they are computed."""
 
 
 @dataclass

@@ -204,7 +204,7 @@ class WorkerSide:
             cache, outcomes = self._caches[chunks.group], [StoreOutcome.NOT] * len(chunks.names)
             try:
                 if not self._closing and cache is not None:
-                    outcomes = cache.store(chunks.names, chunks.blocks, after=item.after)
+                    outcomes = cache.store(chunks.names, chunks.blocks, after=item.after, epoch=op.epoch)
             except Exception as error:  # noqa: BLE001 - a chunk that is not stored is computed again, no more
                 self._unexpected("store", len(chunks.names), error)
             with self._changed:

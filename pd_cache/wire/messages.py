@@ -22,9 +22,10 @@ import msgspec
 
 from pd_cache.config import MAX_SHARDS
 from pd_cache.decoding import UndecodableError, msgpack_decoder
+from pd_cache.epochs import LABEL
 from pd_cache.tokens import NAME_WIDTHS, LayerGroup, check_names
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 _HEADER = struct.Struct("<4sHHQ")
 _MAGIC = b"PDCM"
@@ -43,6 +44,9 @@ Block = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
 """A block of an engine's paged cache; -1 for one that is left out."""
 Names = Annotated[bytes, msgspec.Meta(max_length=1 + NAME_WIDTHS[-1] * MAX_CHUNKS)]
 """Chunk names one after the other, all of the width in the first byte; empty if there are none."""
+
+
+EpochLabel = Annotated[str, msgspec.Meta(pattern=LABEL)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="type"):
@@ -196,6 +200,8 @@ class Move(Message, frozen=True):
     """How long the engine waits. A move that has not begun by then is dropped."""
     event: Annotated[bytes, msgspec.Meta(max_length=1024)] = b""
     """The CUDA IPC handle of the event after which the blocks are valid; empty for none."""
+    epoch: EpochLabel | None = None
+    """For a store: the epoch of the weights with which the blocks were computed; None for the last one that the server knows."""
 
     def __post_init__(self) -> None:
         _check_joined(self.names)
@@ -209,6 +215,10 @@ class Retrieve(Move, frozen=True, tag="retrieve"):
     """Loads chunks into the blocks, and releases what the session protects for this worker. Answered with `Loaded`."""
 
 
+class Reset(Message, frozen=True, tag="reset"):
+    """Begins a new epoch of the weights of the client's model. Answered with `Begun`."""
+
+
 class EndSession(Message, frozen=True, tag="end_session"):
     """Releases what a session protects."""
 
@@ -219,7 +229,7 @@ class StatusQuery(Message, frozen=True, tag="status"):
     """Asks for the server's state. Answered with `StatusReport`."""
 
 
-Request = Hello | Register | Unregister | Lookup | Store | Retrieve | EndSession | StatusQuery
+Request = Hello | Register | Unregister | Lookup | Store | Retrieve | Reset | EndSession | StatusQuery
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -249,6 +259,13 @@ class Found(Message, frozen=True, tag="found"):
 
     chunks: Count
     leading: Count
+    epoch: EpochLabel | None = None
+
+
+class Begun(Message, frozen=True, tag="begun"):
+    """The epoch that has begun."""
+
+    epoch: EpochLabel
 
 
 _OUTCOMES = bytes(range(3))
@@ -332,7 +349,7 @@ class RefusalError(Exception):
         self.refused = Refused(reason, message)
 
 
-Answer = Welcome | Done | Found | Stored | Loaded | StatusReport | Refused
+Answer = Welcome | Done | Found | Begun | Stored | Loaded | StatusReport | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _read_request = msgpack_decoder(Request)

@@ -131,6 +131,28 @@ def test_errors_give_zero_and_are_counted(clients: Any, node: Host, arguments: d
         assert sum(counted) == 1
 
 
+def test_a_reset_is_a_miss_for_all_until_the_prompt_is_stored_again(
+    clients: Any, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd_cache.epochs.FRESH_S", 0.0)  # a node asks each time, not twice a second
+    tokens, slots = list(range(300, 316)), list(range(16))
+    model = uuid.uuid4().hex
+    with host(pool, model=model) as node, host(pool) as other, clients(node) as client:
+        node.store(tokens, slots)
+        other.store(tokens, slots)
+        assert client.lookup(tokens) == node.lookup(tokens) == 16
+        begun = client.reset()
+        assert begun
+        assert client.lookup(tokens) == node.lookup(tokens) == 0
+        assert not any(node.retrieve(tokens, slots))
+        assert other.lookup(tokens) == 16, "of another model"
+        assert node.store(tokens, slots) == 16
+        assert client.lookup(tokens) == node.lookup(tokens) == 16
+        again = node.engine.reset()
+        assert again not in (None, begun)
+        assert client.lookup(tokens) == node.lookup(tokens) == 0
+
+
 def test_it_supports_producer_reuse_and_answers_zero_after_close(clients: Any, node: Host) -> None:
     tokens = list(range(200, 216))
     with clients(node) as client:

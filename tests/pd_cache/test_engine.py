@@ -21,6 +21,7 @@ from pd_cache.backends.objects import TRAILER_BYTES, seal
 from pd_cache.blocks import StoreOutcome
 from pd_cache.config import CacheConfig
 from pd_cache.engine import CacheEngine, CacheEngineBuilder, EngineGroups
+from pd_cache.epochs import FIRST
 from pd_cache.groups import Surveyed
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.metrics import CacheMetrics
@@ -529,7 +530,7 @@ def test_of_layers_that_need_only_the_ends_of_prefixes_blocks_can_be_left_out_of
         with pytest.raises(ValueError, match="blocks must lie"):
             engine.store(names, [2, -1, *held[1:]])
         groups = EngineGroups([engine])
-        assert groups.survey([b"c" * 16, b"b" * 16]) == Surveyed(2, 2), "the end of a prefix is enough"
-        assert groups.survey([b"a" * 16, b"c" * 16]) == Surveyed(1, 1)
+        assert groups.survey([b"c" * 16, b"b" * 16]) == Surveyed(2, 2, FIRST), "the end of a prefix is enough"
+        assert groups.survey([b"a" * 16, b"c" * 16]) == Surveyed(1, 1, FIRST)
     finally:
         CacheEngineBuilder.destroy(instance)

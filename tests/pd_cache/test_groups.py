@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_cache.epochs import PROCESS_EPOCHS
 from pd_cache.groups import LayerGroups, Surveyed
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
@@ -100,7 +101,11 @@ def test_a_prefix_leaves_the_chunk_whose_name_is_that_of_a_draft_models_kv_befor
 @pytest.mark.parametrize("at_hand", [0, 2])
 def test_a_lookup_of_which_all_is_there_leaves_that_chunk_too(at_hand: int) -> None:
     lookup = PrefixLookup(LayerGroups([group(0), group(0, layers="1", ahead=1)]), CacheMetrics())
-    assert lookup.find([bytes([n] * 16) for n in range(5)], at_hand, lambda keys: [Status.OK] * len(keys)).chunks == 4
+
+    def present(keys: list[str]) -> list[Status]:
+        return [Status.MISSING if key.startswith("pdc1/epochs/") else Status.OK for key in keys]
+
+    assert lookup.find([bytes([n] * 16) for n in range(5)], at_hand, present, PROCESS_EPOCHS.of("a")).chunks == 4
 
 
 def test_without_a_group_that_needs_every_chunk_nothing_says_that_prompts_parted() -> None:

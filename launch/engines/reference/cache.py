@@ -56,6 +56,8 @@ class Prefix:
         self._salt = salt
         self.session = uuid.uuid4().hex
         """The session in which a cache server protects what a lookup found."""
+        self.epoch = cache.epoch
+        """The epoch of the weights, as last known before anything of the prompt was computed."""
 
     @functools.cached_property
     def names(self) -> list[bytes]:
@@ -106,8 +108,9 @@ class PrefixCache:
     def store(self, prefix: Prefix, loaded: int) -> bool:
         """Stores the chunks of `prefix` from token `loaded` on. Returns False if the cache failed."""
         first = loaded // self.chunk_size
+        blocks = prefix.blocks(first, len(prefix.names))
         try:
-            self._cache.store(prefix.names[first:], prefix.blocks(first, len(prefix.names)), kv_caches=self._kv_caches)
+            self._cache.store(prefix.names[first:], blocks, kv_caches=self._kv_caches, epoch=prefix.epoch)
         except Exception as error:  # noqa: BLE001 - whatever the cache raises, serving goes on
             self._warn("storing in the cache failed", error)
             return False
@@ -121,6 +124,7 @@ class PrefixCache:
         pause = _FIRST_POLL_S
         while True:
             found = cache.lookup(prefix.names, session=prefix.session)
+            prefix.epoch = cache.epoch
             remaining = deadline - time.monotonic()
             if found * self.chunk_size >= announced or remaining <= 0 or not cache.available:
                 break

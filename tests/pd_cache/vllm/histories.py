@@ -71,6 +71,7 @@ class Pool:
         self.blocks = [SimpleNamespace(block_id=number, ref_cnt=0) for number in range(64)]
         self.null_block = self.blocks[0]
         self.num_gpu_blocks = len(self.blocks)
+        self.evicted: set[int] = set()
 
     def touch(self, blocks: Any) -> None:
         for block in blocks:
@@ -80,6 +81,9 @@ class Pool:
         for block in blocks:
             assert block.ref_cnt > 0, f"block {block.block_id} was given back twice"
             block.ref_cnt -= 1
+
+    def evict_blocks(self, ids: set[int]) -> None:
+        self.evicted |= ids
 
     @property
     def used(self) -> set[int]:
@@ -107,7 +111,7 @@ class Manager:
         self.block_pool.free_blocks(self.block_pool.blocks[block] for block in self._of.pop(request.request_id))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        return self.groups[request_id] if request_id in self.groups else (self._of[request_id],)
+        return self.groups[request_id] if request_id in self.groups else (self._of.get(request_id, []),)
 
 
 class Lookups(LookupClient):
@@ -124,6 +128,10 @@ class Lookups(LookupClient):
         self.here = True
         self.ahead = 0
         """1 if the last of the chunks that are there has no KV of the draft model yet."""
+        self.epoch: str | None = ""
+        self.begun = 0
+        self.resets = True
+        """Whether the pool takes a new epoch."""
 
     @property
     def available(self) -> bool:
@@ -137,7 +145,15 @@ class Lookups(LookupClient):
         while found < len(names) and names[found] in self.there:
             found += 1
         found = max(at_hand, found - self.ahead)
-        return Surveyed(found, max(found, self.leading))
+        return Surveyed(found, max(found, self.leading), self.epoch)
+
+    def reset(self) -> str | None:
+        if not self.resets:
+            return None
+        self.there.clear()
+        self.begun += 1
+        self.epoch = f"run-{self.begun}"
+        return self.epoch
 
     def end(self, lookup_id: str) -> None:
         self.ended.append(lookup_id)

@@ -40,7 +40,7 @@ class Cache:
             raise self.loads
         return self.loads
 
-    def store(self, names: Any, blocks: Any, *, after: Any) -> list[StoreOutcome]:
+    def store(self, names: Any, blocks: Any, *, after: Any, epoch: str) -> list[StoreOutcome]:
         self.calls.append(("store", after))
         assert self.gate.wait(PATIENCE_S)
         if isinstance(self.loads, Exception):

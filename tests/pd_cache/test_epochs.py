@@ -1,0 +1,223 @@
+"""Epochs, over a pool whose trouble is replayed: it is away, it loses objects, and nodes are away while resets happen."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_cache.epochs import FIRST, FRESH_S, Epochs
+from transfer.errors import Status
+
+WINDOW = 8
+"""A small one, so that a node can be away for many of them."""
+
+
+class Objects:
+    """A pool's small objects: as Mooncake keeps them, a put of a key that is there changes nothing."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.away = False
+        self.questions = 0
+
+    def batch_exist(self, keys: list[str], *, timeout: float) -> list[Status]:
+        self.questions += 1
+        if self.away:
+            return [Status.POOL_DOWN] * len(keys)
+        return [Status.OK if key in self.values else Status.MISSING for key in keys]
+
+    def put_small(self, key: str, value: bytes, *, timeout: float) -> Status:
+        if self.away:
+            return Status.POOL_DOWN
+        self.values.setdefault(key, value)
+        return Status.OK
+
+    def get_small(self, key: str, *, timeout: float) -> bytes | None:
+        return None if self.away else self.values.get(key)
+
+    def remove(self, keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:
+        assert force, "nodes look these keys up all the time, so they are leased"
+        for key in keys:
+            self.values.pop(key, None)
+        return [Status.OK] * len(keys)
+
+
+class Cluster:
+    """Nodes of one model on one pool, with one clock."""
+
+    def __init__(self, nodes: int) -> None:
+        self.now = 100.0
+        self.pool = Objects()
+        self.nodes = [self.join() for _ in range(nodes)]
+
+    def join(self) -> Epochs:
+        return Epochs(self.pool, "a model", clock=lambda: self.now)
+
+    def later(self, seconds: float = 2 * FRESH_S) -> None:
+        self.now += seconds
+
+
+def test_a_model_that_was_never_reset_has_its_first_epoch_on_all_nodes_and_leaves_nothing_in_the_pool() -> None:
+    cluster = Cluster(3)
+    assert [node.current() for node in cluster.nodes] == [FIRST] * 3
+    assert not cluster.pool.values
+
+
+def test_a_reset_on_one_node_is_everybodys_new_epoch_and_no_other_models() -> None:
+    cluster = Cluster(3)
+    other = Epochs(cluster.pool, "another model", clock=lambda: cluster.now)
+    begun = cluster.nodes[0].begin()
+    assert begun
+    cluster.later()
+    assert [node.current() for node in cluster.nodes] == [begun] * 3
+    assert other.current() == FIRST
+    again = cluster.nodes[1].begin()
+    assert again not in (None, begun)
+    cluster.later()
+    assert [node.current() for node in cluster.nodes] == [again] * 3
+
+
+def test_an_answer_is_relied_on_for_as_long_as_it_is_fresh_and_then_asked_for_again() -> None:
+    cluster = Cluster(1)
+    (node,) = cluster.nodes
+    node.current()
+    asked = cluster.pool.questions
+    cluster.later(FRESH_S / 2)
+    assert node.current() == FIRST
+    assert cluster.pool.questions == asked
+    cluster.later(FRESH_S)
+    assert node.current() == FIRST
+    assert cluster.pool.questions == asked + 1
+
+
+def test_a_reset_that_two_nodes_ask_for_at_once_is_one_new_epoch_for_both() -> None:
+    cluster = Cluster(2)
+    one, other = cluster.nodes
+    put = cluster.pool.put_small
+
+    def put_late(key: str, value: bytes, *, timeout: float) -> Status:
+        cluster.pool.put_small = put  # type: ignore[method-assign]
+        assert other.begin(), "between what the first node asked and what it puts"
+        return put(key, value, timeout=timeout)
+
+    cluster.pool.put_small = put_late  # type: ignore[method-assign]
+    begun = one.begin()
+    assert begun == one.current() == other.current() != FIRST
+
+
+@pytest.mark.parametrize("resets", [1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 5 * WINDOW + 3, 150 * WINDOW])
+def test_a_node_that_was_away_for_any_number_of_resets_learns_of_the_last_one(
+    resets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd_cache.epochs._WINDOW", WINDOW)
+    cluster = Cluster(1)
+    (node,) = cluster.nodes
+    away, since_the_first = cluster.join(), cluster.join()
+    assert away.current() == FIRST
+    node.begin()
+    assert since_the_first.current() == node.last
+    for _ in range(resets):
+        assert node.begin()
+    cluster.later()
+    assert away.current() == since_the_first.current() == cluster.join().current() == node.last
+    kept = len(cluster.pool.values)
+    assert kept <= 2 + WINDOW + resets // WINDOW, "old signs are removed"
+
+
+def test_while_the_pool_is_away_the_epoch_is_unknown_once_the_last_answer_is_old() -> None:
+    cluster = Cluster(2)
+    node, other = cluster.nodes
+    assert node.current() == FIRST
+    cluster.pool.away = True
+    assert node.current() == FIRST, "it was confirmed just now"
+    cluster.later()
+    assert node.current() is None
+    assert other.current() is None
+    assert node.begin() is None
+    cluster.pool.away = False
+    assert node.current() == FIRST, "a reset that the pool did not take has not begun"
+
+
+def test_what_a_pool_loses_a_node_that_knows_it_puts_back_before_anybody_is_misled() -> None:
+    cluster = Cluster(2)
+    node, away = cluster.nodes
+    node.begin()
+    assert away.current() == node.last
+    for _ in range(3):
+        node.begin()
+    cluster.pool.values.clear()
+    cluster.later()
+    assert node.current() == node.last
+    assert away.current() == cluster.join().current() == node.last
+
+
+def test_a_reset_after_a_loss_is_followed_by_nodes_that_knew_an_earlier_run() -> None:
+    cluster = Cluster(2)
+    node, other = cluster.nodes
+    node.begin()
+    assert other.current() == node.last
+    cluster.pool.values.clear()
+    begun = cluster.join().begin()
+    cluster.later()
+    assert node.current() == other.current() == begun
+
+
+def test_a_run_whose_signs_are_all_lost_and_that_no_node_knows_makes_way_for_a_new_one() -> None:
+    cluster = Cluster(1)
+    cluster.nodes[0].begin()
+    root = min(cluster.pool.values, key=len)
+    cluster.pool.values = {root: cluster.pool.values[root]}
+    new = cluster.join()
+    assert new.current() is None, "there were epochs, and it is not known which"
+    begun = new.begin()
+    assert begun
+    assert cluster.join().current() == begun
+
+
+@pytest.mark.parametrize("foreign", [b"", b"zzzzzzzz", b"0" * 9, b"\xff" * 8])
+def test_a_root_that_is_not_ours_leaves_the_epoch_unknown(foreign: bytes) -> None:
+    cluster = Cluster(1)
+    cluster.nodes[0].begin()
+    root = min(cluster.pool.values, key=len)
+    cluster.pool.values[root] = foreign
+    assert cluster.join().current() is None
+
+
+@settings(max_examples=200)
+@given(seed=st.integers(0, 1 << 32))
+def test_whatever_happens_no_node_takes_an_earlier_epoch_for_the_current_one(seed: int) -> None:
+    """Resets, nodes that join, an absent pool, and lost objects (but not all of them together with the last node that knows)."""
+    rng = random.Random(seed)
+    cluster = Cluster(3)
+    ended: set[str] = set()
+    begun, since = FIRST, cluster.now
+    for _ in range(60):
+        step = rng.random()
+        cluster.later(rng.choice([0.0, 0.1, FRESH_S, 1.0]))
+        if step < 0.15:
+            label = rng.choice(cluster.nodes).begin()
+            if label is not None and label != begun:
+                ended.add(begun)
+                begun, since = label, cluster.now
+        elif step < 0.25:
+            cluster.nodes[rng.randrange(3)] = cluster.join()
+            if all(node.last != begun for node in cluster.nodes):
+                cluster.nodes[0].current()
+        elif step < 0.35:
+            cluster.pool.away = not cluster.pool.away
+        elif step < 0.40 and not cluster.pool.away:
+            for node in cluster.nodes:
+                node.current()  # all of them know: what one of them does not know by now, it learns before it loads
+            cluster.later()
+            knowing = [node for node in cluster.nodes if node.current() == begun]
+            for key in rng.sample(sorted(cluster.pool.values), len(cluster.pool.values) // 2):
+                del cluster.pool.values[key]
+            if knowing:
+                cluster.later()
+                assert knowing[0].current() == begun
+        else:
+            label = rng.choice(cluster.nodes).current()
+            assert label is None or label == begun or (label in ended and cluster.now - since < FRESH_S), (label, begun)

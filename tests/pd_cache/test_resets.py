@@ -1,0 +1,136 @@
+"""Weights change while engines run: what was computed with the old ones is loaded by nobody, on a real pool."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier
+from pd_cache.mover import ChunkRun, Deadline
+from tests.support.engines import CHUNK, Host, host
+from tests.support.kv import holds_token
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+from transfer.settings import ByteSize
+
+TOKENS = list(range(5 * CHUNK))
+SLOTS, OTHER = TOKENS, list(range(128, 128 + 5 * CHUNK))
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model of the test's own, whose nodes ask for its epoch each time instead of twice a second."""
+    monkeypatch.setattr("pd_cache.epochs.FRESH_S", 0.0)
+    return uuid.uuid4().hex
+
+
+def stored(node: Host) -> None:
+    node.compute(TOKENS, SLOTS)
+    wait_for(
+        lambda: node.store(TOKENS, SLOTS) >= 0 and node.lookup(TOKENS) == len(TOKENS), what="a store going through"
+    )
+
+
+def tiered(tmp_path: Path) -> CacheConfig:
+    tiers = (
+        LocalTier(capacity=ByteSize(1 << 20)),
+        DiskTier(path=str(tmp_path / "cache"), capacity=ByteSize(1 << 20)),
+        MooncakeTier(),
+    )
+    return CacheConfig(chunk_size=CHUNK, tiers=tiers)
+
+
+def test_chunks_of_old_weights_are_loaded_from_no_tier_of_no_node(any_pool: Pool, tmp_path: Path, model: str) -> None:
+    with host(any_pool, model=model, cache=tiered(tmp_path)) as one, host(any_pool, model=model) as other:
+        stored(one)
+        assert other.lookup(TOKENS) == len(TOKENS)
+        assert other.engine.reset()
+        for node in (one, other):
+            assert node.lookup(TOKENS) == 0
+            assert not any(node.retrieve(TOKENS, OTHER))
+        one.compute(TOKENS, SLOTS)
+        assert one.store(TOKENS, SLOTS) == len(TOKENS)
+        assert all(other.retrieve(TOKENS, OTHER))
+        assert all(holds_token(other.cache, other.layout, TOKENS[: at + 1], OTHER[at]) for at in TOKENS)
+
+
+def test_a_load_during_which_the_weights_change_is_a_miss(
+    pool: Pool, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with host(pool, model=model) as one, host(pool, model=model) as other:
+        stored(one)
+        assert all(one.retrieve(TOKENS, OTHER))
+        get = one.engine.mover._get
+
+        def get_while_weights_change(run: ChunkRun, timeout: float | None) -> int:
+            loaded = get(run, timeout)
+            assert other.engine.reset()
+            return loaded
+
+        monkeypatch.setattr(one.engine.mover, "_get", get_while_weights_change)
+        assert not any(one.retrieve(TOKENS, OTHER))
+        assert one.troubles("retrieve")["epoch"] == len(TOKENS) // CHUNK
+
+
+def test_a_store_of_what_old_weights_computed_does_not_land_among_the_new(
+    pool: Pool, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with host(pool, model=model) as one, host(pool, model=model) as other:
+        assert one.lookup(TOKENS) == 0
+        before = one.engine.epoch
+        one.compute(TOKENS, SLOTS)
+        assert other.engine.reset()
+        assert one.lookup(TOKENS) == 0
+        one.store(TOKENS, SLOTS, epoch=before)
+        put = one.engine.mover._put
+
+        def put_while_weights_change(run: ChunkRun, missing: list[int], deadline: Deadline) -> object:
+            assert other.engine.reset()
+            assert one.lookup([]) == 0
+            return put(run, missing, deadline)
+
+        monkeypatch.setattr(one.engine.mover, "_put", put_while_weights_change)
+        one.store(TOKENS, SLOTS)
+        assert one.lookup(TOKENS) == other.lookup(TOKENS) == 0
+
+
+def test_a_node_that_was_away_with_its_disk_learns_of_a_reset_before_it_loads(
+    pool: Pool, tmp_path: Path, model: str
+) -> None:
+    cache = tiered(tmp_path)
+    with host(pool, model=model, cache=cache) as node:
+        stored(node)
+    with host(pool, model=model) as other:
+        assert other.engine.reset()
+    with host(pool, model=model, cache=cache) as node:
+        assert not any(node.retrieve(TOKENS, OTHER))
+        assert node.lookup(TOKENS) == 0
+
+
+def test_while_the_pool_is_away_nothing_is_loaded_and_a_new_master_is_told_of_the_epoch(
+    make_pool: Callable[..., Pool], tmp_path: Path, model: str
+) -> None:
+    pool = make_pool().start()
+    fast = {
+        "breaker": {"failures": 2, "probe_interval_ms": 200},
+        "timeouts": {"exist_ms": 2_000, "get_ms": 4_000, "put_ms": 4_000},
+    }
+    with host(pool, model=model, cache=tiered(tmp_path), **fast) as node:
+        stored(node)
+        pool.kill("master")
+        assert node.engine.reset() is None
+        assert node.lookup(TOKENS) == 0
+        assert not any(node.retrieve(TOKENS, OTHER))
+        pool.start("master")
+        wait_for(lambda: node.lookup(TOKENS) == len(TOKENS), 30, "its own tiers, as no reset was taken")
+        wait_for(lambda: node.engine.reset() is not None, 30, "the pool having room for it")
+        assert node.lookup(TOKENS) == 0
+        begun = node.engine.epoch
+        pool.kill("master")
+        pool.start("master")
+        wait_for(lambda: node.engine.mover.epochs.current() == begun, 60, "the new master being told")
+        with host(pool, model=model) as new:
+            wait_for(lambda: new.engine.mover.epochs.current() == begun, 60, "a new node learning of it")
