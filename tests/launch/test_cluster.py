@@ -23,6 +23,7 @@ from launch.engines.reference import GenerationRequest, ReferenceEngine
 from launch.status import cluster_status
 from launch.up import LocalCluster
 from pd_cache.cluster import ReferenceEngineConfig, dump_config
+from pd_cache.epochs import FRESH_S
 from tests.support.cluster import CHUNK, ENGINE, OUTAGES, Answer, complete, kill, nodes_with_server, started
 from tests.support.waiting import wait_for
 
@@ -171,6 +172,31 @@ def test_status_tells_of_every_node(cluster: LocalCluster, prompt: Any, tmp_path
     assert table.exit_code == 0
     assert "discovery: static" in table.stdout
     assert "decode-0" in table.stdout
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("more", [[], ["--model", "tiny", "--remove"]])
+def test_after_a_reset_a_prompt_is_computed_and_stored_again(
+    cluster: LocalCluster, alone: Any, prompt: Any, tmp_path: Path, more: list[str]
+) -> None:
+    tokens = prompt(3 * CHUNK + 2)
+    file = tmp_path / "cluster.yaml"
+    file.write_text(dump_config(cluster.config))
+    complete(url_of(cluster), tokens)
+    assert complete(url_of(cluster), tokens).cached == (3 * CHUNK, 3 * CHUNK)
+    done = CliRunner().invoke(main, ["reset", "-c", str(file), *more])
+    assert done.exit_code == 0, done.output
+    assert "tiny: epoch " in done.stdout
+    assert "decode-0" in done.stdout
+    if more:
+        assert int(done.stdout.rpartition("; ")[2].split()[0]) >= 3
+    unknown = CliRunner().invoke(main, ["reset", "-c", str(file), "--model", "none"])
+    assert (unknown.exit_code, unknown.stdout) == (1, "")
+    assert "no node serves none: they serve tiny" in unknown.stderr
+    time.sleep(2 * FRESH_S)  # what is promised holds from then on
+    answers = [complete(url_of(cluster), tokens) for _ in range(2)]
+    assert [answer.cached for answer in answers] == [(0, 3 * CHUNK), (3 * CHUNK, 3 * CHUNK)]
+    assert {tuple(answer.tokens) for answer in answers} == {tuple(alone(tokens))}
 
 
 @pytest.mark.usefixtures("patient")

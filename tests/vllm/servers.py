@@ -129,6 +129,16 @@ class Server:
         with urllib.request.urlopen(request, timeout=120) as answer:
             assert answer.status == 200
 
+    def reset_external(self) -> None:
+        """The same, and a new epoch for what is in the pool."""
+        request = urllib.request.Request(f"{self.url}/reset_prefix_cache?reset_external=true", b"", method="POST")
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            assert answer.status == 200
+
+    def reload_weights(self, folder: Path) -> None:
+        """Replaces the model's weights while it runs."""
+        self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+
     def health(self) -> dict[str, Any]:
         """What it tells of itself."""
         with urllib.request.urlopen(f"{self.url}/health", timeout=120) as answer:

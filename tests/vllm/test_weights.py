@@ -1,0 +1,76 @@
+"""Weights that change while vLLM runs: what the old ones computed reaches no node again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.lib.model import write_model
+from pd_cache.epochs import FRESH_S
+from tests.support.waiting import wait_for
+from tests.vllm.fixtures import Pair
+from tests.vllm.servers import CHUNK, Reference, Server, begun, by_hand
+
+NewPrompt = Callable[[int], list[int]]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="session")
+def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "llama-later", seed=1)
+
+
+@pytest.fixture(scope="session")
+def fresh(new_weights: Path) -> Iterator[Reference]:
+    """What a vLLM answers that was started with the new weights. It gets ready beside the others."""
+    with begun(by_hand(new_weights)) as server:
+        yield Reference(server)
+
+
+@pytest.fixture
+def reloads(pair: Pair, model: Path) -> Iterator[Callable[[Path], None]]:
+    """Replaces the weights of both nodes, and tells only A that they are new."""
+
+    def reload(folder: Path) -> None:
+        for server in pair:
+            server.reload_weights(folder)
+        wait_for(lambda: not pair.a.blocks_in_use and not pair.b.blocks_in_use)
+        pair.a.reset_external()
+        pair.b.forget_prefixes()
+        time.sleep(2 * FRESH_S)  # what is promised holds from then on
+
+    yield reload
+    reload(model)
+
+
+def stored(server: Server, prompt: list[int]) -> list[int]:
+    tokens = server.complete(prompt).tokens
+    wait_for(lambda: not server.blocks_in_use)
+    return tokens
+
+
+def test_after_a_reset_no_node_loads_what_old_weights_computed(
+    pair: Pair,
+    plain: Reference,
+    fresh: Reference,
+    new_weights: Path,
+    reloads: Callable[[Path], None],
+    new_prompt: NewPrompt,
+) -> None:
+    prompts = [new_prompt(6 * CHUNK + 10) for _ in range(3)]
+    for prompt in prompts:
+        assert stored(pair.a, prompt) == plain.tokens(prompt)
+        assert pair.b.complete(prompt).cached == 6 * CHUNK
+    reloads(new_weights)
+    for prompt in prompts:
+        answer = pair.b.complete(prompt)
+        assert (answer.cached, answer.tokens) == (0, fresh.tokens(prompt))
+        wait_for(lambda: not pair.b.blocks_in_use)
+    again = new_prompt(6 * CHUNK + 10)
+    assert stored(pair.a, again) == fresh.tokens(again)
+    answer = pair.b.complete(again)
+    assert (answer.cached, answer.tokens) == (6 * CHUNK, fresh.tokens(again)), "the new epoch is shared"
