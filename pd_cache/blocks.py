@@ -114,7 +114,7 @@ class BlockCache(Protocol):
     ) -> int:
         """Loads chunks into `blocks`. Returns how many of them, from the first, are there now.
 
-        The first blocks may be -1: they are skipped. Blocks of chunks that were not loaded may have been overwritten; all other blocks
+        The first blocks may be -1, and so may the last: they are skipped. Blocks of chunks that were not loaded may have been overwritten; all other blocks
         are untouched. `timeout` is in seconds.
         """
 

@@ -20,7 +20,7 @@ from pd_cache.layout import KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover, ChunkRun
-from pd_cache.paged import DeviceMark, PagedCopier, host_pin, open_copier, plan_named
+from pd_cache.paged import DeviceMark, LeavingOut, PagedCopier, host_pin, leaving_out, open_copier, plan_named
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens, check_names
 
 _REMEMBERED = 4
@@ -131,8 +131,8 @@ class CacheEngine:
         """Stores the chunks that the pool lacks. `timeout` (s) bounds the whole call; without it, each transfer has the configured
         timeout."""
         epoch = self.mover.epochs.last if epoch is None else epoch
-        may_leave_out = self._keeps_tail and not isinstance(blocks, Slots)
-        run = self._run(names, blocks, kv_caches, epoch, may_leave_out=may_leave_out)
+        allowed = leaving_out(loads=False, keeps_tail=self._keeps_tail and not isinstance(blocks, Slots))
+        run = self._run(names, blocks, kv_caches, epoch, may_leave_out=allowed)
         if after is not None:
             after.follow()
         return self.mover.store(run, timeout)
@@ -147,7 +147,7 @@ class CacheEngine:
         timeout: float | None = None,
     ) -> int:
         """Loads chunks of the current epoch, up to the first that the pool lacks."""
-        run = self._run(names, blocks, kv_caches, self.mover.epochs.last, may_leave_out=True)
+        run = self._run(names, blocks, kv_caches, self.mover.epochs.last, may_leave_out="ends")
         return self.mover.load(run, timeout)
 
     def end(self, session: str) -> None:
@@ -178,7 +178,7 @@ class CacheEngine:
         kv_caches: KVCaches | None,
         epoch: str,
         *,
-        may_leave_out: bool,
+        may_leave_out: LeavingOut,
     ) -> ChunkRun:
         """Checks the arguments and returns the chunks in their places."""
         pages = self._pages(kv_caches)

@@ -14,7 +14,7 @@ from pd_cache.client.identity import EngineIdentity
 from pd_cache.groups import Surveyed
 from pd_cache.layout import KVLayout, PageKind, layer_tensors
 from pd_cache.metrics import CacheMetrics
-from pd_cache.paged import plan_named
+from pd_cache.paged import LeavingOut, leaving_out, plan_named
 from pd_cache.tokens import ExtraKey, Tokens, check_names
 from pd_cache.wire.channel import Context, Future
 from pd_cache.wire.messages import Found, Loaded, Retrieve, Store, Stored
@@ -212,11 +212,11 @@ class ServerCache:
     ) -> PendingMove:
         seconds = self._move_timeout_s if timeout is None else timeout
         layers = self.connection.hello.layers
-        may_leave_out = kind is Retrieve or (layers is not None and layers.tail > 0)
+        may_leave_out = leaving_out(loads=kind is Retrieve, keeps_tail=layers is not None and layers.tail > 0)
         ids = self._block_ids(names, blocks, may_leave_out=may_leave_out)
         return self.connection.move(kind, session, names, ids, after, seconds, epoch)
 
-    def _block_ids(self, names: Sequence[bytes], places: BlocksOrSlots, *, may_leave_out: bool) -> list[int]:
+    def _block_ids(self, names: Sequence[bytes], places: BlocksOrSlots, *, may_leave_out: LeavingOut) -> list[int]:
         """Returns the ids of the blocks, -1 for one that is left out. Raises ValueError for places that do not fit."""
         if self._layout is None:
             raise ValueError("no KV tensors: call register_kv_caches first")

@@ -163,6 +163,9 @@ class ConnectorConfig(Section, frozen=True, kw_only=True):
     """`async` loads while other requests compute, `sync` before the forward pass of the step that needs the KV."""
     lookup_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 50
     """How long a lookup may hold up the scheduler."""
+    recompute: Literal["token", "block"] = "token"
+    """What a load of a whole prompt leaves to compute. `token`: the last token. `block`: what vLLM's own prefix cache would leave, so that
+    the results are those of a hit in that cache, bit for bit."""
     load_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=600_000)] = 10_000
     """How long a load may take. After that, the request computes what was not loaded."""
     store_queue: Positive = 256

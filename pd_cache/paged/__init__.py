@@ -7,10 +7,21 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pd_cache.layout import KVLayout, layer_tensors
-from pd_cache.paged.base import ChunkSlots, PagedCopier, PendingCopy, plan, plan_named
+from pd_cache.paged.base import ChunkSlots, LeavingOut, PagedCopier, PendingCopy, leaving_out, plan, plan_named
 from transfer.staging import Pin
 
-__all__ = ["ChunkSlots", "DeviceMark", "PagedCopier", "PendingCopy", "host_pin", "open_copier", "plan", "plan_named"]
+__all__ = [
+    "ChunkSlots",
+    "DeviceMark",
+    "LeavingOut",
+    "PagedCopier",
+    "PendingCopy",
+    "host_pin",
+    "leaving_out",
+    "open_copier",
+    "plan",
+    "plan_named",
+]
 
 
 class DeviceMark:

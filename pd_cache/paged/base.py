@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -20,8 +20,8 @@ from pd_cache.tokens import check_names
 class ChunkSlots(NamedTuple):
     """Where the tokens of one chunk lie: whole blocks, or single slots. Exactly one of the two is given.
 
-    Negative values stand for tokens that are left out: a scatter does not write them, and a gather makes them zeros. Whole blocks only, and
-    they come first.
+    Negative values stand for tokens that are left out: a scatter does not write them, and a gather makes them zeros. Whole blocks only, at
+    the start and at the end.
     """
 
     blocks: torch.Tensor | None
@@ -29,11 +29,12 @@ class ChunkSlots(NamedTuple):
     slots: torch.Tensor | None
     """int64 `[chunk_size]`, on the CPU: `block * block_size + offset` of each token."""
 
-    def left_out(self, block_size: int) -> int:
-        """Returns how many blocks at the start are left out."""
-        places, per_block = (self.slots, block_size) if self.blocks is None else (self.blocks, 1)
+    def kept(self, block_size: int) -> range:
+        """Returns the places, within the chunk, of the blocks that are not left out."""
+        places = self.slots[::block_size] if self.slots is not None else self.blocks
         assert places is not None
-        return int((places < 0).sum()) // per_block
+        kept = (places >= 0).nonzero()
+        return range(int(kept[0]), int(kept[-1]) + 1) if kept.numel() else range(0)
 
 
 class PendingCopy(Protocol):
@@ -82,15 +83,27 @@ class PagedCopier(ABC):
 LEFT_OUT = -1
 """The block, or the slot of a token, that a scatter leaves out."""
 
+LeavingOut = Literal["nothing", "start", "ends"]
+"""Where blocks may be left out: nowhere, at the start, or at the start and at the end."""
 
-def plan(places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_out: bool = False) -> list[ChunkSlots]:
+
+def leaving_out(*, loads: bool, keeps_tail: bool) -> LeavingOut:
+    """Returns where a load, or a store, may leave out blocks. A store may do so only of layers that keep the ends of prefixes."""
+    if loads:
+        return "ends"
+    return "start" if keeps_tail else "nothing"
+
+
+def plan(
+    places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_out: LeavingOut = "nothing"
+) -> list[ChunkSlots]:
     """Cuts the blocks, or the slots, of whole chunks into `ChunkSlots`.
 
-    With `may_leave_out` they may begin with blocks of `LEFT_OUT`. Raises ValueError for places outside the cache, for places that occur
-    twice, or for a number of places that is not a whole number of chunks.
+    `may_leave_out` says where blocks may be `LEFT_OUT`; slots may be so at the start only. Raises ValueError for places outside the cache,
+    for places that occur twice, or for a number of places that is not a whole number of chunks.
     """
     if isinstance(places, Slots):
-        return plan_slots(places.mapping, layout, chunk_size, may_leave_out=may_leave_out)
+        return plan_slots(places.mapping, layout, chunk_size, may_leave_out=may_leave_out != "nothing")
     blocks = _block_ids(places)
     per_chunk = chunk_size // layout.block_size
     if blocks.numel() % per_chunk:
@@ -98,9 +111,10 @@ def plan(places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_
     if not blocks.numel():
         return []
     taken = blocks
-    if may_leave_out and int(blocks[0]) == LEFT_OUT:
+    if may_leave_out != "nothing":
         wanted = (blocks != LEFT_OUT).nonzero()
-        taken = blocks[int(wanted[0]) :] if wanted.numel() else blocks[:0]
+        end = int(wanted[-1]) + 1 if wanted.numel() and may_leave_out == "ends" else blocks.numel()
+        taken = blocks[int(wanted[0]) : end] if wanted.numel() else blocks[:0]
     if taken.numel():
         low, high = (int(value) for value in torch.aminmax(taken))
         if low < 0 or high >= layout.blocks:
@@ -111,7 +125,7 @@ def plan(places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_
 
 
 def plan_named(
-    names: Sequence[bytes], places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_out: bool
+    names: Sequence[bytes], places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_out: LeavingOut
 ) -> list[ChunkSlots]:
     """Returns `plan` of the places of these chunks. Raises ValueError as it does, for other names, or for places of another number of
     chunks."""

@@ -42,8 +42,8 @@ class _Places(NamedTuple):
 
     blocks: Array | None
     slots: Array | None
-    left_out: int
-    """How many of them, from the first, are left out. May be more than there are."""
+    kept: range
+    """Which of them are not left out."""
 
 
 class CpuPagedCopier(PagedCopier):
@@ -87,7 +87,9 @@ class CpuPagedCopier(PagedCopier):
 
     def _hashed_in_place(self, places: _Places) -> Array | None:
         """Returns the blocks whose pages are hashed where the engine has them; None if a copy is hashed."""
-        return None if places.left_out or self.layout.page_bytes < _LARGE_PAGE else places.blocks
+        if places.blocks is None or self.layout.page_bytes < _LARGE_PAGE or len(places.kept) < len(places.blocks):
+            return None
+        return places.blocks
 
     def _steps(self, chunk: ChunkSlots, payload: torch.Tensor) -> Iterator[tuple[Array, _Places, Array]]:
         """Cuts a chunk object into contiguous parts `[planes, blocks, elements of a page]`, in order.
@@ -98,7 +100,7 @@ class CpuPagedCopier(PagedCopier):
         pages = payload.numpy().view(self._dtype).reshape(self.layout.planes, count, -1)
         blocks = None if chunk.blocks is None else chunk.blocks.numpy()
         slots = None if chunk.slots is None else chunk.slots.numpy().reshape(count, -1)
-        left_out = chunk.left_out(self.layout.block_size)
+        kept = chunk.kept(self.layout.block_size)
         per_step = max(1, _STEP_BYTES // self.layout.page_bytes)
         planes_per_step = max(1, per_step // count)
         done = 0
@@ -108,11 +110,11 @@ class CpuPagedCopier(PagedCopier):
                 part = pages[done : done + len(planes)]
                 done += len(planes)
                 for start in range(0, count, per_step):
-                    end = start + per_step
+                    end = min(start + per_step, count)
                     places = _Places(
                         None if blocks is None else blocks[start:end],
                         None if slots is None else slots[start:end].reshape(-1),
-                        max(0, left_out - start),
+                        range(max(0, kept.start - start), max(0, min(kept.stop, end) - start)),
                     )
                     yield planes, places, part[:, start:end]
 
@@ -126,7 +128,8 @@ class CpuPagedCopier(PagedCopier):
                 page.transpose(0, 2, 1, 3)[...] = picked.reshape(-1, self.layout.block_size, *picked.shape[1:])
         elif places.blocks is not None:
             self._take(planes, places.blocks, pages)
-        pages[:, : places.left_out] = 0
+        pages[:, : places.kept.start] = 0
+        pages[:, places.kept.stop :] = 0
         return pages
 
     @staticmethod
@@ -140,16 +143,17 @@ class CpuPagedCopier(PagedCopier):
 
     def _write(self, planes: Array, places: _Places, pages: Array) -> None:
         """Copies `pages`, `[planes, blocks, elements of a page]`, into the cache."""
-        left_out = places.left_out
-        if left_out >= pages.shape[1]:
+        if not places.kept:
             return
+        start, end = places.kept.start, places.kept.stop
         if places.slots is None:
             assert places.blocks is not None
             for plane, page in zip(planes, pages, strict=True):
-                plane[places.blocks[left_out:]] = page[left_out:]
+                plane[places.blocks[start:end]] = page[start:end]
             return
-        block, offset = np.divmod(places.slots[left_out * self.layout.block_size :], self.layout.block_size)
-        for plane, page in zip(self._by_token(planes), self._by_token(pages[:, left_out:]), strict=True):
+        size = self.layout.block_size
+        block, offset = np.divmod(places.slots[start * size : end * size], size)
+        for plane, page in zip(self._by_token(planes), self._by_token(pages[:, start:end]), strict=True):
             tokens = page.transpose(0, 2, 1, 3).reshape(-1, self.layout.pieces, page.shape[3])
             plane[block, :, offset] = tokens
 

@@ -194,18 +194,18 @@ class _Direction:
 class _Recorded:
     """A pending copy that ends when the stream has reached this point. Raises an error that a kernel or copy met on the device."""
 
-    def __init__(self, stream: torch.cuda.Stream, payload: torch.Tensor, blank: torch.Tensor | None = None) -> None:
-        """`payload` is the chunk object on the host. `blank` is the part of it that is zeroed after the copy."""
+    def __init__(self, stream: torch.cuda.Stream, payload: torch.Tensor, blanks: Sequence[torch.Tensor] = ()) -> None:
+        """`payload` is the chunk object on the host. `blanks` are the parts of it that are zeroed after the copy."""
         # blocking: the waiting thread sleeps, where torch's default spins on a core that the engine needs
         self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
         self._payload = payload
-        self._blank = blank
+        self._blanks = blanks
 
     def wait(self) -> int:
         self.event.synchronize()
-        if self._blank is not None:
-            self._blank.zero_()
+        for blank in self._blanks:
+            blank.zero_()
         return checksum(self._payload.numpy().data)
 
 
@@ -236,9 +236,10 @@ class CudaPagedCopier(PagedCopier):
             self._out.stream.wait_stream(caller)
             self._out.mover.gather(placed, bounce)
             out.view(-1).copy_(bounce, non_blocking=out.is_pinned())
-            left_out = chunk.left_out(self.layout.block_size)
+            kept = chunk.kept(self.layout.block_size)
             pages = out.view(self.layout.planes, -1, self.layout.page_bytes)
-            return _Recorded(self._out.stream, out, pages[:, :left_out] if left_out else None)
+            blanks = [part for part in (pages[:, : kept.start], pages[:, kept.stop :]) if part.numel()]
+            return _Recorded(self._out.stream, out, blanks)
 
     def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
         chunk_blocks(chunk, source, self.layout)

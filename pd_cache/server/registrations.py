@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pd_cache.mover import ChunkRun
-from pd_cache.paged import plan
+from pd_cache.paged import leaving_out, plan
 from pd_cache.server.served_models import EngineGroup, Model, ServedModels
 from pd_cache.wire.channel import Incoming
 from pd_cache.wire.fence import FenceView
@@ -40,7 +40,7 @@ class Worker(NamedTuple):
         if len(request.blocks) != needed:
             raise RefusalError("invalid", f"{len(names)} chunks need {needed} blocks, got {len(request.blocks)}")
         try:
-            may_leave_out = isinstance(request, Retrieve) or self.model.keeps_tail
+            may_leave_out = leaving_out(loads=isinstance(request, Retrieve), keeps_tail=self.model.keeps_tail)
             chunks = plan(request.blocks, layout, database.chunk_size, may_leave_out=may_leave_out)
         except ValueError as error:
             raise RefusalError("invalid", str(error)) from None

@@ -92,6 +92,21 @@ def kept_layers(kv_cache_config: KVCacheConfig, draft: DraftLayers = NO_DRAFT) -
     return sorted(groups, key=lambda one: (one.drafts != "", one.kind != "full"))
 
 
+def own_hit(tokens: int, groups: Sequence[KeptLayers]) -> int:
+    """Returns the most tokens that vLLM's own prefix cache restores of a prompt of `tokens` tokens: whole blocks, without the last token.
+
+    A draft model that reads the next token costs a block more. With one of vLLM's groups, vLLM 0.32 drops the last block that it finds.
+    With several, it looks one block further in the draft model's group, and drops that (`find_longest_cache_hit` in
+    `v1/core/kv_cache_coordinator.py`).
+    """
+    unit = math.lcm(*(group.block_size for group in groups))
+    end = (tokens - 1) // unit * unit
+    dropped = {group.block_size for group in groups if group.ahead}
+    if len({group.number for group in groups}) == 1:
+        return max(0, end - sum(dropped))
+    return max(0, min([end, *((tokens // size - 1) * size // unit * unit for size in dropped)]))
+
+
 def layer_names(group: KeptLayers, kv_cache_config: KVCacheConfig, draft: DraftLayers) -> list[str]:
     """Returns the names of a group's layers."""
     names = kv_cache_config.kv_cache_groups[group.number].layer_names

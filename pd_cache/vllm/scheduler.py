@@ -19,7 +19,7 @@ from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, stride_hashes
-from pd_cache.vllm.layers import KeptLayers
+from pd_cache.vllm.layers import KeptLayers, own_hit
 from pd_cache.vllm.settings import Settings
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 
@@ -55,7 +55,7 @@ class _Proposal(NamedTuple):
     start: int
     """Tokens that the engine has at hand."""
     end: int
-    """A load can restore the prefix up to here."""
+    """The end of the last chunk that is loaded, whole or in part."""
     tokens: int
     """The number of tokens reported to vLLM."""
 
@@ -206,14 +206,15 @@ class SchedulerSide:
         # vLLM ends a step at this place, so that states can be stored there and kept in vLLM's own cache. It sets the field anew each time
         # it asks
         request.shared_prefix_boundary = max(request.shared_prefix_boundary, found.parting)
-        # one token is left to compute: its logits are needed
-        external = min(found.end, request.num_tokens - 1) - computed
+        loadable = self._loadable(request)
+        external = min(found.end, loadable) - computed
         if external <= 0:
             return 0, False
-        if not self._fits(request, found.end):
+        end = min(found.end, -(-loadable // self._chunk) * self._chunk)
+        if not self._fits(request, end):
             return self._wait_for_room(tracked), False
         tracked.no_room_since = None
-        tracked.load = _Proposal(computed, found.end, external)
+        tracked.load = _Proposal(computed, end, external)
         return external, self._options.load == "async"
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
@@ -486,7 +487,18 @@ class SchedulerSide:
         """Returns how many chunks are looked up. vLLM has to compute the last token, and some layers can be loaded only up to a chunk's
         end. If a group is ahead, a load leaves the last of these chunks to compute."""
         length: int = request.num_tokens
+        if self._options.recompute == "block":
+            return min(length // self._chunk, -(-self._loadable(request) // self._chunk) + self._ahead)
         return (length if self._divisible or self._ahead else length - 1) // self._chunk
+
+    def _loadable(self, request: Request) -> int:
+        """Returns how many of a request's tokens may be loaded at most. vLLM has to compute the last one: its logits are needed."""
+        length: int = request.num_tokens
+        if self._options.recompute == "token":
+            return length - 1
+        end = own_hit(length, self._layers)
+        # a window or a state can be restored only at a chunk's end
+        return end // self._chunk * self._chunk if any(self._tails) else end
 
     def _names(self, tracked: _Tracked, count: int) -> list[bytes]:
         """Returns the names of the request's first `count` chunks, or of fewer if it has fewer whole chunks."""
@@ -530,12 +542,14 @@ class SchedulerSide:
         per_chunk = self._chunk // group.block_size
         last = proposed.end // self._chunk
         first = max(proposed.start // self._chunk, last - tail) if tail else proposed.start // self._chunk
-        blocks = list(ids[group.number][first * per_chunk : last * per_chunk])
+        needed = -(-(proposed.start + proposed.tokens) // group.block_size)
+        blocks = list(ids[group.number][first * per_chunk : min(last * per_chunk, needed)])
         at_hand = min(len(blocks), max(0, proposed.start // group.block_size - first * per_chunk))
         while at_hand < len(blocks) and tail and blocks[at_hand] == self._null:
             at_hand += 1
         skipped = at_hand // per_chunk
         blocks = [-1] * (at_hand - skipped * per_chunk) + blocks[at_hand:]
+        blocks += [-1] * (last * per_chunk - needed)
         return GroupChunks(place, self._names_of(tracked, group, first + skipped, last), blocks)
 
     @property

@@ -16,7 +16,7 @@ class GroupChunks:
     names: list[bytes]
     """Names of the chunks, in order."""
     blocks: list[int]
-    """The blocks of those chunks. Blocks at the start that need not move are -1."""
+    """The blocks of those chunks. Blocks at the start that need not move are -1, and so are those behind a load's end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from pd_cache.checksum import checksum
 from pd_cache.errors import LayoutError
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.paged import ChunkSlots, open_copier
-from pd_cache.paged.base import plan_slots
+from pd_cache.paged.base import plan, plan_slots
 from tests.support.kv import KINDS_WITH_TOKENS, make_cache, token_view
 
 CHUNK = 8
@@ -206,6 +206,7 @@ def test_a_scatter_leaves_out_the_blocks_that_the_engine_has(
 
     for tail in (range(20, 24), range(23, 19, -1)):  # a whole block, and slots one by one
         (wanted,) = plan_slots(torch.tensor([-1] * 4 + list(tail)), layout, CHUNK, may_leave_out=True)
+        assert wanted.kept(4) == range(1, 2)
         assert copier.scatter(wanted, payload).wait() == checksum(payload.numpy().data)
         for now, was in zip(cache, before, strict=True):
             differs = now.view(torch.int16) != was.view(torch.int16)
@@ -216,6 +217,27 @@ def test_a_scatter_leaves_out_the_blocks_that_the_engine_has(
                 assert torch.equal(
                     token_view(now, layout.kind, slots[index], 4), token_view(was, layout.kind, 4 + index, 4)
                 )
+
+
+@pytest.mark.parametrize("step_bytes", [1, 1 << 20])
+def test_a_scatter_leaves_out_the_blocks_behind_a_loads_end(step_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pd_cache.paged.cpu._STEP_BYTES", step_bytes)
+    cache = make_cache()
+    layout = KVLayout.from_tensors(cache)
+    payload = torch.zeros(layout.chunk_bytes(CHUNK), dtype=torch.uint8)
+    copier = open_copier(cache, layout)
+    (source,) = plan([0, 1], layout, CHUNK)
+    copier.gather(source, payload).wait()
+    before = [tensor.clone() for tensor in cache]
+
+    (wanted,) = plan([5, -1], layout, CHUNK, may_leave_out="ends")
+    assert copier.scatter(wanted, payload).wait() == checksum(payload.numpy().data)
+    for now, was in zip(cache, before, strict=True):
+        differs = now.view(torch.int16) != was.view(torch.int16)
+        assert {int(block) for block in differs.flatten(1).any(dim=1).nonzero()} == {5}
+        assert torch.equal(now[5].view(torch.int16), was[0].view(torch.int16))
+    with pytest.raises(ValueError, match="values from -1"):
+        plan([5, -1], layout, CHUNK, may_leave_out="start")
 
 
 @pytest.mark.parametrize("slots", [[-1] * 2 + list(range(6)), [0, 1, 2, 3] + [-1] * 4, [-2] * 4 + [0, 1, 2, 3]])

@@ -107,14 +107,28 @@ def test_blocks_at_the_start_that_the_engine_holds_are_left_out_and_stay_as_they
         assert torch.equal(tensor[kept].view(torch.int16), old[kept].view(torch.int16))
 
 
+@pytest.mark.parametrize("left_out", [1, PER_CHUNK - 1])
+def test_blocks_behind_a_loads_end_are_left_out_and_stay_as_they_are(worker: Worker, left_out: int) -> None:
+    first, last = len(WHOLE), 2 * len(WHOLE)
+    blocks = [-1, *range(first + 1, last - left_out), *[-1] * left_out]
+    before = [tensor.clone() for tensor in worker.cache]
+    assert worker.move(Retrieve, blocks) == Loaded(3)
+    for token in range(BLOCK, len(TOKENS) - left_out * BLOCK):
+        assert holds_token(worker.cache, worker.layout, TOKENS[: token + 1], first * BLOCK + token)
+    for tensor, old in zip(worker.cache, before, strict=True):
+        for kept in (slice(first, first + 1), slice(last - left_out, last)):
+            assert torch.equal(tensor[kept].view(torch.int16), old[kept].view(torch.int16))
+
+
 @pytest.mark.parametrize(
     ("kind", "blocks", "message"),
     [
         (Store, [-1, *range(1, len(WHOLE))], "values from -1"),
+        (Store, [*range(1, len(WHOLE)), -1], "values from -1"),
         (Retrieve, [0, -1, *range(2, len(WHOLE))], "values from -1"),
         (Retrieve, [-1, -1, *range(BLOCKS - len(WHOLE) + 3, BLOCKS + 1)], f"to {BLOCKS}"),
     ],
-    ids=["a store leaves out none", "only at the start", "beyond the cache"],
+    ids=["a store leaves out none", "nor at the end", "only at the ends", "beyond the cache"],
 )
 def test_other_blocks_that_are_none_are_refused(worker: Worker, kind: Any, blocks: list[int], message: str) -> None:
     move = worker.client.move(kind, "", worker.names(), blocks, None, LATE_S)

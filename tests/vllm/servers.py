@@ -221,6 +221,10 @@ class Reference:
     def wait_ready(self) -> None:
         self._server()
 
+    def server(self) -> Server:
+        """The server itself, once it is ready."""
+        return self._server()
+
     def tokens(self, prompt: Sequence[int], max_tokens: int = 6) -> list[int]:
         key = (tuple(prompt), max_tokens)
         with self._lock:

@@ -20,6 +20,7 @@ from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
 from tests.vllm.servers import (
     ARGS,
+    BLOCK,
     CHUNK,
     ENV,
     PdCacheServer,
@@ -43,7 +44,7 @@ class Others(NamedTuple):
     weights: PdCacheServer
     """Serves another model of the same name."""
     tokens: PdCacheServer
-    """Names its chunks by tokens, as its cache server does."""
+    """Names its chunks by tokens, as its cache server does, and leaves to compute what vLLM's own prefix cache leaves."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,9 @@ def others(
     by_tokens = {"chunk_size": CHUNK, "hash_mode": "tokens"}
     files = (
         cluster_file(folder, vllm_pool, other, {node: {}}),
-        cluster_file(folder, vllm_pool, model, {node: {}}, mode="server", cache=by_tokens),
+        cluster_file(
+            folder, vllm_pool, model, {node: {}}, mode="server", cache=by_tokens, connector={"recompute": "block"}
+        ),
     )
     with running_all(*((file, (node,)) for file in files)) as servers:
         yield Others(*servers)
@@ -78,6 +81,26 @@ def test_token_mode(others: Others, plain: Reference, new_prompt: NewPrompt) -> 
         answer = server.complete(prompt, **({"cache_salt": salt} if salt else {}))
         assert (answer.cached, answer.tokens) == (cached, plain.tokens(prompt))
         wait_for(lambda: not server.blocks_in_use)
+
+
+def test_a_load_has_the_results_of_a_hit_in_vllms_own_cache_bit_for_bit(
+    others: Others, plain: Reference, new_prompt: NewPrompt
+) -> None:
+    """If both leave the same to compute. The second prompt ends behind its last whole chunk: another prompt with the same chunks, computed
+    in the same pieces, leaves vLLM's own cache with just these."""
+    server, own = others.tokens, plain.server()
+    whole, longer = new_prompt(8 * CHUNK), new_prompt(LENGTH)
+    for prompt, before, left in (
+        (whole, whole, BLOCK),
+        (longer, longer[:WHOLE] + new_prompt(LENGTH - WHOLE), LENGTH - WHOLE),
+    ):
+        server.complete(prompt, 1)
+        wait_for(lambda: not server.blocks_in_use)
+        server.forget_prefixes()
+        own.complete(before, 1)
+        loaded, hit = (one.complete(prompt, 16, logprobs=2) for one in (server, own))
+        assert (loaded.cached, hit.cached) == (len(prompt) - left, len(prompt) - left)
+        assert (loaded.tokens, loaded.logprobs, loaded.seconds_best) == (hit.tokens, hit.logprobs, hit.seconds_best)
 
 
 def test_what_cannot_work_is_refused_at_start_with_the_reason(model: Path, vllm_pool: Pool, tmp_path: Path) -> None:

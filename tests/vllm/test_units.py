@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -454,6 +455,44 @@ def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(shape: list[tuple
         }
         _, length = theirs.find_longest_cache_hit(hashes, chunks * chunk, ExternalCachedBlockPool(16, exists))
         assert ours.reach([one for part in there for one in part]).chunks * chunk == length
+
+
+@pytest.mark.parametrize("shape", [*HITS, [("draft", 16, 0)]])
+def test_what_vllms_own_cache_leaves_of_a_prompt_is_known(shape: list[tuple[str, int, int]]) -> None:
+    """`connector.recompute: block` leaves as much. A coordinator of vLLM that has every block is asked."""
+    from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    from pd_cache.vllm.layers import KeptLayers, own_hit
+
+    specs = [further_spec(kind, size, window) for kind, size, window in shape]
+    kinds = [kind for kind, _, _ in shape]
+    groups = [KVCacheGroupSpec([str(at)], spec, is_eagle_group=kinds[at] == "draft") for at, spec in enumerate(specs)]
+    sizes = [size for _, size, _ in shape]
+    hashed = math.gcd(*sizes)
+    theirs = get_kv_cache_coordinator(
+        KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups),
+        max_model_len=4096,
+        max_in_flight_tokens=256,
+        use_eagle="draft" in kinds,
+        enable_caching=True,
+        enable_kv_cache_events=False,
+        dcp_world_size=1,
+        pcp_world_size=1,
+        scheduler_block_size=math.lcm(*sizes),
+        hash_block_size=hashed,
+        allow_partial_hash_hits=False,
+    )
+    every: Any = lambda value, groups: [theirs.block_pool.null_block] * len(groups)  # noqa: E731
+    theirs.block_pool.get_cached_block = every
+    kept: Any = [
+        KeptLayers(at, size, "full", drafts="next") if kind == "draft" else KeptLayers(at, size, kind, window)  # type: ignore[arg-type]
+        for at, (kind, size, window) in enumerate(shape)
+    ]
+    for tokens in range(1, 4 * math.lcm(*sizes) + 2):
+        hashes: Any = [bytes(32)] * (tokens // hashed)
+        _, length, _ = theirs.find_longest_cache_hit(hashes, tokens - 1)
+        assert own_hit(tokens, kept) == length, tokens
 
 
 @pytest.mark.parametrize(

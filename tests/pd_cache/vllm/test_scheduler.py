@@ -52,6 +52,44 @@ def test_the_last_token_is_left_to_compute() -> None:
     assert len(load.parts[0].names) == 2, "the chunk is loaded whole"
 
 
+@pytest.mark.parametrize(
+    ("length", "loaded", "blocks"),
+    [
+        (3 * CHUNK, 3 * CHUNK - BLOCK, [10, 11, 12, 13, 14, -1]),
+        (3 * CHUNK + 1, 3 * CHUNK, [10, 11, 12, 13, 14, 15]),
+        (2 * CHUNK + BLOCK, 2 * CHUNK, [10, 11, 12, 13]),
+    ],
+    ids=["a block is left", "a token is left anyway", "the pool has whole chunks only"],
+)
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_if_wanted_a_full_hit_leaves_what_vllms_own_cache_leaves(
+    load: str, length: int, loaded: int, blocks: list[int]
+) -> None:
+    scene, request = Scene(recompute="block", load=load), Request("a", PROMPT[:length])
+    assert hit(scene, request, 3) == (loaded, load == "async")
+    (op,) = scene.step().loads
+    assert op.parts == [GroupChunks(0, scene.names(request), blocks)], "a block behind the load's end is not touched"
+    request.num_computed_tokens = loaded
+    assert scene.step(a=length - loaded).stores == [], "the chunk that was loaded in part is in the pool"
+
+
+def test_what_vllm_holds_and_what_it_would_leave_can_be_in_one_chunk() -> None:
+    scene, request = Scene(recompute="block"), Request("a", PROMPT[: 2 * CHUNK])
+    scene.lookups.there = set(scene.names(request))
+    assert scene.side.matched_tokens(request, 2 * CHUNK - BLOCK) == (0, False)  # type: ignore[arg-type]
+    assert scene.side.matched_tokens(request, CHUNK) == (CHUNK - BLOCK, True)  # type: ignore[arg-type]
+
+
+def test_a_hand_off_is_waited_for_only_up_to_what_vllms_own_cache_leaves() -> None:
+    state = KeptLayers(1, CHUNK, "state")
+    scene = Scene(recompute="block", layers=[KeptLayers(0, BLOCK), state])
+    request = Request("a", PROMPT[: 2 * CHUNK], announced(2 * CHUNK))
+    assert scene.side.matched_tokens(request, 0) == (None, False)  # type: ignore[arg-type]
+    scene.lookups.there = set(scene.names(request)[:1])
+    scene.clock.now += 1
+    assert scene.side.matched_tokens(request, 0) == (CHUNK, True)  # type: ignore[arg-type]
+
+
 def test_blocks_that_vllm_holds_are_left_out_of_a_load() -> None:
     scene, request = Scene(), Request("a", PROMPT)
     scene.lookups.there = set(scene.names(request))
@@ -283,6 +321,17 @@ def test_a_load_of_windows_or_states_only_fails_as_a_whole_because_a_part_of_one
     assert load.blocks == []
 
 
+def test_a_window_is_restored_at_a_chunks_end_also_if_vllms_own_cache_leaves_less() -> None:
+    scene, request = Scene(layers=[FULL, WINDOW], recompute="block"), Request("a", PROMPT[: 3 * CHUNK])
+    scene.lookups.there = set(scene.names(request))
+    assert scene.side.matched_tokens(request, 0) == (2 * CHUNK, True)  # type: ignore[arg-type]
+    blocks = in_groups(scene, request, [0, 0, 32, 33], [10, 11, 12, 13])
+    scene.side.allocated(request, blocks, 2 * CHUNK)  # type: ignore[arg-type]
+    (load,) = scene.step().loads
+    names = scene.names(request)
+    assert load.parts == [GroupChunks(0, names[:2], [10, 11, 12, 13]), GroupChunks(1, names[1:2], [32, 33])]
+
+
 def test_of_states_the_last_is_loaded_and_a_token_is_left_to_compute() -> None:
     scene, request = (
         Scene(layers=[KeptLayers(0, BLOCK), KeptLayers(1, CHUNK, "state")]),
@@ -474,6 +523,15 @@ def test_of_a_draft_model_a_load_takes_each_chunk_by_the_name_of_the_next_and_le
     assert [store.chunks for store in scene.step(a=CHUNK).stores] == [GroupChunks(0, names[2:], [14, 15])], (
         "what was loaded is not stored again"
     )
+
+
+def test_a_draft_model_costs_the_block_that_it_costs_in_vllms_own_cache() -> None:
+    drafts = KeptLayers(0, CHUNK, drafts="next")
+    scene = Scene(layers=[KeptLayers(0, CHUNK), drafts], recompute="block")
+    for length, loaded in ((3 * CHUNK, CHUNK), (3 * CHUNK + 1, 2 * CHUNK)):
+        request = Request(f"{length}", PROMPT[:length])
+        scene.lookups.there = set(scene.names(request))
+        assert scene.side.matched_tokens(request, 0) == (loaded, True), length  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("store_generated", [False, True])
