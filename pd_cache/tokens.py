@@ -36,7 +36,7 @@ Tokens = Union["torch.Tensor", Sequence[int]]
 """Token ids: a list, a tuple, an `array`, or a 1-D integer tensor. Each must fit an int32."""
 
 ExtraKey = str | bytes | int
-"""One part of a request's isolation: its cache_salt, LoRA name, multi-modal hash."""
+"""One part of a request's isolation: its cache_salt, digest of its LoRA adapter, multi-modal hash."""
 
 
 def salt_keys(cache_salt: str | None) -> tuple[ExtraKey, ...]:
@@ -187,6 +187,11 @@ def stride_hashes(block_hashes: Sequence[bytes], blocks_per_chunk: int) -> list[
     if any(not isinstance(value, bytes) or len(value) < 8 for value in hashes):
         raise ValueError("block hashes must be bytes, at least 8 of them each")
     return [value[:HASH_BYTES] for value in hashes]
+
+
+def fold_names(names: Iterable[bytes], identity: bytes) -> list[bytes]:
+    """Returns names that also depend on `identity`, 1 to 64 bytes: equal if and only if both the name and the identity are."""
+    return [hashlib.blake2b(name, key=identity, digest_size=HASH_BYTES).digest() for name in names]
 
 
 def check_names(names: Sequence[bytes]) -> None:

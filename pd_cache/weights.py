@@ -1,9 +1,9 @@
-"""A digest of a model's folder, which distinguishes two models of the same name, shape and size. It does nothing but read files.
+"""Digests of a model's folder and of a LoRA adapter's, which distinguish two of the same name, shape and size. Does nothing but read files.
 
-The digest covers config.json whole, and samples of the weight files, which may be hundreds of gigabytes. For a safetensors file the
+A model's digest covers config.json whole, and samples of the weight files, which may be hundreds of gigabytes. For a safetensors file the
 samples are the whole header and four places in every tensor, so that a fine-tune that changed a single matrix differs. For other formats
 they are 256 places in the file. Files that differ only in a few scattered numbers may get the same digest: give such models a revision of
-their own (`connector.revision`).
+their own (`connector.revision`). An adapter's files are small, and are read whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from pd_cache.decoding import decode_json
 from pd_cache.errors import PdCacheError
@@ -25,8 +25,22 @@ _LONGEST_HEADER = 100 << 20
 """Bytes of a safetensors file's header: the format's own limit."""
 
 
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_FILES = tuple(f"adapter_model.{kind}" for kind in ("safetensors", "bin", "pt"))
+_READ = 1 << 20
+
+
 class WeightsError(PdCacheError):
-    """A folder without a model whose weights can be distinguished from others."""
+    """A folder without a model or an adapter whose weights can be distinguished from others."""
+
+
+class FileStamp(NamedTuple):
+    """By what a file that was written again is recognised without reading it."""
+
+    name: str
+    inode: int
+    size: int
+    changed_ns: int
 
 
 def weights_digest(folder: Path) -> str:
@@ -45,6 +59,36 @@ def weights_digest(folder: Path) -> str:
                 opened.seek(start)
                 digest.update(opened.read(length))
     return digest.hexdigest()[:32]
+
+
+def adapter_digest(folder: Path) -> str:
+    """Returns 32 hex digits that differ between LoRA adapters of different weights or configuration. Reads the adapter's files whole.
+
+    Raises WeightsError if the folder holds no adapter, and OSError if a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file in _adapter_files(folder):
+        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as opened:
+            while part := opened.read(_READ):
+                digest.update(part)
+    return digest.hexdigest()[:32]
+
+
+def adapter_stamps(folder: Path) -> tuple[FileStamp, ...]:
+    """Returns the stamps of the files that `adapter_digest` reads. Raises the same errors."""
+    found = ((file.name, file.stat()) for file in _adapter_files(folder))
+    return tuple(FileStamp(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+def _adapter_files(folder: Path) -> list[Path]:
+    """Returns the files that an engine loads of an adapter. Raises WeightsError if there are none."""
+    config, weights = folder / _ADAPTER_CONFIG, [folder / name for name in _ADAPTER_FILES]
+    files = [file for file in weights if file.is_file()]
+    if not config.is_file() or not files:
+        lacking = "weight files" if config.is_file() else _ADAPTER_CONFIG
+        raise WeightsError(f"{folder} is no folder of a LoRA adapter: it has no {lacking}")
+    return [config, *files]
 
 
 def _places(opened: BinaryIO, file: Path, size: int) -> Iterator[tuple[int, int]]:

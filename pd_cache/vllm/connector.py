@@ -47,6 +47,7 @@ from pd_cache.errors import ConfigError, UnsupportedModelError
 from pd_cache.layout import PageKind
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
 from pd_cache.metrics import CacheMetrics
+from pd_cache.vllm.adapters import Adapters
 from pd_cache.vllm.cache import WorkerCache, WorkerGroup, engine_name, open_cache
 from pd_cache.vllm.compat import check_version
 from pd_cache.vllm.connector_messages import Handshake, StepMetadata, WorkerReport
@@ -63,6 +64,7 @@ from pd_cache.vllm.layers import (
 )
 from pd_cache.vllm.model import (
     RankPart,
+    adapter_settings,
     check_supported,
     draft_layers,
     drafted_up_to,
@@ -144,6 +146,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 drafted_up_to=drafted_up_to(vllm_config),
                 ranks=vllm_config.parallel_config.world_size,
                 describe=describe if wanted else None,
+                adapters=Adapters(adapter_settings(vllm_config)),
                 metrics=self._metrics,
             )
 

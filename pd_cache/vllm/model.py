@@ -194,6 +194,19 @@ def drafter_identity(vllm_config: VllmConfig, revision: str) -> str:
     return _identifier(model, described, model.hf_config.to_dict())
 
 
+def adapter_settings(vllm_config: VllmConfig) -> str:
+    """Returns what, of the engine's settings, changes the KV that it computes with a LoRA adapter."""
+    lora = vllm_config.lora_config
+    if lora is None:
+        return ""
+    described = {
+        "dtype": str(lora.lora_dtype),
+        "modules": sorted(lora.target_modules or ()),
+        "towers": lora.enable_tower_connector_lora,
+    }
+    return json.dumps(described, sort_keys=True)
+
+
 def _identifier(model: ModelConfig, described: dict[str, Any], effective: dict[str, Any]) -> str:
     if any(kind in json.dumps(effective, default=str) for kind in ("longrope", "dynamic")):
         described["max_model_len"] = model.max_model_len  # such a model chooses its rotary embeddings by this length

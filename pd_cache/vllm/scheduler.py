@@ -18,7 +18,8 @@ from pd_cache.epochs import FIRST
 from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read_params, write_params
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, stride_hashes
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, fold_names, root, stride_hashes
+from pd_cache.vllm.adapters import Adapter, Adapters
 from pd_cache.vllm.layers import KeptLayers, own_hit
 from pd_cache.vllm.settings import Settings
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
@@ -63,8 +64,14 @@ class _Proposal(NamedTuple):
 class _Tracked:
     """What is known of one request."""
 
-    def __init__(self, request: Request, handoff: Handoff, arrived: float) -> None:
+    def __init__(self, request: Request, handoff: Handoff, arrived: float, adapter: Adapter | None) -> None:
         self.request = request
+        self.adapter = adapter
+        """Its LoRA adapter, if it has one."""
+        self.identity = b""
+        """The digest of its adapter, once it is known: the names of its chunks depend on it."""
+        self.refused = False
+        """Whether it was counted that the adapter cannot be identified."""
         self.handoff = handoff
         self.arrived = arrived
         self.names: list[bytes] = []
@@ -116,12 +123,14 @@ class SchedulerSide:
         drafted_up_to: int | None = None,
         ranks: int,
         describe: Describe | None,
+        adapters: Adapters,
         metrics: CacheMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`stores` is false for a consumer. `layers` is what `kept_layers` returns. `hash_block_size` is the number of tokens of each of a
         request's block hashes. `retention` is vLLM's `prefix_cache_retention_interval`. `drafted_up_to` is the most tokens that any request
-        of a step may have if the draft model is to run in that step. `describe` is None if the engine's KV events are off."""
+        of a step may have if the draft model is to run in that step. `describe` is None if the engine's KV events are off. This closes
+        `adapters`."""
         self._clock = clock
         self._settings = settings
         self._options = settings.connector
@@ -134,6 +143,7 @@ class SchedulerSide:
         """Whether vLLM has skipped the draft model in a step, so that blocks of vLLM's own cache may lack the draft model's KV."""
         self._ranks = ranks
         self._describe = describe
+        self._adapters = adapters
         self.metrics = metrics
         self._chunk = settings.node.cache.chunk_tokens
         self._tails = [group.tail(self._chunk) for group in layers]
@@ -180,7 +190,8 @@ class SchedulerSide:
         self._manager = manager
 
     def close(self) -> None:
-        """Closes the lookup client. Idempotent."""
+        """Closes the lookup client and the adapters. Idempotent."""
+        self._adapters.close()
         lookup, self._lookup = self._lookup, None
         if lookup is not None:
             lookup.close()
@@ -195,7 +206,7 @@ class SchedulerSide:
         self._holding.pop(request.request_id, None)  # vLLM asks only for requests without blocks
         tracked.at_hand = computed
         self._note_outdated(tracked)
-        if self._lookup is None or not tracked.may_load or not self._nameable(request):
+        if self._lookup is None or not tracked.may_load or not self._nameable(tracked):
             return 0, False
         if self._reset_due is not None and (self._clock() < self._reset_due or not self.reset()):
             return 0, False
@@ -298,13 +309,16 @@ class SchedulerSide:
             self._lookup.end(request.request_id)
         if not tracked.handoff.announce:
             return None
-        computed = min(computed, request.num_prompt_tokens)
+        chunks = max(0, min(computed, request.num_prompt_tokens) // self._chunk - self._ahead) if self._stores else 0
+        if tracked.adapter is not None:  # nothing was stored before its digest was known
+            chunks = min(chunks, tracked.planned.get(0, 0))
         cached = request.prefill_stats.num_cached_tokens if request.prefill_stats is not None else tracked.loaded
         return write_params(
             Announcement(
-                prefix_tokens=max(0, computed // self._chunk - self._ahead) * self._chunk if self._stores else 0,
+                prefix_tokens=chunks * self._chunk,
                 namespace=self._namespaces[0],
                 further=self._namespaces[1:],
+                adapter=self._adapter_tag(tracked),
                 prefill=PrefillWork(cached, max(0, request.num_prompt_tokens - cached)),
             )
         )
@@ -392,14 +406,28 @@ class SchedulerSide:
             except BadParams as error:
                 self.metrics.trouble("lookup", "bad_handoff", detail=str(error))
                 handoff = Handoff()
-            tracked = self._requests[request.request_id] = _Tracked(request, handoff, self._clock())
+            lora = request.lora_request
+            adapter = None if lora is None else self._adapters.of(lora.lora_name, lora.lora_path)
+            tracked = self._requests[request.request_id] = _Tracked(request, handoff, self._clock(), adapter)
         return tracked
 
-    def _nameable(self, request: Request) -> bool:
-        """Returns whether the request's chunks can be named: a prompt of embeddings has no tokens to hash."""
-        if request.skip_reading_prefix_cache:
+    def _nameable(self, tracked: _Tracked) -> bool:
+        """Returns whether the request may load, and its chunks can be named."""
+        return not tracked.request.skip_reading_prefix_cache and self._distinguishes(tracked)
+
+    def _distinguishes(self, tracked: _Tracked) -> bool:
+        """Returns whether the request's chunks can be named. A prompt of embeddings has no tokens to hash, and without its digest an adapter
+        could be taken for another. Counts a request without a digest once."""
+        adapter = tracked.adapter
+        if adapter is not None and not (digest := adapter.digest):
+            if not tracked.refused:
+                tracked.refused = True
+                detail = f"adapter {adapter.name!r}: {adapter.detail or 'its files are still being read'}"
+                self.metrics.trouble("lookup", adapter.why, detail=detail)
             return False
-        return not self._token_mode or request.prompt_embeds is None
+        if adapter is not None:
+            tracked.identity = digest
+        return not self._token_mode or tracked.request.prompt_embeds is None
 
     def _find(self, tracked: _Tracked, lookup: LookupClient, computed: int) -> _FoundPrefix | None:
         """Returns the answer to the request's one lookup; None while the request still waits for an announced prefix."""
@@ -480,8 +508,20 @@ class SchedulerSide:
             )
             tracked.handoff = Handoff(tracked.handoff.announce)
             return 0
+        if announced.adapter and announced.adapter != self._adapter_tag(tracked):
+            self.metrics.trouble("lookup", "other_adapter", detail="a prefill node computed with another LoRA adapter")
+            tracked.handoff = Handoff(tracked.handoff.announce)
+            return 0
         most = self._most_chunks(tracked.request) - self._ahead
         return max(0, min(announced.prefix_tokens // self._chunk, most)) * self._chunk
+
+    def _adapter_tag(self, tracked: _Tracked) -> str:
+        """Returns what distinguishes the names of chunks of the request's adapter from those of others; empty without an adapter."""
+        adapter = tracked.adapter
+        if adapter is None or not tracked.identity:
+            return ""
+        named = () if self._token_mode else (adapter.name, adapter.path)  # vLLM's hashes take these in
+        return root((tracked.identity, *named)).hex()
 
     def _most_chunks(self, request: Request) -> int:
         """Returns how many chunks are looked up. vLLM has to compute the last token, and some layers can be loaded only up to a chunk's
@@ -506,11 +546,13 @@ class SchedulerSide:
         names, request = tracked.names, tracked.request
         if len(names) < count:
             if self._token_mode:
-                tracked.names = names = self._database.hash_tokens(list(request.all_token_ids), _isolation(request))
+                tracked.names = names = self._database.hash_tokens(list(request.all_token_ids), _isolation(tracked))
             else:
                 stride = self._chunk // self._hash_block_size
                 new = request.block_hashes[len(names) * stride : count * stride]
-                names += stride_hashes(new, stride)
+                further = stride_hashes(new, stride)
+                # vLLM's hashes take in the adapter's name and path, and not its weights
+                names += fold_names(further, tracked.identity) if tracked.identity else further
         return names[:count]
 
     def _names_of(self, tracked: _Tracked, group: KeptLayers, first: int, last: int) -> list[bytes]:
@@ -583,12 +625,11 @@ class SchedulerSide:
         return ops
 
     def _may_store(self, tracked: _Tracked) -> bool:
-        request = tracked.request
         if not self._stores or self._database is None:
             return False
-        if self._reset_due is not None or request.request_id in self._outdated:
+        if self._reset_due is not None or tracked.request.request_id in self._outdated:
             return False
-        return not (self._token_mode and request.prompt_embeds is not None)
+        return self._distinguishes(tracked)
 
     def _wanted(self, tracked: _Tracked, place: int, first: int, last: int) -> list[range]:
         """Returns which of the chunks from `first` to before `last` a load could need of a layer group, in runs."""
@@ -695,13 +736,14 @@ class SchedulerSide:
                 tracked.found = _FoundPrefix(tracked.found.start, end)  # useful if the request is preempted
 
 
-def _isolation(request: Request) -> tuple[ExtraKey, ...]:
+def _isolation(tracked: _Tracked) -> tuple[ExtraKey, ...]:
     """Returns, for token mode, what keeps a request's chunks apart from those of other requests with the same tokens."""
     parts: list[ExtraKey] = []
+    request = tracked.request
     if request.cache_salt:
         parts += ["salt", request.cache_salt]
-    if request.lora_request is not None:
-        parts += ["lora", request.lora_request.name]
+    if tracked.identity:
+        parts += ["lora", tracked.identity]
     for feature in request.mm_features:
         parts += ["mm", feature.identifier, feature.mm_position.offset]
     return tuple(parts)

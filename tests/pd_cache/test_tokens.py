@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cache.config import CacheConfig
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, Namespace, token_bytes
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, Namespace, check_names, fold_names, token_bytes
 
 BASE = {
     "model": "m@1",
@@ -196,3 +196,11 @@ def test_metadata_and_cache_settings_make_the_namespace() -> None:
 def test_metadata_within_a_namespace_gives_that_namespace(shards: int) -> None:
     space = database(shards=shards).namespace
     assert CacheMetadata.within(space).namespace(CacheConfig(chunk_size=space.chunk_size)) == space
+
+
+@given(names=st.lists(st.binary(min_size=8, max_size=16), max_size=5), identity=st.binary(min_size=1, max_size=64))
+def test_a_folded_name_is_a_name_that_says_which_identity_it_is_of(names: list[bytes], identity: bytes) -> None:
+    folded = fold_names(names, identity)
+    check_names(folded)
+    assert len(set(folded)) == len(set(names))
+    assert not set(folded) & set(fold_names(names, identity[:-1] + bytes([identity[-1] ^ 1])))

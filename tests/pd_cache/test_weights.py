@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pd_cache.weights import WeightsError, weights_digest
+from pd_cache.weights import WeightsError, adapter_digest, adapter_stamps, weights_digest
 
 TENSOR = 300_000
 """Bytes: far more than what is sampled of it."""
@@ -79,3 +80,23 @@ def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "b" / "config.json").write_text("{}")
     with pytest.raises(WeightsError, match="no weight files"):
         weights_digest(tmp_path / "b")
+
+
+def test_every_byte_of_an_adapter_counts_and_no_other_file(tmp_path: Path) -> None:
+    tensors = [bytes(TENSOR), bytes(TENSOR)]
+    write_model(tmp_path, tensors, name="adapter_model.safetensors")
+    with pytest.raises(WeightsError, match=r"no adapter_config\.json"):
+        adapter_digest(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    base, stamps = adapter_digest(tmp_path), adapter_stamps(tmp_path)
+    (tmp_path / "optimizer.pt").write_bytes(b"state")
+    assert (adapter_digest(tmp_path), adapter_stamps(tmp_path)) == (base, stamps)
+    changed = bytearray(tensors[1])
+    changed[TENSOR // 3] = 1
+    write_model(tmp_path, [tensors[0], bytes(changed)], name="adapter_model.safetensors")
+    os.utime(tmp_path / "adapter_model.safetensors", ns=(1, 1))
+    assert adapter_digest(tmp_path) != base
+    assert adapter_stamps(tmp_path) != stamps
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(WeightsError, match="no weight files"):
+        adapter_stamps(tmp_path)

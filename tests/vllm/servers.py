@@ -35,6 +35,7 @@ ENV = {
     # costs a third of the processor time that a server takes to get ready
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "MC_LOG_LEVEL": "ERROR",
 }
@@ -138,6 +139,12 @@ class Server:
     def reload_weights(self, folder: Path) -> None:
         """Replaces the model's weights while it runs."""
         self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Serve a LoRA adapter under this name."""
+        body = {"lora_name": name, "lora_path": str(folder)}
+        with urllib.request.urlopen(self._request("/v1/load_lora_adapter", body), timeout=120) as answer:
+            assert answer.status == 200
 
     def health(self) -> dict[str, Any]:
         """What it tells of itself."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from pd_cache.cluster import CacheServerNode, load_config
+from tests.support.adapter import write_adapter
 from tests.support.pool import Node, Pool
 from tests.support.waiting import wait_for
 from tests.vllm.servers import (
@@ -55,7 +56,7 @@ def server_of(file: Path) -> tuple[str, str]:
 
 
 class Sharing(NamedTuple):
-    """Two engines of a host, and the cache server between them, which has memory of its own."""
+    """Two engines of a host, and the cache server between them, which has memory of its own. The engines serve adapters."""
 
     file: Path
     cache: Node
@@ -69,9 +70,10 @@ def sharing(
     model: Path, vllm_pool: Pool, plain: Reference, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Sharing]:
     folder = tmp_path_factory.mktemp("sharing")
-    file = cluster_file(folder, vllm_pool, model, {"decode-0": {}}, mode="server", cache=TIERS)
+    args = {"enable-lora": True}
+    file = cluster_file(folder, vllm_pool, model, {"decode-0": {}}, mode="server", cache=TIERS, args=args)
     flag = connector("kv_both", mode="server", server_url=server_of(file)[0])
-    with cache_server(file) as cache, begun(by_hand(model, flag)) as server:
+    with cache_server(file) as cache, begun(by_hand(model, flag, "--enable-lora")) as server:
         launched = PdCacheServer("decode-0", file)
         try:
             launched.wait_ready()
@@ -99,6 +101,55 @@ def test_an_engines_hit_on_what_another_has_computed_comes_from_the_servers_memo
     assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
     assert metric_at(metrics, "pd_cache_tier_hits_total", tier="local") == before["local"] + WHOLE // CHUNK
     assert metric_at(metrics, "pd_cache_tier_hits_total", tier="mooncake") == before["mooncake"]
+
+
+def identified(server: Server, adapter: str, new_prompt: NewPrompt) -> None:
+    """Waits until the server knows an adapter's digest. Until then each request with it is counted."""
+
+    def uncounted() -> bool:
+        before = server.metric("vllm:pd_cache_troubles_total", op="lookup")
+        server.complete(new_prompt(CHUNK), 1, model=adapter)
+        wait_for(lambda: not server.blocks_in_use)
+        return server.metric("vllm:pd_cache_troubles_total", op="lookup") == before
+
+    wait_for(uncounted, what=f"the digest of {adapter}")
+
+
+def test_adapters_of_one_name_and_path_share_if_their_weights_are_the_same(
+    sharing: Sharing, model: Path, new_prompt: NewPrompt, tmp_path: Path
+) -> None:
+    """The files are written again between the two loads, as if each engine had a machine of its own."""
+    first, second, prompt = sharing.by_hand, sharing.launched, new_prompt(LENGTH)
+    plain = first.complete(prompt)
+    tokens = []
+    for name, other_seed, cached in (("same", 1, WHOLE), ("other", 2, 0)):
+        folder = write_adapter(tmp_path / name, model, seed=1)
+        first.load_adapter(name, folder)
+        identified(first, name, new_prompt)
+        answer = first.complete(prompt, model=name)
+        assert answer.cached == 0, "neither the model's KV nor, in vLLM's own hashes, that of another name"
+        wait_for(lambda: not first.blocks_in_use)
+
+        write_adapter(folder, model, seed=other_seed)
+        second.load_adapter(name, folder)
+        identified(second, name, new_prompt)
+        again = second.complete(prompt, model=name)
+        assert again.cached == cached
+        assert (again.tokens == answer.tokens) == bool(cached), "a node computes with the weights that it has loaded"
+        tokens.append(answer.tokens)
+    assert tokens[0] == tokens[1] != plain.tokens
+
+    write_adapter(tmp_path / "same", model, seed=3)
+    first.forget_prefixes()
+    known = first.metric("vllm:pd_cache_troubles_total", op="lookup", reason="adapter_changed")
+
+    def changed() -> bool:
+        """The files are looked at while the first request after the change computes."""
+        first.complete(new_prompt(CHUNK), 1, model="same")
+        return first.metric("vllm:pd_cache_troubles_total", op="lookup", reason="adapter_changed") > known
+
+    wait_for(changed, what="the change of the adapter's files is found out")
+    assert first.complete(prompt, model="same").cached == 0
 
 
 def test_the_server_is_killed_and_comes_back_and_no_engine_is_restarted(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,6 +15,7 @@ from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, LayerGroup
+from pd_cache.vllm.adapters import Adapters
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings
@@ -55,6 +56,7 @@ class Request:
     prefill_stats: Any = None
     mm_features: list[Any] = field(default_factory=list)
     shared_prefix_boundary: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prompt_tokens or len(self.all_token_ids)
@@ -174,14 +176,16 @@ class Scene:
         layers: Sequence[KeptLayers] = (KeptLayers(0, BLOCK),),
         retention: int | None = 0,
         drafted_up_to: int | None = None,
+        hash_mode: Literal["tokens", "blocks"] = "tokens",
         **connector: Any,
     ) -> None:
         self.clock = Clock()
         self.metrics = CacheMetrics()
         self.manager = Manager()
         self.lookups = Lookups(self.metrics)
-        node = NodeSettings(master="127.0.0.1:1", cache=CacheConfig(chunk_size=CHUNK, hash_mode="tokens"))
+        node = NodeSettings(master="127.0.0.1:1", cache=CacheConfig(chunk_size=CHUNK, hash_mode=hash_mode))
         settings = Settings(node=node, connector=ConnectorConfig(**connector), handoff_wait_s=wait_s, shards=0)
+        self.adapters = Adapters()
         self.side = SchedulerSide(
             settings,
             stores=stores,
@@ -191,6 +195,7 @@ class Scene:
             drafted_up_to=drafted_up_to,
             ranks=ranks,
             describe=lambda request, first, last: [(request.request_id, chunk) for chunk in range(first, last)],  # type: ignore[misc]
+            adapters=self.adapters,
             metrics=self.metrics,
             clock=self.clock,
         )

@@ -1,0 +1,235 @@
+"""Which adapters can be told from others, by real files in real folders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pd_cache.vllm import adapters as module
+from pd_cache.vllm.adapters import Adapter, Adapters
+from tests.pd_cache.vllm.histories import CHUNK, Request, Scene
+from tests.support.waiting import wait_for
+
+PROMPT = list(range(3 * CHUNK + 3))
+
+
+@pytest.fixture
+def adapters() -> Iterator[Adapters]:
+    opened = Adapters()
+    yield opened
+    opened.close()
+
+
+def write_adapter(folder: Path, weights: bytes = b"weights", config: str = "{}") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(config)
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return folder
+
+
+def known(adapters: Adapters, folder: Path | str, name: str = "a") -> Adapter:
+    """What is known of an adapter once its files have been looked at."""
+    adapter = adapters.of(name, str(folder))
+    wait_for(lambda: not adapter.checking)
+    return adapter
+
+
+def test_an_adapter_is_its_weights_and_its_configuration_and_no_name(adapters: Adapters, tmp_path: Path) -> None:
+    one = known(adapters, write_adapter(tmp_path / "one")).digest
+    assert one
+    assert known(adapters, write_adapter(tmp_path / "copy"), name="b").digest == one
+    assert known(adapters, write_adapter(tmp_path / "weights", b"other weights")).digest not in (one, b"")
+    assert known(adapters, write_adapter(tmp_path / "config", config='{"r": 8}')).digest not in (one, b"")
+    served = Adapters("in another dtype")
+    assert known(served, tmp_path / "one").digest not in (one, b"")
+    served.close()
+
+
+def test_what_lies_beside_the_files_that_vllm_loads_does_not_count(adapters: Adapters, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "one")
+    digest = known(adapters, folder).digest
+    (folder / "optimizer.pt").write_bytes(b"state")
+    assert known(adapters, folder).digest == digest
+
+
+def test_what_is_no_folder_of_an_adapter_is_refused_in_words_until_it_is_one(
+    adapters: Adapters, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    adapter = known(adapters, folder)
+    assert (adapter.digest, adapter.why) == (b"", "adapter_unreadable")
+    assert "has no adapter_config.json" in adapter.detail
+    assert "no folder of a LoRA adapter" in known(adapters, "somebody/adapter").detail
+    write_adapter(folder)
+    assert known(adapters, folder).digest
+
+
+def test_files_that_were_replaced_while_vllm_runs_are_trusted_no_more(adapters: Adapters, tmp_path: Path) -> None:
+    """vLLM may still compute with the old ones, and its own prefix cache still has what they computed."""
+    folder = write_adapter(tmp_path / "adapter")
+    before = known(adapters, folder).digest
+    shutil.copytree(folder, tmp_path / "copy")
+    write_adapter(folder, b"other weights")
+    adapter = known(adapters, folder)
+    assert (adapter.digest, adapter.why) == (b"", "adapter_changed")
+    write_adapter(folder)
+    assert known(adapters, folder).digest == b"", "whatever they are now"
+    assert known(adapters, tmp_path / "copy").digest == before
+
+
+def test_files_that_are_gone_were_not_replaced(adapters: Adapters, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter")
+    digest = known(adapters, folder).digest
+    shutil.rmtree(folder)
+    assert known(adapters, folder).digest == digest
+
+
+def test_the_one_that_was_not_used_for_longest_is_forgotten(
+    adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST", 2)
+    folder = write_adapter(tmp_path / "adapter")
+    first, second = known(adapters, folder, "first"), known(adapters, folder, "second")
+    assert known(adapters, folder, "first") is first
+    known(adapters, folder, "third")
+    assert known(adapters, folder, "first") is first
+    assert known(adapters, folder, "second") is not second
+
+
+def test_a_file_system_that_hangs_holds_up_no_other_adapter_and_not_the_scheduler(
+    adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LATE_S", 0.05)
+    folder = tmp_path / "hangs"
+    folder.mkdir()
+    (folder / "adapter_model.bin").write_bytes(b"x")
+    os.mkfifo(folder / "adapter_config.json")
+    monkeypatch.setattr(module, "adapter_stamps", lambda path: open(path / "adapter_config.json", "rb").close())
+
+    def held_up() -> bool:
+        """A call that no thread has begun by its deadline is dropped, and made again."""
+        adapters.of("a", str(folder))
+        return adapters._threads is not None and adapters._threads.late == 1
+
+    wait_for(held_up)
+    monkeypatch.undo()
+    assert known(adapters, write_adapter(tmp_path / "adapter")).digest
+    with open(folder / "adapter_config.json", "wb"):
+        pass  # the reader wakes up
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+def lora(folder: Path, name: str = "a") -> Any:
+    return SimpleNamespace(lora_name=name, lora_path=str(folder))
+
+
+def identified(scene: Scene, folder: Path, name: str = "a") -> Any:
+    """The `lora_request` of an adapter whose digest is known."""
+    known(scene.adapters, folder, name)
+    return lora(folder, name)
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.side.close()
+
+
+def stored(scene: Scene, request: Request) -> list[bytes]:
+    """The names under which all of a request's chunks are stored."""
+    scene.side.track(request)  # type: ignore[arg-type]
+    scene.manager.allocate(request, 10)
+    (store,) = scene.step(**{request.request_id: len(request.all_token_ids)}).stores
+    return list(store.chunks.names)
+
+
+def test_an_adapters_chunks_are_named_by_its_digest(scene: Scene, tmp_path: Path) -> None:
+    one, copy = write_adapter(tmp_path / "one"), write_adapter(tmp_path / "copy")
+    other = write_adapter(tmp_path / "other", b"other weights")
+    names = [
+        stored(scene, Request(f"{number}", PROMPT, lora_request=request))
+        for number, request in enumerate(
+            (None, identified(scene, one), identified(scene, copy, "b"), identified(scene, other))
+        )
+    ]
+    assert names[0] == scene.names(Request("plain", PROMPT))
+    assert names[1] == names[2], "two names of one adapter share"
+    assert not set(names[3]) & set(names[1])
+    assert not set(names[0]) & set(names[1])
+
+
+def test_block_hashes_which_have_an_adapters_name_and_path_get_its_digest(tmp_path: Path) -> None:
+    folder, names = tmp_path / "adapter", []
+    for weights in (b"weights", b"other weights", b"weights"):
+        scene = Scene(hash_mode="blocks")
+        write_adapter(folder, weights)
+        request = Request("a", PROMPT, lora_request=identified(scene, folder))
+        request.block_hashes = [bytes([number]) * 32 for number in range(6)]
+        names.append(stored(scene, request))
+        scene.side.close()
+    assert names[0] == names[2]
+    assert not set(names[0]) & set(names[1])
+    assert {len(name) for name in names[0]} == {16}
+
+
+def test_until_the_digest_is_known_a_request_neither_loads_nor_stores_and_is_counted_once(
+    scene: Scene, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    known(scene.adapters, folder)
+    request = Request("a", PROMPT, {"do_remote_decode": True}, lora_request=lora(folder))
+    scene.side.track(request)  # type: ignore[arg-type]
+    for _ in range(3):
+        assert scene.side.matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
+    scene.manager.allocate(request, 10)
+    assert scene.step(a=CHUNK).stores == []
+    request.num_computed_tokens = len(PROMPT)
+    params = scene.side.finished(request)  # type: ignore[arg-type]
+    assert scene.lookups.asked == []
+    assert scene.metrics.totals()["troubles", "lookup", "adapter_unreadable"] == 1
+    assert params is not None
+    assert params["pd_cache"]["prefix_tokens"] == 0, "nobody waits for what is not stored"
+
+
+def test_once_the_digest_is_known_a_request_that_computes_stores_all_of_its_chunks(
+    scene: Scene, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    known(scene.adapters, folder)
+    request = Request("a", PROMPT, {"do_remote_decode": True}, lora_request=lora(folder))
+    assert scene.side.matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
+    scene.manager.allocate(request, 10)
+    assert scene.step(a=CHUNK).stores == []
+    write_adapter(folder)
+    known(scene.adapters, folder)
+    request.num_computed_tokens = CHUNK
+    (store,) = scene.step(a=2 * CHUNK + 3).stores
+    assert len(store.chunks.names) == 3
+    request.num_computed_tokens = len(PROMPT)
+    params = scene.side.finished(request)  # type: ignore[arg-type]
+    assert params is not None
+    assert params["pd_cache"]["prefix_tokens"] == 3 * CHUNK
+
+
+def test_a_hand_off_of_another_adapter_is_not_waited_for(scene: Scene, tmp_path: Path) -> None:
+    ours, theirs = write_adapter(tmp_path / "ours"), write_adapter(tmp_path / "theirs", b"other weights")
+    announced = []
+    for number, folder in enumerate((ours, theirs)):
+        request = Request(f"p{number}", PROMPT, {"do_remote_decode": True}, lora_request=identified(scene, folder))
+        stored(scene, request)
+        request.num_computed_tokens = len(PROMPT)
+        announced.append(scene.side.finished(request))  # type: ignore[arg-type]
+    expected: list[tuple[int | None, bool]] = [(None, False), (0, False)]
+    for number, (params, answer) in enumerate(zip(announced, expected, strict=True)):
+        request = Request(f"d{number}", PROMPT, params, lora_request=identified(scene, ours))
+        assert scene.side.matched_tokens(request, 0) == answer  # type: ignore[arg-type]
+    assert scene.metrics.totals()["troubles", "lookup", "other_adapter"] == 1
