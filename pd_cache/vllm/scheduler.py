@@ -206,7 +206,8 @@ class SchedulerSide:
         self._holding.pop(request.request_id, None)  # vLLM asks only for requests without blocks
         tracked.at_hand = computed
         self._note_outdated(tracked)
-        if self._lookup is None or not tracked.may_load or not self._nameable(tracked):
+        may_load = tracked.may_load and not request.skip_reading_prefix_cache
+        if self._lookup is None or not may_load or not self._nameable(tracked):
             return 0, False
         if self._reset_due is not None and (self._clock() < self._reset_due or not self.reset()):
             return 0, False
@@ -412,10 +413,6 @@ class SchedulerSide:
         return tracked
 
     def _nameable(self, tracked: _Tracked) -> bool:
-        """Returns whether the request may load, and its chunks can be named."""
-        return not tracked.request.skip_reading_prefix_cache and self._distinguishes(tracked)
-
-    def _distinguishes(self, tracked: _Tracked) -> bool:
         """Returns whether the request's chunks can be named. A prompt of embeddings has no tokens to hash, and without its digest an adapter
         could be taken for another. Counts a request without a digest once."""
         adapter = tracked.adapter
@@ -629,7 +626,7 @@ class SchedulerSide:
             return False
         if self._reset_due is not None or tracked.request.request_id in self._outdated:
             return False
-        return self._distinguishes(tracked)
+        return self._nameable(tracked)
 
     def _wanted(self, tracked: _Tracked, place: int, first: int, last: int) -> list[range]:
         """Returns which of the chunks from `first` to before `last` a load could need of a layer group, in runs."""
