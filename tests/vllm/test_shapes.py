@@ -98,7 +98,7 @@ def test_a_load_has_the_results_of_a_hit_in_vllms_own_cache_bit_for_bit(
         wait_for(lambda: not server.blocks_in_use)
         server.forget_prefixes()
         own.complete(before, 1)
-        loaded, hit = (one.complete(prompt, 16, logprobs=2) for one in (server, own))
+        loaded, hit = (one.complete(prompt, logprobs=2) for one in (server, own))
         assert (loaded.cached, hit.cached) == (len(prompt) - left, len(prompt) - left)
         assert (loaded.tokens, loaded.logprobs, loaded.seconds_best) == (hit.tokens, hit.logprobs, hit.seconds_best)
 
