@@ -125,12 +125,12 @@ def test_while_the_pool_is_away_nothing_is_loaded_and_a_new_master_is_told_of_th
         assert node.lookup(TOKENS) == 0
         assert not any(node.retrieve(TOKENS, OTHER))
         pool.start("master")
-        wait_for(lambda: node.lookup(TOKENS) == len(TOKENS), 30, "its own tiers, as no reset was taken")
-        wait_for(lambda: node.engine.reset() is not None, 30, "the pool having room for it")
+        wait_for(lambda: node.lookup(TOKENS) == len(TOKENS), what="its own tiers, as no reset was taken")
+        wait_for(lambda: node.engine.reset() is not None, what="the pool having room for it")
         assert node.lookup(TOKENS) == 0
         begun = node.engine.epoch
         pool.kill("master")
         pool.start("master")
-        wait_for(lambda: node.engine.mover.epochs.current() == begun, 60, "the new master being told")
+        wait_for(lambda: node.engine.mover.epochs.current() == begun, what="the new master being told")
         with host(pool, model=model) as new:
-            wait_for(lambda: new.engine.mover.epochs.current() == begun, 60, "a new node learning of it")
+            wait_for(lambda: new.engine.mover.epochs.current() == begun, what="a new node learning of it")
