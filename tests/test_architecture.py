@@ -34,6 +34,8 @@ LAYERS = (
         "decoding",
         "blocks",
         "sparse_log",
+        "misses",
+        "reports",
     ),
     ("paged", "backends", "lookup"),
     ("mover", "prompts"),

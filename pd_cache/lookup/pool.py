@@ -9,6 +9,7 @@ from pd_cache.groups import LayerGroups, Surveyed
 from pd_cache.lookup.base import LookupClient
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
+from pd_cache.misses import ChunkHistory
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
 from transfer.errors import Status
 from transfer.store import MooncakeStore
@@ -34,7 +35,8 @@ class MooncakeLookupClient(LookupClient):
         super().__init__(databases[0], metrics)
         self.store = MooncakeStore(config.transfer, master=master_addr, host=config.host, segment_size=0)
         self._timeout = config.transfer.timeouts.exist_ms / 1000
-        self._prefix = PrefixLookup(LayerGroups(databases), self.metrics)
+        self._history = ChunkHistory()
+        self._prefix = PrefixLookup(LayerGroups(databases), self.metrics, self._history)
 
     @property
     def available(self) -> bool:
@@ -42,6 +44,9 @@ class MooncakeLookupClient(LookupClient):
 
     def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
         return self._prefix.find(names, at_hand, self._exist)
+
+    def stored(self, names: Sequence[bytes]) -> None:
+        self._history.note(names)
 
     def _exist(self, keys: list[str]) -> list[Status]:
         return self.store.batch_exist(keys, timeout=self._timeout)

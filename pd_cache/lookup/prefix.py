@@ -6,15 +6,18 @@ from collections.abc import Callable, Sequence
 
 from pd_cache.groups import LayerGroups, Surveyed
 from pd_cache.metrics import CacheMetrics
+from pd_cache.misses import ChunkHistory, MissReason, worst_reason
 from transfer.errors import Status
 
 
 class PrefixLookup:
     """Asks once for all chunks of a prompt, in all groups of layers, and counts requested and found tokens."""
 
-    def __init__(self, groups: LayerGroups, metrics: CacheMetrics) -> None:
+    def __init__(self, groups: LayerGroups, metrics: CacheMetrics, history: ChunkHistory | None = None) -> None:
+        """`history` learns what is found, and says of what is missing whether it was there before. Without it, no lookup knows."""
         self.groups = groups
         self.metrics = metrics
+        self._history = history
 
     def find(self, names: Sequence[bytes], at_hand: int, exists: Callable[[list[str]], list[Status]]) -> Surveyed:
         """Returns how many of the first chunks a load could restore. The first `at_hand` count as found.
@@ -26,14 +29,14 @@ class PrefixLookup:
             return Surveyed(len(names), len(names))
         with self.metrics.timed("lookup"):
             statuses = exists(keys)
-        return self.judge(len(names), at_hand, statuses)
+        return self.judge(names, at_hand, statuses)
 
-    def judge(self, chunks: int, at_hand: int, statuses: Sequence[Status]) -> Surveyed:
-        """Returns how many of the first `chunks` were found, and counts their tokens.
+    def judge(self, names: Sequence[bytes], at_hand: int, statuses: Sequence[Status]) -> Surveyed:
+        """Returns how many of the first chunks were found, and why not more. Counts their tokens.
 
         `statuses` are those of the chunks after the first `at_hand`, in the order of `LayerGroups.keys`.
         """
-        size, metrics = self.groups.first.chunk_size, self.metrics
+        chunks, size, metrics = len(names), self.groups.first.chunk_size, self.metrics
         metrics.tokens("lookup", "requested", (chunks - at_hand) * size)
         if statuses.count(Status.OK) == len(statuses) and not self.groups.ahead:
             found = Surveyed(chunks - at_hand, chunks - at_hand)
@@ -41,4 +44,19 @@ class PrefixLookup:
             found = self.groups.reach([status is Status.OK for status in statuses])
             metrics.outages("lookup", statuses)
         metrics.tokens("lookup", "hit", found.chunks * size)
-        return Surveyed(at_hand + found.chunks, at_hand + found.leading)
+        reason = self._reason(names[at_hand:], found, statuses)
+        if self._history is not None:
+            # of groups that all have a tail, only the end of a prefix is known to be there
+            first = 0 if self.groups.need_all else max(0, found.leading - 1)
+            self._history.note(names[at_hand + first : at_hand + found.leading])
+        return Surveyed(at_hand + found.chunks, at_hand + found.leading, reason)
+
+    def _reason(self, names: Sequence[bytes], found: Surveyed, statuses: Sequence[Status]) -> MissReason:
+        """Returns why the first chunk that was not found was not there."""
+        if found.leading > found.chunks:
+            worst = worst_reason(statuses)
+            return "no_tail" if worst == "missing" else worst
+        if found.chunks == len(names):
+            return "none"
+        reason = worst_reason(self.groups.of_chunk(statuses, found.chunks))
+        return reason if self._history is None else self._history.explain(reason, names[found.chunks])

@@ -81,7 +81,8 @@ class Question:
         unasked = len(self.names) - self._asked + self._behind
         metrics.tokens("lookup", "requested", unasked * self.groups.first.chunk_size)
         statuses = [status for known in self._statuses for status in known]
-        return PrefixLookup(self.groups, metrics).judge(self._asked, self.at_hand, statuses)
+        lookup = PrefixLookup(self.groups, metrics, self.models[0].history)
+        return lookup.judge(self.names[: self._asked], self.at_hand, statuses)
 
     def found(self, end: int) -> Iterator[FoundChunks]:
         """Yields, for each group of layers, the chunks that a load up to `end` needs."""

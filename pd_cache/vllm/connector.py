@@ -72,6 +72,7 @@ from pd_cache.vllm.model import (
     place_of,
 )
 from pd_cache.vllm.namespace_file import write_namespaces
+from pd_cache.vllm.report_file import ReportWriter, report_file
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings, read_settings
 from pd_cache.vllm.stats import CacheStats, CacheStatsSource, PromCacheMetrics
@@ -130,8 +131,10 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._bad_blocks: set[int] = set()
         chunk_size = self._settings.node.cache.chunk_tokens
         if role is KVConnectorRole.SCHEDULER:
+            reports: ReportWriter | None = None
             if self._settings.namespace_file is not None:
                 Path(self._settings.namespace_file).unlink(missing_ok=True)  # left by an earlier start
+                reports = ReportWriter(report_file(Path(self._settings.namespace_file)))
             events = vllm_config.kv_events_config
             wanted = events is not None and events.enable_kv_cache_events
             describe = functools.partial(describe_chunks, chunk_size=chunk_size, block_size=hash_block_size)
@@ -145,6 +148,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 ranks=vllm_config.parallel_config.world_size,
                 describe=describe if wanted else None,
                 metrics=self._metrics,
+                on_report=None if reports is None else reports.write,
             )
 
     @property

@@ -340,14 +340,14 @@ def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_ea
         wait_available(server)
         before = server.sessions.pinned
         assert workers["full"].store(names, range(5 * PER_CHUNK)) == [StoreOutcome.NEW] * 5
-        assert scheduler.begin_lookup(names).survey() == Surveyed(0, 5)
+        assert scheduler.begin_lookup(names).survey() == Surveyed(0, 5, "no_tail")
         end = [-1, *range(1, 2 * PER_CHUNK)]
         assert workers["window"].store(names[2:4], end) == [StoreOutcome.NEW] * 2
         with pytest.raises(ValueError, match="blocks must lie"):
             workers["full"].store(names[:2], end)
-        assert scheduler.begin_lookup(names, session="a").survey() == Surveyed(4, 5)
+        assert scheduler.begin_lookup(names, session="a").survey() == Surveyed(4, 5, "no_tail")
         assert server.sessions.pinned == before + 4 + 2 * 3
-        assert scheduler.begin_lookup(names, at_hand=3).survey() == Surveyed(4, 5)
+        assert scheduler.begin_lookup(names, at_hand=3).survey() == Surveyed(4, 5, "no_tail")
         into = range(20, 20 + 4 * PER_CHUNK)
         assert workers["full"].retrieve(names[:4], into, session="a") == 4
         assert server.sessions.pinned == before + 2 * 3

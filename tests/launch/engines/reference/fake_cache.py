@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from pd_cache.blocks import StoreOutcome
+from pd_cache.blocks import Restored, StoreOutcome
+from pd_cache.groups import Surveyed
+from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import hash_tokens
 from tests.support.waiting import PATIENCE_S
 
@@ -19,6 +21,7 @@ class FakeCache:
 
     def __init__(self, chunk_size: int = 16) -> None:
         self.chunk_size = chunk_size
+        self.metrics = CacheMetrics()
         self.available = True
         self.chunks: dict[bytes, list[torch.Tensor]] = {}
         self.stored = threading.Condition()
@@ -50,6 +53,14 @@ class FakeCache:
             for tensor, kept in zip(kv_caches.values(), self.chunks[name], strict=True):
                 tensor[place] = kept
         return len(names)
+
+    def survey(self, names, *, session="") -> Surveyed:
+        found = self.lookup(names, session=session)
+        return Surveyed(found, found, "none" if found == len(names) else "never_stored")
+
+    def restore(self, names, blocks, *, kv_caches, session="") -> Restored:
+        loaded = self.retrieve(names, blocks, kv_caches=kv_caches, session=session)
+        return Restored(loaded, "none" if loaded == len(names) else "evicted")
 
     def store(self, names, blocks, *, kv_caches) -> list[StoreOutcome]:
         per_chunk = self.chunk_size // self.block_size
