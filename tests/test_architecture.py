@@ -50,9 +50,10 @@ LAUNCH_LAYERS = (
     ("errors", "signals", "access", "openai", "descriptors", "_guardian", "_tethered"),
     ("process", "foreign", "asking", "topology"),
     ("masters", "discovery", "supervisor"),
+    ("pool_lookups",),
     ("reachability", "status", "up"),
     ("engines", "proxy"),
-    ("roles", "doctor", "demo"),
+    ("roles", "doctor", "demo", "explain"),
     ("cli", "__main__"),
 )
 """The same inside launch."""
@@ -63,7 +64,7 @@ STRANGERS = (
     {"client", "server"},
     {"reachability", "status", "up"},
     {"engines", "proxy"},
-    {"roles", "doctor", "demo"},
+    {"roles", "doctor", "demo", "explain"},
 )
 """Modules and packages of one layer that never import one another."""
 
@@ -209,6 +210,7 @@ def test_no_module_reads_the_environment_when_it_is_imported(file: Path) -> None
         ("launch.roles", ("torch", "mooncake", "aiohttp", "transformers", "grpc", "zmq", "prometheus_client", "rich")),
         ("launch.status", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
         ("launch.doctor", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
+        ("launch.explain", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
         ("launch.proxy.proxy", ("torch", "mooncake", "transformers", "grpc", "rich")),
         ("pd_cache.engine", ("mooncake", "triton", "zmq", "yaml", "aiohttp", "pd_cache.cluster")),
         ("pd_cache.vllm.scheduler", ("vllm", "mooncake")),

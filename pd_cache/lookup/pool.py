@@ -26,16 +26,18 @@ class MooncakeLookupClient(LookupClient):
         *,
         further: Sequence[CacheMetadata] = (),
         metrics: CacheMetrics | None = None,
+        history: ChunkHistory | None = None,
     ) -> None:
         """Begins to connect to the master at `master_addr` (`host:port`); lookups find nothing until it answers.
 
-        `further` are the model's other groups of layers, if it has several.
+        `further` are the model's other groups of layers, if it has several. `history` tells evicted chunks from those that were never
+        stored; without it, both are `missing`.
         """
         databases = [ChunkedTokenDatabase(one.namespace(config.cache)) for one in (metadata, *further)]
         super().__init__(databases[0], metrics)
         self.store = MooncakeStore(config.transfer, master=master_addr, host=config.host, segment_size=0)
         self._timeout = config.transfer.timeouts.exist_ms / 1000
-        self._history = ChunkHistory()
+        self._history = history
         self._prefix = PrefixLookup(LayerGroups(databases), self.metrics, self._history)
 
     @property
@@ -46,7 +48,8 @@ class MooncakeLookupClient(LookupClient):
         return self._prefix.find(names, at_hand, self._exist)
 
     def stored(self, names: Sequence[bytes]) -> None:
-        self._history.note(names)
+        if self._history is not None:
+            self._history.note(names)
 
     def _exist(self, keys: list[str]) -> list[Status]:
         return self.store.batch_exist(keys, timeout=self._timeout)

@@ -47,6 +47,7 @@ from pd_cache.errors import ConfigError, UnsupportedModelError
 from pd_cache.layout import PageKind
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
 from pd_cache.metrics import CacheMetrics
+from pd_cache.misses import ChunkHistory
 from pd_cache.vllm.cache import WorkerCache, WorkerGroup, engine_name, open_cache
 from pd_cache.vllm.compat import check_version
 from pd_cache.vllm.connector_messages import Handshake, StepMetadata, WorkerReport
@@ -340,7 +341,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                     settings.node, metadata, EngineGroups(engines), timeout=seconds, metrics=metrics
                 )
         logger.info("pd-cache: lookups ask the master at %s", settings.node.master)
-        return MooncakeLookupClient(own, metadata, own.master, further=further, metrics=metrics)
+        return MooncakeLookupClient(own, metadata, own.master, further=further, metrics=metrics, history=ChunkHistory())
 
     # --- scheduler: each step ------------------------------------------------------------------------------------
 

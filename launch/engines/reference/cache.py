@@ -52,6 +52,14 @@ class LoadResult(NamedTuple):
     """The tiers that it was loaded from, in chunks."""
 
 
+class SurveyedPrompt(NamedTuple):
+    """What the cache would find of a prompt."""
+
+    tokens: int
+    reason: MissReason
+    """Why not more."""
+
+
 class Prefix:
     """The whole chunks of a prompt, and where they lie in the pages."""
 
@@ -158,6 +166,18 @@ class PrefixCache:
             found.reason if restored.chunks == wanted else restored.reason,
             restored.tiers,
         )
+
+    def survey(self, prompt: array.array[int], salt: str | None) -> SurveyedPrompt:
+        """Returns how much of a prompt the cache would find now."""
+        prefix = self.prefix(prompt, (), salt)
+        if prefix is None:
+            return SurveyedPrompt(0, "too_short")
+        try:
+            found = self._cache.survey(prefix.names)
+        except Exception as error:  # noqa: BLE001 - whatever the cache raises, it found nothing
+            self._warn("looking up in the cache failed", error)
+            return SurveyedPrompt(0, "error")
+        return SurveyedPrompt(found.chunks * self.chunk_size, found.reason)
 
     def count(self, report: RequestReport) -> None:
         """Counts what became of a prompt."""

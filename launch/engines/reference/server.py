@@ -58,6 +58,7 @@ def make_app(
     server = _Handlers(engine, registry, about or dict)
     app.router.add_post("/v1/completions", server.completions)
     app.router.add_post("/tokenize", server.tokenize)
+    app.router.add_post("/survey", server.survey)
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/health", server.health)
     app.router.add_get("/metrics", server.metrics)
@@ -109,6 +110,12 @@ class _Handlers:
         return web.json_response(
             {"count": len(tokens), "max_model_len": self._engine.config.max_model_len, "tokens": list(tokens)}
         )
+
+    async def survey(self, http: web.Request) -> web.Response:
+        """Returns how many tokens of a prompt this node would find in its tiers and in the pool, and why not more."""
+        request, tokens = await self._read(http)
+        found = await asyncio.to_thread(self._engine.survey, tokens, request.cache_salt)
+        return web.json_response({"tokens": len(tokens), "found": found.tokens, "reason": found.reason})
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         arrival = time.monotonic()
