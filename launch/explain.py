@@ -80,7 +80,7 @@ class ExplainedNode(msgspec.Struct):
     detail: str = ""
 
 
-class _Trip(msgspec.Struct, frozen=True):
+class _ToldTrip(msgspec.Struct, frozen=True):
     hops: list[ExplainedHop]
 
 
@@ -129,7 +129,7 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
             return answer if answer.status == 200 else None
 
         with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-explain") as threads:
-            trips = [_read(answer, _Trip) for answer in threads.map(asked, proxies)]
+            trips = [_read(answer, _ToldTrip) for answer in threads.map(asked, proxies)]
             hops: list[ExplainedHop] = next((trip.hops for trip in trips if trip is not None), [])
             lacking = {hop.node for hop in hops if hop.report is None}
             wanted = [record for record in nodes if not hops or record.address.rstrip("/") in lacking]

@@ -23,7 +23,7 @@ from launch.proxy.nodes import Nodes
 from launch.proxy.prefixes import RoutedPrompt
 from launch.proxy.routing import Hop
 from launch.proxy.tokens import HopBody, PromptTokens
-from launch.proxy.trips import AnswerTail, Trip, read_report
+from launch.proxy.trips import AnswerEnd, Trip, read_report
 from pd_cache.cluster import LARGEST_BODY
 from pd_cache.reports import RecentReports, RequestReport
 
@@ -218,16 +218,16 @@ class Completions:
         response = web.StreamResponse(status=answer.status, headers=client_headers(answer))
         response.headers[ID_HEADER] = exchange.id
         exchange.response = response
-        tail = AnswerTail()
+        ending = AnswerEnd()
         try:
             await response.prepare(exchange.request)
             data = first
             while data:
-                tail.add(data)
+                ending.add(data)
                 await exchange.write(data)
                 data = await read_some(answer)
             await response.write_eof()
-            _note_report(exchange, "decode", tail.report())
+            _note_report(exchange, "decode", ending.report())
         except HopError as error:
             self._nodes.failed(exchange, "decode", node, None, error)
             raise

@@ -33,7 +33,7 @@ class Trip(msgspec.Struct, frozen=True):
     hops: tuple[HopReport, ...]
 
 
-class AnswerTail:
+class AnswerEnd:
     """The end of an answer that is passed on in pieces: at most 32 KiB."""
 
     def __init__(self) -> None:

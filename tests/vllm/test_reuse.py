@@ -46,6 +46,25 @@ def test_what_a_stores_b_takes_from_the_pool(pair: Pair, plain: Reference, new_p
     )
 
 
+def test_each_answer_and_the_nodes_page_say_where_the_prompt_was_found_and_why_not_more(
+    pair: Pair, new_prompt: NewPrompt
+) -> None:
+    prompt = new_prompt(1000)
+    first = pair.a.report(prompt, "first")
+    assert (first["asked"], first["computed"], first["reason"]) == (1000, 1000, "never_stored")
+    wait_for(lambda: not pair.a.blocks_in_use)
+    whole = whole_chunks(1000)
+    second = pair.b.report(prompt, "second")
+    assert (second["found"], second["loaded"], second["pool"], second["reason"]) == (whole, whole, whole, "none")
+    again = pair.a.report(prompt, "again")
+    assert again["at_hand"] > 0, "vLLM's own cache has it"
+    assert again["at_hand"] + again["loaded"] + again["computed"] == 1000
+    short = pair.b.report(new_prompt(CHUNK - 1), "short")
+    assert (short["computed"], short["reason"]) == (CHUNK - 1, "too_short")
+    assert pair.b.metric("vllm:pd_cache_requests_total", reason="too_short") >= 1
+    assert pair.a.metric("vllm:pd_cache_missed_tokens_total", reason="never_stored") >= 1000
+
+
 def test_a_full_hit_leaves_one_token_to_compute(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
     prompt = new_prompt(8 * CHUNK)
     stored(pair, prompt)

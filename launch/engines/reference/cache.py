@@ -156,6 +156,9 @@ class PrefixCache:
             )
             if not isinstance(restored.chunks, int) or not 0 <= restored.chunks <= wanted:
                 raise ValueError(f"restore answered {restored!r:.80} of {wanted} chunks")
+        reason = found.reason if restored.chunks == wanted else restored.reason
+        if reason in ("never_stored", "missing") and wanted * self.chunk_size < announced:
+            reason = "deadline"  # it may come yet
         outcome = LoadOutcome.HIT
         if not restored.chunks:
             outcome = LoadOutcome.NOTHING if cache.available else LoadOutcome.UNAVAILABLE
@@ -163,7 +166,7 @@ class PrefixCache:
             outcome,
             restored.chunks * self.chunk_size,
             wanted * self.chunk_size,
-            found.reason if restored.chunks == wanted else restored.reason,
+            reason,
             restored.tiers,
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.proxy.trips import AnswerTail, read_report
+from launch.proxy.trips import AnswerEnd, read_report
 from pd_cache.reports import RequestReport
 from tests.support.proxy import PARAMS, answers, cluster, scenario, streams_then
 
@@ -24,7 +24,7 @@ def told(report: RequestReport) -> dict[str, object]:
 @pytest.mark.parametrize("pieces", [1, 3, 1000])
 def test_a_report_is_found_at_the_end_of_an_answer_that_comes_in_pieces(pieces: int) -> None:
     answer = json.dumps({"choices": [{"text": "x" * 100_000}], "usage": {}, **told(DECODE)}).encode()
-    tail, size = AnswerTail(), len(answer) // pieces
+    tail, size = AnswerEnd(), len(answer) // pieces
     for start in range(0, len(answer), size):
         tail.add(answer[start : start + size])
     assert tail.report() == DECODE
