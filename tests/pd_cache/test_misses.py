@@ -63,6 +63,13 @@ def test_a_history_knows_what_was_there() -> None:
     assert history.explain("deadline", NAMES[0]) == "deadline"
 
 
+@pytest.mark.parametrize("width", [8, 13, 32])
+def test_a_history_takes_names_of_any_width(width: int) -> None:
+    history, names = ChunkHistory(), [bytes([number]) * width for number in range(1, 40)]
+    history.note(names[::2])
+    assert [history.knows(name) for name in names] == [place % 2 == 0 for place in range(len(names))]
+
+
 def test_a_full_history_forgets_and_never_grows() -> None:
     history = ChunkHistory(places=2)
     names = [number.to_bytes(16, "little") for number in range(1, 100)]
