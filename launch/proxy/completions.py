@@ -224,16 +224,23 @@ class Completions:
             data = first
             while data:
                 ending.add(data)
+                if answer.content.at_eof():
+                    self._note(exchange, ending)  # before the client can know that this is all
                 await exchange.write(data)
                 data = await read_some(answer)
+            self._note(exchange, ending)
             await response.write_eof()
-            _note_report(exchange, "decode", ending.report())
         except HopError as error:
             self._nodes.failed(exchange, "decode", node, None, error)
             raise
         except ConnectionError as error:
             raise ClientGone from error
         return response
+
+    def _note(self, exchange: Exchange, ending: AnswerEnd) -> None:
+        """Remembers a request whose answer is complete."""
+        _note_report(exchange, "decode", ending.report())
+        self.trips.note(exchange.id, exchange.trip())
 
     # --- a text's tokens -----------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import zmq
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
-from tests.vllm.servers import CHUNK, HANDOFF_MS, SHARDS, Reference
+from tests.vllm.servers import CHUNK, HANDOFF_MS, SHARDS, Answer, Reference
 
 NewPrompt = Callable[[int], list[int]]
 
@@ -21,6 +21,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 def whole_chunks(tokens: int) -> int:
     return tokens // CHUNK * CHUNK
+
+
+def reason_of(answer: Answer) -> str:
+    """Why the cache did not have more of the prompt."""
+    assert answer.kv_transfer_params is not None
+    return str(answer.kv_transfer_params["pd_cache"]["report"]["reason"])
 
 
 def stored(pair: Pair, prompt: list[int]) -> None:
@@ -150,7 +156,7 @@ def test_the_prefill_node_tells_what_it_stores_and_the_decode_node_waits_for_it(
     assert handed is not None
     ours = handed["pd_cache"]
     assert ours["prefix_tokens"] == whole_chunks(700)
-    assert ours["prefill"] == {"cached_tokens": 0, "computed_tokens": 700}
+    assert ours["prefill"] == {"cached_tokens": 0, "computed_tokens": 700, "reason": "never_stored"}
     before = pair.b.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
     assert pair.b.complete(prompt, kv_transfer_params=handed).tokens == plain.tokens(prompt)
     after = pair.b.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
@@ -160,10 +166,13 @@ def test_the_prefill_node_tells_what_it_stores_and_the_decode_node_waits_for_it(
     start = time.monotonic()
     answer = pair.b.complete(other := new_prompt(700), kv_transfer_params=handed)
     assert answer.tokens == plain.tokens(other)
+    assert reason_of(answer) == "deadline"
     assert time.monotonic() - start > 0.95 * HANDOFF_MS / 1000
     # stored in another namespace: no use to wait
     foreign = {**handed, "pd_cache": {**ours, "namespace": "0123456789abcdef"}}
-    assert pair.b.complete(other := new_prompt(700), kv_transfer_params=foreign).tokens == plain.tokens(other)
+    answer = pair.b.complete(other := new_prompt(700), kv_transfer_params=foreign)
+    assert answer.tokens == plain.tokens(other)
+    assert reason_of(answer) == "other_namespace"
     assert pair.b.troubles("lookup", "other_namespace") >= 1
 
 
