@@ -7,11 +7,12 @@ import random
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -19,6 +20,7 @@ from click.testing import CliRunner, Result
 from launch.cli import example_file, main
 from launch.up import LocalCluster
 from pd_cache.cluster import dump_config
+from pd_cache.reports import RequestReport
 from pd_cache.tokens import Namespace
 from tests.support.cluster import CHUNK, OUTAGES, Answer, complete, kill, nodes_with_server, started
 from tests.support.engines import CHUNK as SMALL
@@ -143,21 +145,19 @@ def test_chunks_that_went_with_their_node_count_as_evicted(tmp_path: Path, promp
 
 
 @contextmanager
-def node_of(namespace: Namespace | None, tokens: list[int]) -> Iterator[int]:
-    """The port of a server with vLLM's pages: `/health` says the namespace, `/tokenize` returns these tokens."""
+def serving(pages: dict[str, object]) -> Iterator[int]:
+    """The port of a server that answers with these objects, by path, and otherwise with 404."""
 
     class Pages(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._answer({} if namespace is None else namespace.described())
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self._answer({"tokens": tokens} if self.path == "/tokenize" else None)
-
-        def _answer(self, body: object) -> None:
+            body = pages.get(self.path)
             self.send_response(404 if body is None else 200)
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
 
         def log_message(self, *_: object) -> None:
             pass
@@ -170,6 +170,36 @@ def node_of(namespace: Namespace | None, tokens: list[int]) -> Iterator[int]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def node_of(namespace: Namespace | None, tokens: list[int]) -> AbstractContextManager[int]:
+    """A server with vLLM's pages: `/health` says the namespace, `/tokenize` returns these tokens."""
+    return serving({"/health": {} if namespace is None else namespace.described(), "/tokenize": {"tokens": tokens}})
+
+
+def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(tmp_path: Path) -> None:
+    """vLLM's streams have none."""
+    reports = {name: msgspec.to_builtins(RequestReport.of(20, 8, reason=name)) for name in ("evicted", "damaged")}
+    with ExitStack() as stack:
+        ports = [stack.enter_context(serving({"/requests/abc": {"reports": [one]}})) for one in reports.values()]
+        hops = [
+            {"hop": "prefill", "node": f"http://127.0.0.1:{ports[0]}", "report": None},
+            {"hop": "decode", "node": "http://10.0.0.9:1", "report": reports["damaged"]},
+        ]
+        proxy = stack.enter_context(serving({"/requests/abc": {"client": "", "hops": hops}}))
+        nodes = [
+            {"name": "master", "role": "master", "port": 1},
+            {"name": "prefill-0", "role": "prefill", "port": ports[0]},
+            {"name": "decode-0", "role": "decode", "port": ports[1]},
+            {"name": "proxy", "role": "proxy", "port": proxy},
+        ]
+        tree = {"name": "test", "engine": {"kind": "vllm", "model": "m"}, "nodes": nodes}
+        (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(tree))
+        explained = as_json("abc", "-c", str(tmp_path / "cluster.yaml"))
+    assert [(hop["node"], hop["report"]["reason"]) for hop in explained["hops"]] == [
+        ("prefill-0", "evicted"),
+        ("http://10.0.0.9:1", "damaged"),
+    ]
 
 
 def test_for_nodes_of_vllm_the_pool_is_asked_in_the_namespace_of_each(pool: Pool, tmp_path: Path) -> None:
