@@ -16,7 +16,7 @@ from pd_cache.cluster import HandoffConfig
 from tests.support.waiting import wait_for
 
 from .conftest import SlowModel, prompt_of, request_of
-from .fake_cache import FakeCache, HangingCache
+from .fake_cache import FakeCache, HangingCache, RaisingCache
 
 
 @asynccontextmanager
@@ -192,6 +192,30 @@ def test_a_node_reports_what_became_of_its_last_requests(make_engine, caplog):
     assert counted["requests", "never_stored"] == counted["requests", "none"] == 1
     assert counted["missed_tokens", "never_stored"] == 20
     assert counted["prompt_tokens", "loaded"] == 16
+
+
+def test_an_announced_prefix_that_did_not_come_in_time_gives_the_reason(make_engine):
+    params = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": 16}}
+
+    async def run():
+        async with served(make_engine(FakeCache(), handoff=HandoffConfig(wait_ms=1))) as client:
+            return (await post(client, kv_transfer_params=params))["pd_cache"]["report"]["reason"]
+
+    assert asyncio.run(run()) == "deadline"
+
+
+@pytest.mark.parametrize(("at", "reason"), [("lookup", "error"), ("retrieve", "error")])
+def test_a_cache_that_raises_gives_the_reason(make_engine, at, reason):
+    cache = RaisingCache([at])
+
+    async def run():
+        async with served(make_engine(cache)) as client:
+            if at == "retrieve":
+                await post(client)
+                cache.wait_for_stores(1)
+            return (await post(client))["pd_cache"]["report"]["reason"]
+
+    assert asyncio.run(run()) == reason
 
 
 def test_nothing_is_announced_without_a_cache(make_engine):
