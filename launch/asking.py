@@ -45,8 +45,10 @@ def healthy(host: str, port: int) -> bool:
     return True
 
 
-def ask(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> Answer:
-    """Returns the answer to a GET, if it is no larger than any answer of ours. `access`: key and certificates for the node.
+def ask(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY, body: bytes | None = None) -> Answer:
+    """Returns the answer to a GET, or with a `body`, which is JSON, to a POST, if it is no larger than any answer of ours.
+
+    `access`: key and certificates for the node.
 
     `timeout` bounds the connection, and then everything else together, however slowly the answer arrives. Redirects are not followed, and
     `http_proxy` is ignored: a key goes to the node alone.
@@ -71,9 +73,12 @@ def ask(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> Answer
                 connected = stack.enter_context(context.wrap_socket(connected, server_hostname=host))
             connection.sock = connected
             path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
-            connection.request("GET", path, headers={**access.headers, "Connection": "close"})
+            headers = {**access.headers, "Connection": "close"}
+            if body is not None:
+                headers["Content-Type"] = "application/json"
+            connection.request("GET" if body is None else "POST", path, body, headers)
             answer = connection.getresponse()
-            body = answer.read(LARGEST_ANSWER)
+            answered = answer.read(LARGEST_ANSWER)
         except http.client.HTTPException as error:
             if late.is_set():
                 raise TimeoutError(f"no whole answer within {timeout:g} s") from None
@@ -84,7 +89,7 @@ def ask(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> Answer
             raise error
         if late.is_set():
             raise TimeoutError(f"no whole answer within {timeout:g} s")
-        return Answer(answer.status, answer.reason, answer.headers, body)
+        return Answer(answer.status, answer.reason, answer.headers, answered)
 
 
 def _hang_up(connected: socket.socket, late: threading.Event) -> None:

@@ -184,6 +184,48 @@ def doctor(file: Path | None, as_json: bool) -> None:
         raise SystemExit(1)
 
 
+@main.command()
+@click.argument("request_id", required=False)
+@click.option(
+    "--prompt",
+    "prompt_file",
+    type=_FILE,
+    help="A file with a prompt: a JSON list of token ids, or text, which the nodes turn into tokens.",
+)
+@click.option("--cache-salt", help="With --prompt: the request's `cache_salt`.")
+@click.option("-c", "--config", "file", type=_FILE, required=True, help="The cluster's YAML file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
+def explain(
+    request_id: str | None, prompt_file: Path | None, cache_salt: str | None, file: Path, as_json: bool
+) -> None:
+    """Say why the cache did not have more of a request's prompt, or how much of a prompt each node would find now.
+
+    REQUEST_ID is the `X-Request-Id` of an answer. Proxies and nodes remember their last thousand requests. Exits with 1 if no node has a
+    report on the request, or could be asked about the prompt.
+    """
+    if (request_id is None) == (prompt_file is None):
+        raise click.UsageError("give either a REQUEST_ID or --prompt FILE")
+    if cache_salt is not None and prompt_file is None:
+        raise click.UsageError("--cache-salt belongs to --prompt")
+    import msgspec
+
+    from launch import explain as explained
+    from launch.up import running_config
+
+    config = running_config(file) or load_config(file)
+    if request_id is not None:
+        found = explained.explain_request(config, request_id)
+        click.echo(msgspec.json.encode(found).decode() if as_json else explained.request_text(found))
+        known = found.known
+    else:
+        assert prompt_file is not None
+        nodes = explained.explain_prompt(config, explained.read_prompt_file(prompt_file), cache_salt)
+        click.echo(msgspec.json.encode({"nodes": nodes}).decode() if as_json else explained.prompt_text(nodes))
+        known = any(node.found is not None for node in nodes)
+    if not known:
+        raise SystemExit(1)
+
+
 @main.group()
 def config() -> None:
     """Work with a cluster's file."""

@@ -6,9 +6,12 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from pd_cache.misses import ChunkHistory, MissReason
+
 if TYPE_CHECKING:
     import torch
 
+    from pd_cache.groups import Surveyed
     from pd_cache.metrics import CacheMetrics
     from pd_cache.tokens import ExtraKey, Tokens
 
@@ -29,6 +32,32 @@ class StoreOutcome(enum.IntEnum):
         """Returns the outcome for a chunk of several parts: NEW if all parts are there and at least one is new."""
         known = list(parts)
         return StoreOutcome.NOT if StoreOutcome.NOT in known else max(known)
+
+
+class TierChunks(NamedTuple):
+    """How many chunks were read from each kind of tier."""
+
+    memory: int = 0
+    """This host's memory, on the CPU or a GPU."""
+    disk: int = 0
+    pool: int = 0
+
+
+class Restored(NamedTuple):
+    """What a load achieved."""
+
+    chunks: int
+    """How many of the wanted chunks, from the first, are in their blocks now."""
+    reason: MissReason = "none"
+    """Why the chunk behind these was not loaded; `none` if all were."""
+    tiers: TierChunks = TierChunks()
+    """Where the loaded chunks came from. An object of the first shard speaks for its chunk."""
+
+    def explained(self, history: ChunkHistory, names: Sequence[bytes]) -> Restored:
+        """Returns the same, with the reason `missing` replaced by what `history` knows. `names` are those of the wanted chunks."""
+        if self.reason != "missing":
+            return self
+        return self._replace(reason=history.explain(self.reason, names[self.chunks]))
 
 
 class Slots(NamedTuple):
@@ -84,6 +113,11 @@ class BlockCache(Protocol):
         `session`, until the session retrieves it or ends. `timeout` is in seconds.
         """
 
+    def survey(
+        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
+    ) -> Surveyed:
+        """Does the same as `lookup`. Returns how long the prefix is, and why it is not longer."""
+
     def store(
         self,
         names: Sequence[bytes],
@@ -117,6 +151,17 @@ class BlockCache(Protocol):
         The first blocks may be -1, and so may the last: they are skipped. Blocks of chunks that were not loaded may have been overwritten; all other blocks
         are untouched. `timeout` is in seconds.
         """
+
+    def restore(
+        self,
+        names: Sequence[bytes],
+        blocks: BlocksOrSlots,
+        *,
+        kv_caches: Any = None,
+        session: str = "",
+        timeout: float | None = None,
+    ) -> Restored:
+        """Does the same as `retrieve`. Returns how many chunks were loaded, from which tiers, and why not more."""
 
     def end(self, session: str) -> None:
         """Releases what a session protects. Does nothing if there is no such session."""

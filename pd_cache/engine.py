@@ -13,12 +13,13 @@ from typing import ClassVar
 import torch
 
 from pd_cache.backends import StorageBackend, open_backend
-from pd_cache.blocks import BlocksOrSlots, Slots, StoreOutcome
+from pd_cache.blocks import BlocksOrSlots, Restored, Slots, StoreOutcome
 from pd_cache.config import NodeSettings
 from pd_cache.groups import LayerGroups, Surveyed
 from pd_cache.layout import KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
+from pd_cache.misses import ChunkHistory
 from pd_cache.mover import ChunkMover, ChunkRun
 from pd_cache.paged import DeviceMark, LeavingOut, PagedCopier, host_pin, leaving_out, open_copier, plan_named
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens, check_names
@@ -68,7 +69,9 @@ class CacheEngine:
         self.block_size = layout.block_size
         self.backend = backend
         self.mover = ChunkMover(backend, self.database, self.metrics)
-        self.prefix = PrefixLookup(LayerGroups([self.database]), self.metrics)
+        self.history = ChunkHistory()
+        """What this engine has stored or found."""
+        self.prefix = PrefixLookup(LayerGroups([self.database]), self.metrics, self.history)
         self._keeps_tail = metadata.group is not None and metadata.group.tail > 0
         self._registered: _Pages | None = None
         self._remembered: OrderedDict[tuple[object, ...], _Pages] = OrderedDict()
@@ -104,12 +107,14 @@ class CacheEngine:
         """Looks up with a single request for the keys of all chunks and shards. Sessions protect nothing here."""
         return self.survey(names, at_hand=at_hand, timeout=timeout).chunks
 
-    def survey(self, names: Sequence[bytes], *, at_hand: int = 0, timeout: float | None = None) -> Surveyed:
+    def survey(
+        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
+    ) -> Surveyed:
         """Does the same as `lookup`; see `LookupClient.survey`."""
         check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
         if self.mover.closed:
-            return Surveyed(at_hand, at_hand)
+            return Surveyed(at_hand, at_hand, "not_asked")
         return self.prefix.find(
             names, at_hand, lambda keys: self.backend.batched_contains(keys, timeout=timeout), self.mover.epochs
         )
@@ -135,7 +140,11 @@ class CacheEngine:
         run = self._run(names, blocks, kv_caches, epoch, may_leave_out=allowed)
         if after is not None:
             after.follow()
-        return self.mover.store(run, timeout)
+        outcomes = self.mover.store(run, timeout)
+        self.history.note(
+            [name for name, outcome in zip(names, outcomes, strict=True) if outcome is not StoreOutcome.NOT]
+        )
+        return outcomes
 
     def retrieve(
         self,
@@ -147,8 +156,20 @@ class CacheEngine:
         timeout: float | None = None,
     ) -> int:
         """Loads chunks of the current epoch, up to the first that the pool lacks."""
+        return self.restore(names, blocks, kv_caches=kv_caches, timeout=timeout).chunks
+
+    def restore(
+        self,
+        names: Sequence[bytes],
+        blocks: BlocksOrSlots,
+        *,
+        kv_caches: KVCaches | None = None,
+        session: str = "",
+        timeout: float | None = None,
+    ) -> Restored:
+        """Does the same as `retrieve`. Returns how many chunks were loaded, from which tiers, and why not more."""
         run = self._run(names, blocks, kv_caches, self.mover.epochs.last, may_leave_out="ends")
-        return self.mover.load(run, timeout)
+        return self.mover.load(run, timeout).explained(self.history, names)
 
     def end(self, session: str) -> None:
         """Does nothing: a lookup protects nothing here."""
@@ -226,7 +247,8 @@ class EngineGroups:
         self._backend = engines[0].backend
         self._engines = tuple(engines)
         self.database = engines[0].database
-        self.prefix = PrefixLookup(LayerGroups([engine.database for engine in engines]), engines[0].metrics)
+        groups = LayerGroups([engine.database for engine in engines])
+        self.prefix = PrefixLookup(groups, engines[0].metrics, engines[0].history)
 
     @property
     def available(self) -> bool:
@@ -237,7 +259,7 @@ class EngineGroups:
         check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
         if any(engine.mover.closed for engine in self._engines):
-            return Surveyed(at_hand, at_hand)
+            return Surveyed(at_hand, at_hand, "not_asked")
         return self.prefix.find(
             names,
             at_hand,

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from pd_cache.misses import MissReason
 from pd_cache.tokens import ChunkedTokenDatabase
+
+T = TypeVar("T")
 
 
 class Surveyed(NamedTuple):
@@ -27,6 +30,8 @@ class Surveyed(NamedTuple):
     leading: int
     """How many chunks the groups without a tail have. If these are more than `chunks`, a longer prefix lacks only what the other groups
     need at its end."""
+    reason: MissReason = "none"
+    """Why the prefix is not longer; `none` if it has all chunks that it can have."""
     epoch: str | None = None
     """The model's current epoch (`pd_cache.epochs`), if the pool was asked and answered."""
 
@@ -55,6 +60,11 @@ class LayerGroups:
         return max(self._aheads)
 
     @property
+    def need_all(self) -> bool:
+        """Whether a prefix needs all of its chunks of some group."""
+        return 0 in self._tails
+
+    @property
     def keys_per_chunk(self) -> int:
         """How many objects a chunk has in all groups together."""
         return sum(database.namespace.shards for database in self.databases)
@@ -72,6 +82,22 @@ class LayerGroups:
             if all(runs[end - 1] >= min(tail, end) for runs, tail in tails):
                 return Surveyed(end, longest if full else end)
         return Surveyed(0, longest if full else 0)
+
+    def of_chunk(self, answers: Sequence[T], chunk: int) -> list[T]:
+        """Returns the answers for the objects of one chunk, in the groups that need all chunks; in all groups if each has a tail.
+
+        `answers` are in the order of `keys`. A group that is ahead has no answer for the last chunk.
+        """
+        count = len(answers) // self.keys_per_chunk
+        found: list[T] = []
+        start = 0
+        for database, tail in zip(self.databases, self._tails, strict=True):
+            space = database.namespace
+            named = chunk + space.ahead
+            if named < count and not (tail and self.need_all):
+                found += answers[start + named * space.shards : start + (named + 1) * space.shards]
+            start += count * space.shards
+        return found
 
     def needed(self, start: int, end: int) -> list[range]:
         """Returns, for each group, which chunks a prefix up to `end` needs if those before `start` are at hand, as the numbers of their

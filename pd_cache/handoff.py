@@ -3,7 +3,8 @@
 A proxy sends `do_remote_decode: true` to the prefill node, and forwards the node's answer to the decode node unread:
 
     {"do_remote_prefill": true, "pd_cache": {"prefix_tokens": 4096, "namespace": "0123456789abcdef",
-                                             "prefill": {"cached_tokens": 1024, "computed_tokens": 3072}}}
+                                             "prefill": {"cached_tokens": 1024, "computed_tokens": 3072,
+                                                         "reason": "never_stored"}}}
 
 The chunks may still be on their way when the answer arrives. The decode node waits for them, up to `handoff.wait_ms`.
 """
@@ -26,6 +27,8 @@ class PrefillWork(msgspec.Struct, frozen=True):
 
     cached_tokens: Count = 0
     computed_tokens: Count = 0
+    reason: Annotated[str, msgspec.Meta(pattern=r"^[a-z_]{0,32}\Z")] = ""
+    """Why it computed them (`pd_cache.misses.MissReason`); empty if the node does not say. A later version may know other reasons."""
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,11 +12,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pd_cache.sparse_log import SparseLog
 from transfer.errors import Status
+
+if TYPE_CHECKING:
+    from pd_cache.reports import RequestReport
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +140,24 @@ class CacheMetrics:
             ["op", "reason"],
             registry=self.registry,
         )
+        self._requests = Counter(
+            "pd_cache_requests",
+            "Prompts, by why the first chunk that was not loaded was not there (docs/explain.md)",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._prompt_tokens = Counter(
+            "pd_cache_prompt_tokens",
+            "Tokens of prompts: at_hand in the engine's own cache, loaded, computed",
+            ["source"],
+            registry=self.registry,
+        )
+        self._missed_tokens = Counter(
+            "pd_cache_missed_tokens",
+            "Tokens of prompts that were computed, by why the first of their chunks was not there",
+            ["reason"],
+            registry=self.registry,
+        )
         self.changes = 0
         """Increases whenever something was counted."""
         tier, registry = ["tier"], self.registry
@@ -188,6 +210,15 @@ class CacheMetrics:
                     if len(self._groups) < _MOST_GROUPS:
                         self._groups.add(layers)
                 self._group_bytes.labels(op, layers if layers in self._groups else "others").inc(nbytes)
+
+    def request(self, report: RequestReport) -> None:
+        """Counts what became of a prompt."""
+        self.changes += 1
+        self._requests.labels(report.reason).inc()
+        for source in ("at_hand", "loaded", "computed"):
+            if count := getattr(report, source):
+                self._prompt_tokens.labels(source).inc(count)
+        self._missed_tokens.labels(report.reason).inc(report.computed)
 
     def trouble(self, op: str, reason: str, chunks: int = 1, *, detail: str = "") -> None:
         """Counts chunks that ended in `reason`, and logs it at most once in ten seconds for each reason."""

@@ -16,9 +16,11 @@ from typing import NamedTuple
 import torch
 
 from pd_cache.backends import PutOutcome, Staged, StorageBackend
+from pd_cache.backends.base import TierKind
 from pd_cache.backends.places import Place, Taken, wait_for
-from pd_cache.blocks import StoreOutcome
+from pd_cache.blocks import Restored, StoreOutcome, TierChunks
 from pd_cache.metrics import CacheMetrics
+from pd_cache.misses import miss_reason
 from pd_cache.paged import ChunkSlots, PagedCopier, PendingCopy
 from pd_cache.tokens import ChunkedTokenDatabase
 from transfer.errors import Status
@@ -107,23 +109,30 @@ class ChunkMover:
             return outcomes
         return [StoreOutcome.together(outcomes[at : at + shards]) for at in range(0, len(outcomes), shards)]
 
-    def load(self, run: ChunkRun, timeout: float | None = None) -> int:
-        """Loads chunks in order up to the first that is missing. Returns how many were loaded. `timeout` (s) bounds the whole call.
+    def load(self, run: ChunkRun, timeout: float | None = None) -> Restored:
+        """Loads chunks in order up to the first that is missing. Returns how many were loaded, from where, and why not more.
 
-        None counts as loaded if the run's epoch is not known to be current at the end.
+        None counts as loaded if the run's epoch is not known to be current at the end. `timeout` (s) bounds the whole call.
         """
         self.metrics.tokens("retrieve", "requested", self._tokens(run, len(run.keys)))
         with self._moving() as may_move, self.metrics.timed("retrieve"):
-            if not run.keys or not may_move:
-                return 0
-            objects = self._get(run, timeout)
-            if objects and self.epochs.current() != run.epoch:
-                self.metrics.trouble("retrieve", "epoch", objects)
-                objects = 0
-        loaded = objects // len(run.copiers)
+            if not run.keys:
+                return Restored(0)
+            if not may_move:
+                return Restored(0, "not_asked")
+            kinds: list[TierKind] = []
+            reason = self._get(run, timeout, kinds)
+            if kinds and (epoch := self.epochs.current()) != run.epoch:
+                reason = "epoch_unknown" if epoch is None else "reset"
+                self.metrics.trouble("retrieve", reason, len(kinds))
+                kinds.clear()
+        objects, shards = len(kinds), len(run.copiers)
+        loaded = objects // shards
         self.metrics.moved("retrieve", objects * self._payload_bytes(run), self._database.namespace.group)
         self.metrics.tokens("retrieve", "loaded", loaded * self._database.chunk_size)
-        return loaded
+        of_chunks = kinds[: loaded * shards : shards]
+        tiers = TierChunks(of_chunks.count("memory"), of_chunks.count("disk"), of_chunks.count("pool"))
+        return Restored(loaded, miss_reason(reason), tiers)
 
     def close(self, timeout: float) -> bool:
         """Begins no more moves, and waits up to `timeout` seconds for those under way. Returns False if it was closed before."""
@@ -233,8 +242,10 @@ class ChunkMover:
             raise
         return staged
 
-    def _get(self, run: ChunkRun, timeout: float | None) -> int:
-        """Scatters objects in order up to the first that is missing. Returns how many were loaded.
+    def _get(self, run: ChunkRun, timeout: float | None, kinds: list[TierKind]) -> str:
+        """Scatters objects in order up to the first that is missing. Returns why not more; `none` if all were scattered.
+
+        Adds to `kinds` the kind of tier that each one came from.
 
         An object that turns out to be damaged is read again: its tier has removed it, and another tier may have a good one. After that,
         two objects are read together, then four, so that much damage does not mean much reading ahead in vain. The places that a damaged
@@ -244,7 +255,7 @@ class ChunkMover:
         deadline = Deadline(timeout)
         while loaded < len(run.keys):
             end = min(loaded + together, len(run.keys))
-            placed, reason, damaged = self._place(run, loaded, end, deadline)
+            placed, reason, damaged = self._place(run, loaded, end, deadline, kinds)
             loaded += placed
             if placed:
                 failures, known = 0, ""
@@ -257,14 +268,16 @@ class ChunkMover:
                 known = reason
                 together = 1
                 if failures > _RETRIES:
-                    break
+                    return reason
             elif loaded < end:
-                break
+                return known or reason or Status.CLOSED.value
             else:
                 together *= 2
-        return loaded
+        return "none"
 
-    def _place(self, run: ChunkRun, first: int, end: int, deadline: Deadline) -> tuple[int, str, bool]:
+    def _place(
+        self, run: ChunkRun, first: int, end: int, deadline: Deadline, kinds: list[TierKind]
+    ) -> tuple[int, str, bool]:
         """Reads and scatters the objects with the indices from `first` to before `end`.
 
         Returns how many were scattered, why not more, and whether that is because the next object was damaged.
@@ -287,6 +300,7 @@ class ChunkMover:
                     if reason := fetched.check(copied):
                         return placed, reason, True
                     placed += 1
+                    kinds.append(fetched.tier)
                 finally:
                     fetched.release()
         return placed, "", False

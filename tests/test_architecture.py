@@ -35,6 +35,8 @@ LAYERS = (
         "decoding",
         "blocks",
         "sparse_log",
+        "misses",
+        "reports",
     ),
     ("paged", "backends", "lookup"),
     ("mover", "prompts"),
@@ -49,9 +51,10 @@ LAUNCH_LAYERS = (
     ("errors", "signals", "access", "openai", "descriptors", "_guardian", "_tethered"),
     ("process", "foreign", "asking", "topology"),
     ("masters", "discovery", "supervisor"),
+    ("pool_lookups",),
     ("reachability", "status", "up"),
     ("engines", "proxy"),
-    ("roles", "doctor", "demo", "reset"),
+    ("roles", "doctor", "demo", "reset", "explain"),
     ("cli", "__main__"),
 )
 """The same inside launch."""
@@ -62,7 +65,7 @@ STRANGERS = (
     {"client", "server"},
     {"reachability", "status", "up"},
     {"engines", "proxy"},
-    {"roles", "doctor", "demo", "reset"},
+    {"roles", "doctor", "demo", "reset", "explain"},
 )
 """Modules and packages of one layer that never import one another."""
 
@@ -208,6 +211,7 @@ def test_no_module_reads_the_environment_when_it_is_imported(file: Path) -> None
         ("launch.roles", ("torch", "mooncake", "aiohttp", "transformers", "grpc", "zmq", "prometheus_client", "rich")),
         ("launch.status", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
         ("launch.doctor", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
+        ("launch.explain", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
         ("launch.proxy.proxy", ("torch", "mooncake", "transformers", "grpc", "rich")),
         ("pd_cache.engine", ("mooncake", "triton", "zmq", "yaml", "aiohttp", "pd_cache.cluster")),
         ("pd_cache.vllm.scheduler", ("vllm", "mooncake")),

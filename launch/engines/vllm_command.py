@@ -17,6 +17,7 @@ from pd_cache.cluster import (
     VllmEngineConfig,
 )
 from pd_cache.vllm.namespace_file import NAMESPACE_FILE, TellNamespace
+from pd_cache.vllm.report_file import TellRequests
 
 
 def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path, namespace_file: Path) -> list[str]:
@@ -45,7 +46,7 @@ def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path
         f"--port={node.port}",
         f"--served-model-name={engine.name or engine.model}",
         f"--kv-transfer-config={json.dumps(connector)}",
-        f"--middleware={TellNamespace.__module__}.{TellNamespace.__name__}",
+        *(f"--middleware={one.__module__}.{one.__name__}" for one in (TellNamespace, TellRequests)),
         *flags(arguments),
     ]
 

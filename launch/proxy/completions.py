@@ -23,7 +23,9 @@ from launch.proxy.nodes import Nodes
 from launch.proxy.prefixes import RoutedPrompt
 from launch.proxy.routing import Hop
 from launch.proxy.tokens import HopBody, PromptTokens
+from launch.proxy.trips import AnswerEnd, Trip, read_report
 from pd_cache.cluster import LARGEST_BODY
+from pd_cache.reports import RecentReports, RequestReport
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ class Completions:
     def __init__(
         self, nodes: Nodes, pools: NodePools, direct: DirectRule, metrics: ProxyMetrics, prefill_timeout_s: float
     ) -> None:
+        self.trips: RecentReports[Trip] = RecentReports()
+        """The last requests."""
         self._nodes = nodes
         self._pools = pools.pools
         self._node_pools = pools
@@ -59,12 +63,16 @@ class Completions:
 
     async def serve(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
         """Answers the request. Raises ApiError if no node could answer it, HopError if the answer breaks off."""
-        prepared = await self._prepare(exchange, body)
-        if isinstance(prepared, Refusal):
-            return passed_on(prepared)
-        decoding = self._decode(exchange, prepared)
-        del body, prepared  # so that they take memory only until a decode node has them
-        return await decoding
+        try:
+            prepared = await self._prepare(exchange, body)
+            if isinstance(prepared, Refusal):
+                return passed_on(prepared)
+            decoding = self._decode(exchange, prepared)
+            del body, prepared  # so that they take memory only until a decode node has them
+            return await decoding
+        finally:
+            if exchange.nodes:
+                self.trips.note(exchange.id, exchange.trip())
 
     async def _prepare(self, exchange: Exchange, body: bytes) -> HopBody | Refusal:
         """Does the prefill hop. Returns the body for the decode node, or a prefill node's refusal."""
@@ -148,7 +156,10 @@ class Completions:
             if answer.status >= 400:
                 return await refusal_of(answer)
             try:
-                return read_handoff(await read_all(answer, _MAX_ANSWER))
+                whole = await read_all(answer, _MAX_ANSWER)
+                handoff = read_handoff(whole)
+                _note_report(exchange, "prefill", read_report(whole))
+                return handoff
             except ValueError as error:
                 raise HopError("garbage", str(error)) from error
         finally:
@@ -207,12 +218,17 @@ class Completions:
         response = web.StreamResponse(status=answer.status, headers=client_headers(answer))
         response.headers[ID_HEADER] = exchange.id
         exchange.response = response
+        ending = AnswerEnd()
         try:
             await response.prepare(exchange.request)
             data = first
             while data:
+                ending.add(data)
+                if answer.content.at_eof():
+                    self._note(exchange, ending)  # before the client can know that this is all
                 await exchange.write(data)
                 data = await read_some(answer)
+            self._note(exchange, ending)
             await response.write_eof()
         except HopError as error:
             self._nodes.failed(exchange, "decode", node, None, error)
@@ -220,6 +236,11 @@ class Completions:
         except ConnectionError as error:
             raise ClientGone from error
         return response
+
+    def _note(self, exchange: Exchange, ending: AnswerEnd) -> None:
+        """Remembers a request whose answer is complete."""
+        _note_report(exchange, "decode", ending.report())
+        self.trips.note(exchange.id, exchange.trip())
 
     # --- a text's tokens -----------------------------------------------------------------------------------------
 
@@ -262,3 +283,8 @@ class Completions:
             self._tokenize_after = now + _NO_TOKENIZE_S
             log.info("request %s: node %s did not return a text's tokens: %s", exchange.id, node, error)
             return None
+
+
+def _note_report(exchange: Exchange, hop: Hop, report: RequestReport | None) -> None:
+    if report is not None:
+        exchange.reports[hop] = report

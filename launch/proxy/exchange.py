@@ -10,6 +10,8 @@ from aiohttp import web
 from launch.proxy.attempts import Trial
 from launch.proxy.budget import RetryBudget
 from launch.proxy.connections import Connections
+from launch.proxy.trips import HopReport, Trip
+from pd_cache.reports import RequestReport
 
 ID_HEADER = "X-Request-Id"
 _TO_NODE = ("Authorization", "Traceparent", "Tracestate")
@@ -32,6 +34,8 @@ class Exchange:
         self.client = ""
         """The client's name, if keys identify it."""
         self.nodes: dict[str, str] = {}
+        self.reports: dict[str, RequestReport] = {}
+        """What nodes said of the prompt, by hop."""
         self.model: str | None = None
         """The model that the nodes must serve; None for any."""
         self.forget_body: Callable[[], None] = lambda: None
@@ -44,8 +48,9 @@ class Exchange:
         """Whether what was sent so far ends with a blank line, as each server-sent event does."""
 
     def told(self) -> str:
-        """Returns, for the log, which client asked and which nodes answered."""
-        parts = {**({"client": self.client} if self.client else {}), **self.nodes}
+        """Returns, for the log, which client asked, which nodes answered, and why they did not find more of the prompt."""
+        missed = {f"{hop}_reason": report.reason for hop, report in self.reports.items()}
+        parts = {**({"client": self.client} if self.client else {}), **self.nodes, **missed}
         return " ".join(f"{name}={value}" for name, value in parts.items())
 
     def headers(self, guarded: bool, node_key: str | None) -> dict[str, str]:
@@ -57,6 +62,11 @@ class Exchange:
             headers["Authorization"] = f"Bearer {node_key}"
         # bytes are passed on as they come, and the client might not accept every encoding
         return {**headers, ID_HEADER: self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
+
+    def trip(self) -> Trip:
+        """Returns which nodes the request went to, and what these reported."""
+        hops = (HopReport(hop, node, self.reports.get(hop)) for hop, node in self.nodes.items())
+        return Trip(self.client, tuple(hops))
 
     async def write(self, data: bytes) -> None:
         assert self.response is not None

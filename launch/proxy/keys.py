@@ -114,6 +114,16 @@ class Keys:
             return _find(self._monitors, authorization) is not None
         return self._clients is None or _find(self._clients, authorization) is not None
 
+    def visible_client(self, authorization: str | None) -> str | None:
+        """Returns the name of the only client whose requests this one may see: its own; None if it may see all.
+
+        Only monitors' keys may see all, if clients need keys. Raises ApiError 401 if the client may see none.
+        """
+        if self._monitors is None:
+            return self.client(authorization) or None
+        self.check_watcher(authorization)
+        return None
+
     def check_watcher(self, authorization: str | None) -> None:
         """Raises ApiError 401 if the client may not see answers that name nodes."""
         if not self.may_watch(authorization):

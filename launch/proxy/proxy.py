@@ -62,9 +62,10 @@ class Proxy:
         self._direct = direct or DirectRule(0)
         self._node_pools = NodePools(config, self._direct, master)
         self._nodes = Nodes(self._node_pools.pools, self.metrics, lambda: self._keys.credentials)
+        completions = Completions(self._nodes, self._node_pools, self._direct, self.metrics, config.prefill_timeout_s)
         self._requests = Requests(
             config,
-            Completions(self._nodes, self._node_pools, self._direct, self.metrics, config.prefill_timeout_s),
+            completions,
             ModelList(self._nodes),
             keys=self._keys,
             admission=self._admission,
@@ -74,7 +75,7 @@ class Proxy:
             deliveries=self.deliveries,
             metrics=self.metrics,
         )
-        self._overview = Overview(self._node_pools, self._keys, self._admission, self.metrics, peers)
+        self._overview = Overview(self._node_pools, self._keys, self._admission, self.metrics, completions.trips, peers)
 
     def update(self, view: View) -> None:
         """Uses the view's nodes from now on. Call it on the event loop's thread, once the loop runs."""

@@ -5,23 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import msgspec
-
-from launch.discovery import View, known_master, open_directory
+from launch.discovery import View, open_directory
+from launch.pool_lookups import hash_seeds, master_of, open_lookup
 from launch.proxy.capacity import fitted
 from launch.proxy.connections import Connections
-from launch.proxy.direct import DirectRule, Pool
+from launch.proxy.direct import DirectRule
 from launch.proxy.listener import Listener
 from launch.proxy.proxy import Proxy
 from launch.proxy.tls import ServerTls
 from launch.proxy.watched_files import WatchedFiles
 from launch.reachability import PeerChecks
 from launch.signals import stop_signals
-from pd_cache.block_hashes import SEED_VARIABLE
-from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, ProxyNode, VllmEngineConfig
-from pd_cache.config import NodeSettings
-from pd_cache.lookup import LookupClient, MooncakeLookupClient
-from pd_cache.tokens import CacheMetadata
+from pd_cache.cluster import ClusterConfig, ProxyNode
 from pd_cache.wire.descriptors import raise_limit
 
 _SYNC_S = 2.0
@@ -43,7 +38,7 @@ def run_proxy(
     tokens = config.proxy.direct_tokens
     direct = DirectRule(
         config.cache.chunk_tokens if tokens is None else tokens,
-        lambda pool: _open_lookup(config, node.host, pool),
+        lambda pool: open_lookup(config, node.host, pool.namespaces, pool.master),
         timeout_s=timeout_s,
         seeds=hash_seeds(config),
     )
@@ -73,19 +68,6 @@ def run_proxy(
     )
 
 
-def hash_seeds(config: ClusterConfig) -> set[str]:
-    """Returns the seeds of vLLM's block hashes that the file sets."""
-    if not isinstance(config.engine, VllmEngineConfig):
-        return set()
-    own = (node.env for node in config.nodes if isinstance(node, PrefillNode | DecodeNode))
-    return {env[SEED_VARIABLE] for env in (config.engine.env, *own) if SEED_VARIABLE in env}
-
-
-def master_of(config: ClusterConfig, view: View) -> str | None:
-    """Returns the address of the pool's master: the file's, or that of the registered one; None if both are unknown."""
-    return known_master(config) or next((record.address for record in view.by_role("master")), None)
-
-
 async def _serve(
     config: ClusterConfig,
     proxy: Proxy,
@@ -113,17 +95,3 @@ async def _serve(
         await listener.close()
         await asyncio.to_thread(directory.close)
     await leaving
-
-
-def _open_lookup(config: ClusterConfig, host: str, pool: Pool) -> LookupClient:
-    space = pool.namespaces[0]
-    cache = msgspec.structs.replace(
-        config.cache, chunk_size=space.chunk_size, hash_mode=space.hash_mode, hash_seed=space.hash_seed
-    )
-    first, *further = (CacheMetadata.within(one) for one in pool.namespaces)
-    if tuple(one.namespace(cache) for one in (first, *further)) != pool.namespaces:
-        raise ValueError(f"this version makes other namespaces of {pool.namespaces}")
-    # a proxy's host need not have a mooncake_client
-    transfer = msgspec.structs.replace(config.transfer, client="embedded", client_address="")
-    settings = NodeSettings(master=pool.master, host=host, cache=cache, transfer=transfer)
-    return MooncakeLookupClient(settings, first, pool.master, further=further)

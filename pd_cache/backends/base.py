@@ -14,10 +14,12 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from pd_cache.epochs import PROCESS_EPOCHS, EpochBook
 from transfer.errors import Status
+
+TierKind = Literal["memory", "disk", "pool"]
 
 if TYPE_CHECKING:
     from pd_cache.backends.slots import ObjectMemory
@@ -51,6 +53,10 @@ class Fetched(Protocol):
     @property
     def reason(self) -> str:
         """The reason for a miss: a `Status` or `Damage` value. Empty for a hit."""
+
+    @property
+    def tier(self) -> TierKind:
+        """The kind of tier that it was read from."""
 
     def check(self, payload_checksum: int | None = None) -> str:
         """Returns the reason for a miss, or why a payload with this checksum is not the one that was put; empty if it is.
@@ -90,6 +96,8 @@ class StorageBackend(ABC):
     """The memory that `stage` lends from and that payloads are read into."""
     batch_size: int
     """How many payloads a caller should best hand over together."""
+    tier: TierKind = "pool"
+    """Which kind of tier it is. Each outcome of a read says from which kind it came."""
     settles_at_once: bool = False
     """Whether a write has ended when `batched_put` returns."""
 

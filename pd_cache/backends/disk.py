@@ -84,6 +84,8 @@ class _Read(NamedTuple):
 class LocalDiskBackend(StorageBackend):
     """Keeps objects in one folder, within a byte budget."""
 
+    tier = "disk"
+
     def __init__(
         self,
         memory: ObjectMemory,
@@ -339,6 +341,7 @@ class LocalDiskBackend(StorageBackend):
             return FetchedObject(None, str(found))
         read.staged.sealed_for = key
         fetched, entry = FetchedObject(read.staged, expected=found.expected), found.entry
+        fetched.tier = self.tier
         fetched.when_checked(lambda one: self._checked(entry, one))
         return fetched
 

@@ -156,6 +156,7 @@ class LocalBackend(StorageBackend, Generic[H]):
     """Keeps objects in memory, within a byte budget, by an eviction policy."""
 
     settles_at_once = True
+    tier = "memory"
 
     def __init__(
         self,
@@ -275,6 +276,7 @@ class LocalBackend(StorageBackend, Generic[H]):
             if not isinstance(found, Damage):
                 undo.pop_all()
                 fetched = FetchedObject(staged, expected=found, on_release=lambda: self._unpin(pin))
+                fetched.tier = self.tier
                 fetched.when_checked(lambda one: self._checked(pin, one))
                 return fetched
             self._discard(pin)

@@ -18,7 +18,7 @@ from transfer.errors import Status
 from transfer.staging import Quota, Slot, StagingPool
 
 if TYPE_CHECKING:
-    from pd_cache.backends.base import Staged
+    from pd_cache.backends.base import Staged, TierKind
 
 
 def _nothing() -> None:
@@ -73,7 +73,7 @@ class StagedObject:
 class FetchedObject:
     """One key's outcome; see `base.Fetched`. A hit holds one reference to the slot that its object lies in."""
 
-    __slots__ = ("_expected", "_on_release", "_when_checked", "payload", "reason", "staged")
+    __slots__ = ("_expected", "_on_release", "_when_checked", "payload", "reason", "staged", "tier")
 
     def __init__(
         self,
@@ -93,6 +93,7 @@ class FetchedObject:
         self._when_checked: list[Callable[[FetchedObject], None]] = []
         self.payload: memoryview | None = None if staged is None else staged.payload
         self.reason = reason
+        self.tier: TierKind = "pool"
 
     def when_checked(self, call: Callable[[FetchedObject], None]) -> None:
         """Has `call` run after the first check, which leaves its outcome in `reason`. For tiers; the last to ask is called first."""

@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 import torch
 
-from pd_cache.blocks import BlocksOrSlots, StoreOutcome
+from pd_cache.blocks import BlocksOrSlots, Restored, StoreOutcome, TierChunks
 from pd_cache.client.connection import PendingMove, ServerConnection, failure_of
 from pd_cache.client.identity import EngineIdentity
 from pd_cache.groups import Surveyed
 from pd_cache.layout import KVLayout, PageKind, layer_tensors
 from pd_cache.metrics import CacheMetrics
+from pd_cache.misses import MissReason, miss_reason
 from pd_cache.paged import LeavingOut, leaving_out, plan_named
 from pd_cache.tokens import ExtraKey, Tokens, check_names
 from pd_cache.wire.channel import Context, Future
@@ -101,7 +102,12 @@ class ServerCache:
     def lookup(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> int:
-        return self.begin_lookup(names, at_hand=at_hand, session=session, timeout=timeout).wait()
+        return self.survey(names, at_hand=at_hand, session=session, timeout=timeout).chunks
+
+    def survey(
+        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
+    ) -> Surveyed:
+        return self.begin_lookup(names, at_hand=at_hand, session=session, timeout=timeout).survey()
 
     def store(
         self,
@@ -127,10 +133,21 @@ class ServerCache:
         session: str = "",
         timeout: float | None = None,
     ) -> int:
+        return self.restore(names, blocks, kv_caches=kv_caches, session=session, timeout=timeout).chunks
+
+    def restore(
+        self,
+        names: Sequence[bytes],
+        blocks: BlocksOrSlots,
+        *,
+        kv_caches: Any = None,
+        session: str = "",
+        timeout: float | None = None,
+    ) -> Restored:
         self._check(kv_caches)
         pending = self.begin_retrieve(names, blocks, session=session, timeout=timeout)
         pending.wait()
-        return pending.loaded
+        return pending.restored
 
     # --- operations that only begin ------------------------------------------------------------------------------
 
@@ -239,6 +256,12 @@ class ServerCache:
         self.metrics.tokens(op, outcome, chunks * self.chunk_size)
 
 
+def _server_reason(failure: str) -> MissReason:
+    """Returns why nothing was found or loaded, if the server gave no proper answer. `failure` is what `failure_of` returns."""
+    reason = miss_reason(failure)
+    return reason if reason == "deadline" else "server_down"
+
+
 class PendingLookup:
     """A lookup that was sent. For use by one thread."""
 
@@ -279,12 +302,12 @@ class PendingLookup:
         metrics, size = self._cache.metrics, self._cache.chunk_size
         if not isinstance(answer, Found) or not self._at_hand <= answer.chunks <= answer.leading <= self._chunks:
             metrics.trouble("lookup", reason or "nonsense")
-            return Surveyed(self._at_hand, self._at_hand)
+            return Surveyed(self._at_hand, self._at_hand, _server_reason(reason))
         metrics.tokens("lookup", "requested", (self._chunks - self._at_hand) * size)
         metrics.tokens("lookup", "hit", (answer.chunks - self._at_hand) * size)
         if answer.epoch is not None:
             self._cache.note_epoch(answer.epoch)
-        return Surveyed(answer.chunks, answer.leading, answer.epoch)
+        return Surveyed(answer.chunks, answer.leading, answer.reason, answer.epoch)
 
 
 class _PendingOperation:
@@ -332,13 +355,17 @@ class PendingRetrieve(_PendingOperation):
     _op = "retrieve"
     loaded = 0
     """How many chunks, from the first, are in their blocks; known once the retrieve has ended."""
+    restored = Restored(0)
+    """The same, with the tiers that the chunks came from, and why not more were loaded."""
 
     def _count(self) -> None:
         answer, metrics = self._move.answer, self._cache.metrics
         if not isinstance(answer, Loaded) or answer.chunks > self._chunks:
             metrics.trouble("retrieve", self._move.failure or "nonsense", self._chunks)
+            self.restored = Restored(0, _server_reason(self._move.failure))
             return
         self.loaded = answer.chunks
+        self.restored = Restored(answer.chunks, answer.reason, TierChunks(answer.memory, answer.disk, answer.pool))
         self._cache.count_moved("retrieve", "loaded", self.loaded)
         if self.loaded < self._chunks:  # the server counts which chunk failed for which reason
             metrics.trouble("retrieve", "not_loaded")

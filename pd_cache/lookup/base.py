@@ -54,13 +54,15 @@ class LookupClient(ABC):
         return self.survey(names, lookup_id, at_hand=at_hand).chunks * self._database.chunk_size
 
     def survey(self, names: Sequence[bytes], lookup_id: str | None = None, *, at_hand: int = 0) -> Surveyed:
-        """Does the same as `find`. Returns the prefix in chunks, and how many chunks the layers have that need all of them."""
+        """Does the same as `find`. Returns the prefix in chunks, how many chunks the layers have that need all of them, and why the prefix
+        is not longer."""
         chunks = min(max(at_hand, 0) // self._database.chunk_size, len(names))
         if chunks < len(names):
             try:
                 return self._find(names, chunks, lookup_id or "")
             except Exception as error:  # noqa: BLE001 - a lookup never fails its request
                 self._count(error, lookup_id)
+                return Surveyed(chunks, chunks, "error")
         return Surveyed(chunks, chunks)
 
     @abstractmethod
@@ -73,6 +75,9 @@ class LookupClient(ABC):
 
         Returns the epoch's label, or None if the pool did not take it. Waits for a few answers of the pool, each with its deadline.
         """
+
+    def stored(self, names: Sequence[bytes]) -> None:  # noqa: B027 - only some clients keep a history
+        """Notes that the engine has stored these chunks, so that they count as evicted if a later lookup does not find them."""
 
     def end(self, lookup_id: str) -> None:  # noqa: B027 - only some clients protect anything
         """Releases what the lookups of this id protect. Call it when the request is over."""

@@ -52,7 +52,7 @@ class BypassLookupClient(LookupClient):
 
     def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
         if self._engine is None:
-            return Surveyed(at_hand, at_hand)
+            return Surveyed(at_hand, at_hand, "not_asked")
         return self._engine.survey(names, at_hand=at_hand, timeout=self._timeout)
 
     def reset(self) -> str | None:

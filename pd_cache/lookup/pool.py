@@ -10,6 +10,7 @@ from pd_cache.groups import LayerGroups, Surveyed
 from pd_cache.lookup.base import LookupClient
 from pd_cache.lookup.prefix import PrefixLookup
 from pd_cache.metrics import CacheMetrics
+from pd_cache.misses import ChunkHistory
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
 from transfer.errors import Status
 from transfer.store import MooncakeStore
@@ -26,16 +27,19 @@ class MooncakeLookupClient(LookupClient):
         *,
         further: Sequence[CacheMetadata] = (),
         metrics: CacheMetrics | None = None,
+        history: ChunkHistory | None = None,
     ) -> None:
         """Begins to connect to the master at `master_addr` (`host:port`); lookups find nothing until it answers.
 
-        `further` are the model's other groups of layers, if it has several.
+        `further` are the model's other groups of layers, if it has several. `history` tells evicted chunks from those that were never
+        stored; without it, both are `missing`.
         """
         databases = [ChunkedTokenDatabase(one.namespace(config.cache)) for one in (metadata, *further)]
         super().__init__(databases[0], metrics)
         self.store = MooncakeStore(config.transfer, master=master_addr, host=config.host, segment_size=0)
         self._timeout = config.transfer.timeouts.exist_ms / 1000
-        self._prefix = PrefixLookup(LayerGroups(databases), self.metrics)
+        self._history = history
+        self._prefix = PrefixLookup(LayerGroups(databases), self.metrics, self._history)
         self._epochs = EpochBook(self.store, timeout_s=self._timeout).of(metadata.model)
 
     @property
@@ -47,6 +51,10 @@ class MooncakeLookupClient(LookupClient):
 
     def reset(self) -> str | None:
         return self._epochs.begin()
+
+    def stored(self, names: Sequence[bytes]) -> None:
+        if self._history is not None:
+            self._history.note(names)
 
     def _exist(self, keys: list[str]) -> list[Status]:
         return self.store.batch_exist(keys, timeout=self._timeout)

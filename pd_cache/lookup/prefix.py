@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from pd_cache.epochs import Epochs
 from pd_cache.groups import LayerGroups, Surveyed
 from pd_cache.metrics import CacheMetrics
+from pd_cache.misses import ChunkHistory, MissReason, worst_reason
 from transfer.errors import Status
 
 
 class PrefixLookup:
     """Asks once for all chunks of a prompt, in all groups of layers, and counts requested and found tokens."""
 
-    def __init__(self, groups: LayerGroups, metrics: CacheMetrics) -> None:
+    def __init__(self, groups: LayerGroups, metrics: CacheMetrics, history: ChunkHistory | None = None) -> None:
+        """`history` learns what is found, and says of what is missing whether it was there before. Without it, no lookup knows."""
         self.groups = groups
         self.metrics = metrics
+        self._history = history
 
     def find(
         self, names: Sequence[bytes], at_hand: int, exists: Callable[[list[str]], list[Status]], epochs: Epochs
@@ -35,7 +38,7 @@ class PrefixLookup:
                 statuses = exists([*keys, *check.keys])
             epoch = epochs.confirm(check, statuses[len(keys) :])
             if epoch == check.label:
-                return self.judge(len(names), at_hand, statuses[: len(keys)])._replace(epoch=epoch)
+                return self.judge(names, at_hand, statuses[: len(keys)], epoch)
             if epoch is None:
                 break
         return self.unknown(len(names), at_hand, statuses)
@@ -44,16 +47,18 @@ class PrefixLookup:
         """Returns the answer to a lookup while the model's epoch is unknown: nothing but what is at hand. Counts it."""
         self.metrics.tokens("lookup", "requested", (chunks - at_hand) * self.groups.first.chunk_size)
         self.metrics.outages("lookup", statuses)
-        if all(status in (Status.OK, Status.MISSING) for status in statuses):  # otherwise the reason is counted already
+        reason = worst_reason(statuses)
+        if reason in ("none", "missing"):  # otherwise the reason is counted already
+            reason = "epoch_unknown"
             self.metrics.trouble("lookup", "epoch_unknown")
-        return Surveyed(at_hand, at_hand)
+        return Surveyed(at_hand, at_hand, reason)
 
-    def judge(self, chunks: int, at_hand: int, statuses: Sequence[Status]) -> Surveyed:
-        """Returns how many of the first `chunks` were found, and counts their tokens.
+    def judge(self, names: Sequence[bytes], at_hand: int, statuses: Sequence[Status], epoch: str) -> Surveyed:
+        """Returns how many of the first chunks were found, and why not more. Counts their tokens.
 
-        `statuses` are those of the chunks after the first `at_hand`, in the order of `LayerGroups.keys`.
+        `statuses` are those of the chunks after the first `at_hand`, in the order of `LayerGroups.keys`, in the current epoch, `epoch`.
         """
-        size, metrics = self.groups.first.chunk_size, self.metrics
+        chunks, size, metrics = len(names), self.groups.first.chunk_size, self.metrics
         metrics.tokens("lookup", "requested", (chunks - at_hand) * size)
         if statuses.count(Status.OK) == len(statuses) and not self.groups.ahead:
             found = Surveyed(chunks - at_hand, chunks - at_hand)
@@ -61,4 +66,21 @@ class PrefixLookup:
             found = self.groups.reach([status is Status.OK for status in statuses])
             metrics.outages("lookup", statuses)
         metrics.tokens("lookup", "hit", found.chunks * size)
-        return Surveyed(at_hand + found.chunks, at_hand + found.leading)
+        if self._history is not None:
+            self._history.follow(epoch)
+        reason = self._reason(names[at_hand:], found, statuses)
+        if self._history is not None:
+            # of groups that all have a tail, only the end of a prefix is known to be there
+            first = 0 if self.groups.need_all else max(0, found.leading - 1)
+            self._history.note(names[at_hand + first : at_hand + found.leading])
+        return Surveyed(at_hand + found.chunks, at_hand + found.leading, reason, epoch)
+
+    def _reason(self, names: Sequence[bytes], found: Surveyed, statuses: Sequence[Status]) -> MissReason:
+        """Returns why the first chunk that was not found was not there."""
+        if found.leading > found.chunks:
+            worst = worst_reason(statuses)
+            return "no_tail" if worst == "missing" else worst
+        if found.chunks == len(names):
+            return "none"
+        reason = worst_reason(self.groups.of_chunk(statuses, found.chunks))
+        return reason if self._history is None else self._history.explain(reason, names[found.chunks])

@@ -110,7 +110,8 @@ class Question:
         unasked = len(self.names) - self._asked + self._behind
         metrics.tokens("lookup", "requested", unasked * self.groups.first.chunk_size)
         statuses = [status for known in self._statuses for status in known]
-        return PrefixLookup(self.groups, metrics).judge(self._asked, self.at_hand, statuses)._replace(epoch=self.epoch)
+        lookup = PrefixLookup(self.groups, metrics, self.models[0].history)
+        return lookup.judge(self.names[: self._asked], self.at_hand, statuses, self.epoch)
 
     def give_up(self, metrics: CacheMetrics) -> Answer:
         """Returns the answer while the epoch is unknown."""

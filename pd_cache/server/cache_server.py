@@ -343,7 +343,7 @@ class CacheServer:
         models = [model for group in client.groups if (model := self.models.get(group)) is not None]
         if len(models) < len(client.groups) or request.at_hand >= len(names):
             at_hand = min(request.at_hand, len(names))
-            return Found(at_hand, at_hand)
+            return Found(at_hand, at_hand, "none" if at_hand == len(names) else "not_asked")
         question = Question(models, client.hello.client, request.session, request.at_hand, names)
         self._submit(Item(client.hello.client, Lane.QUICK, 1, _QueuedWork(incoming, client, question)))
         return None

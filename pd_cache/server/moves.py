@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from pd_cache.blocks import StoreOutcome, TierChunks
 from pd_cache.mover import ChunkRun
 from pd_cache.server.registrations import Client, Worker
-from pd_cache.wire.messages import Answer, Loaded, Move, RefusalError, Retrieve, Stored, count_names
+from pd_cache.wire.messages import Answer, Loaded, Move, RefusalError, Retrieve, Stored, count_names, split_names
 
 TURN_BYTES = 1 << 30
 """The bytes that one store or retrieve moves before others have their turn: about a second's work."""
@@ -30,6 +31,8 @@ class MoveJob:
         self._begun: _BegunJob | None = None
         self._done = 0
         """How many chunks have moved."""
+        self._tiers = TierChunks()
+        """Where the chunks that were loaded came from."""
         self._outcomes = bytearray()
         self.until = time.monotonic() + request.patience_ms / 1000
         """When the engine gives it up, by `time.monotonic()`."""
@@ -58,10 +61,17 @@ class MoveJob:
         first, self._done = self._done, self._done + self.cost
         part = run.part(first, self._done)
         if isinstance(self._request, Retrieve):
-            loaded = worker.model.mover.load(part)
-            if loaded == len(part.chunks) and self._done < len(run.chunks):
+            restored = worker.model.mover.load(part)
+            self._tiers = TierChunks(*map(sum, zip(self._tiers, restored.tiers, strict=True)))
+            if restored.chunks == len(part.chunks) and self._done < len(run.chunks):
                 return None
             self._loaded(self._request, worker)
-            return Loaded(first + loaded)
-        self._outcomes += bytes(worker.model.mover.store(part))
+            restored = restored.explained(worker.model.history, split_names(self._request.names)[first:])
+            return Loaded(first + restored.chunks, restored.reason, *self._tiers)
+        outcomes = worker.model.mover.store(part)
+        names = split_names(self._request.names)[first : self._done]
+        worker.model.history.note(
+            [name for name, outcome in zip(names, outcomes, strict=True) if outcome is not StoreOutcome.NOT]
+        )
+        self._outcomes += bytes(outcomes)
         return None if self._done < len(run.chunks) else Stored(bytes(self._outcomes))

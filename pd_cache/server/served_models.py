@@ -14,6 +14,7 @@ from pd_cache.config import MAX_SHARDS, CacheConfig, NodeSettings
 from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
+from pd_cache.misses import ChunkHistory
 from pd_cache.mover import ChunkMover
 from pd_cache.paged import host_pin
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, LayerGroup
@@ -66,6 +67,8 @@ class Model:
         self.workers: set[str] = set()
         """The clients that are registered."""
         self.mover = ChunkMover(backend, self.database, metrics)
+        self.history = ChunkHistory()
+        """What the engine group has stored or found here."""
         self.keeps_tail = group.layers is not None and group.layers.tail > 0
         """Whether a store may leave out blocks that no load needs."""
 

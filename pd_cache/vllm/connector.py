@@ -47,6 +47,7 @@ from pd_cache.errors import ConfigError, UnsupportedModelError
 from pd_cache.layout import PageKind
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
 from pd_cache.metrics import CacheMetrics
+from pd_cache.misses import ChunkHistory
 from pd_cache.vllm.adapters import Adapters
 from pd_cache.vllm.cache import WorkerCache, WorkerGroup, engine_name, open_cache
 from pd_cache.vllm.compat import check_version
@@ -74,6 +75,7 @@ from pd_cache.vllm.model import (
     place_of,
 )
 from pd_cache.vllm.namespace_file import write_namespaces
+from pd_cache.vllm.report_file import ReportWriter, report_file
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings, read_settings
 from pd_cache.vllm.stats import CacheStats, CacheStatsSource, PromCacheMetrics
@@ -132,8 +134,10 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._bad_blocks: set[int] = set()
         chunk_size = self._settings.node.cache.chunk_tokens
         if role is KVConnectorRole.SCHEDULER:
+            reports: ReportWriter | None = None
             if self._settings.namespace_file is not None:
                 Path(self._settings.namespace_file).unlink(missing_ok=True)  # left by an earlier start
+                reports = ReportWriter(report_file(Path(self._settings.namespace_file)))
             events = vllm_config.kv_events_config
             wanted = events is not None and events.enable_kv_cache_events
             describe = functools.partial(describe_chunks, chunk_size=chunk_size, block_size=hash_block_size)
@@ -148,6 +152,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 describe=describe if wanted else None,
                 adapters=Adapters(adapter_settings(vllm_config)),
                 metrics=self._metrics,
+                on_report=None if reports is None else reports.write,
             )
 
     @property
@@ -339,7 +344,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                     settings.node, metadata, EngineGroups(engines), timeout=seconds, metrics=metrics
                 )
         logger.info("pd-cache: lookups ask the master at %s", settings.node.master)
-        return MooncakeLookupClient(own, metadata, own.master, further=further, metrics=metrics)
+        return MooncakeLookupClient(own, metadata, own.master, further=further, metrics=metrics, history=ChunkHistory())
 
     # --- scheduler: each step ------------------------------------------------------------------------------------
 

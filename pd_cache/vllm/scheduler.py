@@ -9,18 +9,24 @@ computed the block has finished, or was aborted or preempted meanwhile.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from pd_cache.blocks import StoreOutcome
 from pd_cache.epochs import FIRST
 from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read_params, write_params
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
+from pd_cache.misses import MissReason
+from pd_cache.reports import KEY, RequestReport
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, fold_names, root, stride_hashes
 from pd_cache.vllm.adapters import Adapter, Adapters
 from pd_cache.vllm.layers import KeptLayers, own_hit
+from pd_cache.vllm.outcome import PromptOutcome
 from pd_cache.vllm.settings import Settings
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 
@@ -30,6 +36,8 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.pd_cache")  # below vLLM's own logger, whose handlers and level it inherits
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.020
 """The first and the longest time between two lookups of an announced prefix."""
@@ -73,6 +81,7 @@ class _Tracked:
         self.refused = False
         """Whether it was counted that the adapter cannot be identified."""
         self.handoff = handoff
+        self.announced = handoff.announced
         self.arrived = arrived
         self.names: list[bytes] = []
         """Names of the whole chunks so far; grows with the request."""
@@ -88,6 +97,7 @@ class _Tracked:
         self.may_load = True
         self.at_hand = 0
         """Tokens that vLLM's own cache had."""
+        self.outcome = PromptOutcome()
         self.undrafted: int | None = None
         """Tokens from this one on were computed without the draft model."""
         self.planned: dict[int, int] = {}
@@ -125,12 +135,13 @@ class SchedulerSide:
         describe: Describe | None,
         adapters: Adapters,
         metrics: CacheMetrics,
+        on_report: Callable[[str, RequestReport], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`stores` is false for a consumer. `layers` is what `kept_layers` returns. `hash_block_size` is the number of tokens of each of a
         request's block hashes. `retention` is vLLM's `prefix_cache_retention_interval`. `drafted_up_to` is the most tokens that any request
         of a step may have if the draft model is to run in that step. `describe` is None if the engine's KV events are off. This closes
-        `adapters`."""
+        `adapters`. `on_report` is called with the id of each request that ends, and with its report."""
         self._clock = clock
         self._settings = settings
         self._options = settings.connector
@@ -144,6 +155,7 @@ class SchedulerSide:
         self._ranks = ranks
         self._describe = describe
         self._adapters = adapters
+        self._on_report = on_report
         self.metrics = metrics
         self._chunk = settings.node.cache.chunk_tokens
         self._tails = [group.tail(self._chunk) for group in layers]
@@ -206,6 +218,7 @@ class SchedulerSide:
         self._holding.pop(request.request_id, None)  # vLLM asks only for requests without blocks
         tracked.at_hand = computed
         self._note_outdated(tracked)
+        tracked.outcome.asked(computed)
         may_load = tracked.may_load and not request.skip_reading_prefix_cache
         if self._lookup is None or not may_load or not self._nameable(tracked):
             return 0, False
@@ -246,6 +259,7 @@ class SchedulerSide:
         wanted = [part for part in parts if part.names] if external == proposed.tokens else []
         self._loads.append(LoadOp(request.request_id, wanted, failing))
         tracked.loaded = external
+        tracked.outcome.began_load(external, keeps_part=bool(failing))
         self._holding[request.request_id] = self._needed_blocks(request, proposed.end)
         for place in range(len(self._layers)):
             if first <= tracked.planned.get(place, 0):
@@ -285,6 +299,9 @@ class SchedulerSide:
         """Takes in what the workers have done since the last report."""
         for job, (ranks, outcomes) in report.jobs.items():
             self._advance(job, ranks, outcomes)
+        for request_id, restored in report.loads.items():
+            if (tracked := self._requests.get(request_id)) is not None:
+                tracked.outcome.loaded(restored)
         for request_id in report.failed_loads:
             tracked = self._requests.get(request_id)
             if tracked is not None:
@@ -308,21 +325,47 @@ class SchedulerSide:
             self._late += self._plan_stores(tracked, computed)
         if self._lookup is not None and tracked.looked_up:
             self._lookup.end(request.request_id)
+        ours = self._report(tracked, request, computed)
         if not tracked.handoff.announce:
-            return None
+            return {"pd_cache": ours} if ours else None
         chunks = max(0, min(computed, request.num_prompt_tokens) // self._chunk - self._ahead) if self._stores else 0
         if tracked.adapter is not None:  # nothing was stored before its digest was known
             chunks = min(chunks, tracked.planned.get(0, 0))
         cached = request.prefill_stats.num_cached_tokens if request.prefill_stats is not None else tracked.loaded
-        return write_params(
+        announcement = write_params(
             Announcement(
                 prefix_tokens=chunks * self._chunk,
                 namespace=self._namespaces[0],
                 further=self._namespaces[1:],
                 adapter=self._adapter_tag(tracked),
-                prefill=PrefillWork(cached, max(0, request.num_prompt_tokens - cached)),
+                prefill=PrefillWork(
+                    cached, max(0, request.num_prompt_tokens - cached), ours.get(KEY, {}).get("reason", "")
+                ),
             )
         )
+        announcement["pd_cache"].update({KEY: ours[KEY]} if KEY in ours else {})
+        return announcement
+
+    def _report(self, tracked: _Tracked, request: Request, computed: int) -> dict[str, Any]:
+        """Returns what an answer says about its request, besides what the decode node needs. Counts and logs it.
+
+        It is empty for a request that ended before its prompt was computed.
+        """
+        report = tracked.outcome.report(request.num_prompt_tokens, self._chunk)
+        if report is None or computed < request.num_prompt_tokens:
+            return {}
+        self.metrics.request(report)
+        log.info("request %s: %s", request.request_id, report.line())
+        if self._on_report is not None:
+            try:
+                self._on_report(request.request_id, report)
+            except OSError as error:
+                self.metrics.trouble("report", "not_written", detail=str(error))
+        told: dict[str, Any] = {KEY: msgspec.to_builtins(report)}
+        announced = tracked.announced
+        if announced is not None and announced.prefill is not None:
+            told["prefill"] = msgspec.to_builtins(announced.prefill)
+        return told
 
     def track(self, request: Request) -> None:
         """Begins to track a request that has arrived."""
@@ -442,12 +485,21 @@ class SchedulerSide:
         if reach.epoch is not None and reach.epoch != self._epoch:
             self._begin_epoch(reach.epoch)
         end = reach.chunks * self._chunk
+        self._note_lookup(tracked, end, reach.reason)
         tracked.found = _FoundPrefix(at_hand, end, reach.leading * self._chunk if reach.leading > reach.chunks else 0)
         if end < awaited:
             tracked.next_poll = self._clock() + tracked.poll_s
             tracked.poll_s = min(2 * tracked.poll_s, _LONGEST_POLL_S)
             return None
         return tracked.found
+
+    def _note_lookup(self, tracked: _Tracked, end: int, reason: MissReason) -> None:
+        announced = tracked.announced
+        awaited = 0 if announced is None else announced.prefix_tokens // self._chunk * self._chunk
+        serves = announced is None or announced.serves(self._namespaces)
+        tracked.outcome.looked_up(
+            end, reason, min(awaited, self._most_chunks(tracked.request) * self._chunk), serves=serves
+        )
 
     def _fits(self, request: Request, end: int) -> bool:
         """Returns whether this request and all that hold blocks for a load could compute the rest of their tokens at the same time.
@@ -473,6 +525,7 @@ class SchedulerSide:
         if now - tracked.no_room_since < self._options.load_timeout_ms / 1000:
             return None
         self.metrics.trouble("retrieve", "no_blocks")
+        tracked.outcome.refused("no_blocks")
         tracked.may_load = False
         return 0
 
@@ -725,6 +778,10 @@ class SchedulerSide:
         self._stored_events += [
             event for event, outcome in zip(job.events, both, strict=False) if outcome is StoreOutcome.NEW
         ]
+        if job.group == 0 and self._lookup is not None:
+            self._lookup.stored(
+                [name for name, outcome in zip(job.names, both, strict=True) if outcome is not StoreOutcome.NOT]
+            )
         tracked = self._requests.get(job.request_id)
         alone = len(self._layers) == 1 and not self._tails[0]
         if alone and tracked is not None and tracked.found is not None and StoreOutcome.NOT not in both:

@@ -19,6 +19,9 @@ _LABELS = {
     "op_seconds_sum": ("op",),
     "op_seconds_count": ("op",),
     "troubles": ("op", "reason"),
+    "requests": ("reason",),
+    "prompt_tokens": ("source",),
+    "missed_tokens": ("reason",),
 }
 _NAMES = {
     "tokens": ("tokens", "Tokens by what became of them in the cache"),
@@ -27,6 +30,12 @@ _NAMES = {
     "op_seconds_sum": ("op_seconds", "Seconds spent in cache operations"),
     "op_seconds_count": ("ops", "Cache operations"),
     "troubles": ("troubles", "Chunks not stored or not loaded, by reason"),
+    "requests": ("requests", "Prompts, by why the first chunk that was not loaded was not there"),
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts: at_hand in vLLM's own cache, loaded, computed"),
+    "missed_tokens": (
+        "missed_tokens",
+        "Tokens of prompts that were computed, by why the first of their chunks was not there",
+    ),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pd_cache.blocks import StoreOutcome
+from pd_cache.blocks import Restored, StoreOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,8 @@ class StepReport:
     jobs: dict[int, tuple[int, list[StoreOutcome]]] = field(default_factory=dict)
     """Store jobs: how many ranks are done, and the outcome of each chunk."""
     failed_loads: set[str] = field(default_factory=set)
+    loads: dict[str, Restored] = field(default_factory=dict)
+    """Loads that have ended: of the layer group that failed, or else of the first one, how many chunks came from where."""
 
     def together(self, other: StepReport) -> StepReport:
         """Returns the report of both."""
@@ -70,4 +72,13 @@ class StepReport:
                 jobs[job] = (before + ranks, both)
             else:
                 jobs[job] = (ranks, outcomes)
-        return StepReport(jobs, self.failed_loads | other.failed_loads)
+        loads = dict(self.loads)
+        for request_id, restored in other.loads.items():
+            before_it = loads.get(request_id)
+            if (
+                before_it is None
+                or before_it.reason == "none"
+                or (restored.reason != "none" and restored.chunks < before_it.chunks)
+            ):
+                loads[request_id] = restored
+        return StepReport(jobs, self.failed_loads | other.failed_loads, loads)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from pd_cache.blocks import BlockCache, StoreOutcome
+from pd_cache.blocks import BlockCache, Restored, StoreOutcome
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 from transfer.locks import Condition
 
@@ -31,6 +31,12 @@ class _StoreUnderWay(NamedTuple):
     op: StoreOp
     after: Any
     """The mark at the end of the step that computes the chunks."""
+
+
+class _LoadEnd(NamedTuple):
+    restored: Restored
+    bad_blocks: set[int] | None = None
+    """The blocks that the load left without KV; None if it did not fail."""
 
 
 class EndedLoads(NamedTuple):
@@ -97,9 +103,9 @@ class WorkerSide:
                     self._wanted.add(op.request_id)
                 self._load_queue.put(_LoadUnderWay(op, deadline))
                 continue
-            bad = self._load(op, deadline)
+            end = self._load(op, deadline)
             with self._changed:
-                self._note_failure(op, bad)
+                self._note_end(op, end)
 
     def save(self, step: Step) -> None:
         """Queues this step's stores. The forward pass has been launched, and a mark stands for its end."""
@@ -129,7 +135,7 @@ class WorkerSide:
     def take_report(self) -> StepReport | None:
         """Returns the report for the scheduler; None if nothing ended."""
         with self._changed:
-            if not self._report.jobs and not self._report.failed_loads:
+            if not self._report.jobs and not self._report.loads:
                 return None
             report, self._report = self._report, StepReport()
             return report
@@ -154,49 +160,53 @@ class WorkerSide:
         while (item := self._load_queue.get()) is not None:
             op = item.op
             wanted = op.request_id in self._wanted
-            bad = None if not wanted else _blocks(op.blocks)
+            end = _LoadEnd(Restored(0, "not_asked"), None if not wanted else _blocks(op.blocks))
             if wanted and not self._closing:
-                bad = self._load(op, item.deadline)
+                end = self._load(op, item.deadline)
             with self._changed:
                 self._under_way -= 1
                 self._wanted.discard(op.request_id)
                 self._ended_loads.add(op.request_id)
-                self._note_failure(op, bad)
+                self._note_end(op, end)
                 self._changed.notify_all()
 
-    def _note_failure(self, op: LoadOp, bad: set[int] | None) -> None:
-        """Notes that a load failed, and which blocks it left without KV; None if it did not fail. Call with the lock held."""
-        if bad is None:
+    def _note_end(self, op: LoadOp, end: _LoadEnd) -> None:
+        """Notes how a load ended. Call with the lock held."""
+        self._report.loads[op.request_id] = end.restored
+        if end.bad_blocks is None:
             return
         self._report.failed_loads.add(op.request_id)
         if op.blocks:
-            self._bad_blocks |= bad
+            self._bad_blocks |= end.bad_blocks
         else:
             self._failed_loads.add(op.request_id)
 
-    def _load(self, op: LoadOp, deadline: float) -> set[int] | None:
-        """Loads chunks. Returns the blocks that were not loaded; None if all were."""
+    def _load(self, op: LoadOp, deadline: float) -> _LoadEnd:
+        """Loads chunks of all groups, until one fails."""
         if not op.parts:
-            return _blocks(op.blocks)
+            return _LoadEnd(Restored(0, "error"), _blocks(op.blocks))
+        first: Restored | None = None
         for part in op.parts:
             cache = self._caches[part.group]
             if cache is None:
                 continue
-            loaded = self._load_part(cache, op.request_id, part, deadline)
-            if loaded < len(part.names):
-                return _blocks(op.blocks[loaded * len(op.blocks) // len(part.names) :])
-        return None
+            restored = self._load_part(cache, op.request_id, part, deadline)
+            if restored.chunks < len(part.names):
+                return _LoadEnd(restored, _blocks(op.blocks[restored.chunks * len(op.blocks) // len(part.names) :]))
+            first = first or restored
+        return _LoadEnd(first or Restored(0))
 
-    def _load_part(self, cache: BlockCache, request_id: str, part: GroupChunks, deadline: float) -> int:
+    def _load_part(self, cache: BlockCache, request_id: str, part: GroupChunks, deadline: float) -> Restored:
         """Returns how many of a group's chunks were loaded, from the first."""
         try:
             remaining = deadline - self._clock()
             if remaining > 0:
-                return cache.retrieve(part.names, part.blocks, session=request_id, timeout=remaining)
+                return cache.restore(part.names, part.blocks, session=request_id, timeout=remaining)
             self._metrics.trouble("retrieve", "deadline", len(part.names))
+            return Restored(0, "deadline")
         except Exception as error:  # noqa: BLE001 - whatever the error is, vLLM computes the blocks
             self._unexpected("retrieve", len(part.names), error)
-        return 0
+        return Restored(0, "error")
 
     def _run_stores(self) -> None:
         while (item := self._store_queue.get()) is not None:

@@ -23,6 +23,7 @@ import msgspec
 from pd_cache.config import MAX_SHARDS
 from pd_cache.decoding import UndecodableError, msgpack_decoder
 from pd_cache.epochs import LABEL
+from pd_cache.misses import MissReason
 from pd_cache.tokens import NAME_WIDTHS, LayerGroup, check_names
 
 PROTOCOL = 3
@@ -255,10 +256,11 @@ class Done(Message, frozen=True, tag="done"):
 
 
 class Found(Message, frozen=True, tag="found"):
-    """How long a prefix is, as in `pd_cache.groups.Surveyed`."""
+    """How long a prefix is, and why not longer, as in `pd_cache.groups.Surveyed`."""
 
     chunks: Count
     leading: Count
+    reason: MissReason = "none"
     epoch: EpochLabel | None = None
 
 
@@ -293,9 +295,13 @@ class Stored(Message, frozen=True, tag="stored"):
 
 
 class Loaded(Message, frozen=True, tag="loaded"):
-    """How many of the chunks, from the first on, are in their blocks now."""
+    """How many of the chunks, from the first on, are in their blocks now, as in `pd_cache.blocks.Restored`."""
 
     chunks: Count
+    reason: MissReason = "none"
+    memory: Count = 0
+    disk: Count = 0
+    pool: Count = 0
 
 
 class StatusReport(Message, frozen=True, tag="status_report"):

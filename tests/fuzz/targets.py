@@ -31,6 +31,7 @@ from launch.engines.reference.protocol import BadRequest, parse_completion
 from launch.masters import read_master_health, read_places, read_segments
 from launch.proxy.answers import ApiError
 from launch.proxy.completion import Completion, HandedOver, read_handoff, read_models, read_tokens
+from launch.proxy.trips import read_report
 from launch.reachability import read_peers, targets_of
 from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, status_table
 from pd_cache.backends import objects
@@ -575,6 +576,10 @@ TARGETS: dict[str, Target] = {
         _target(
             "prefill-answer", _handed_over, (ValueError,),
             (_json({"id": "x", "kv_transfer_params": {"do_remote_prefill": True}}),), _JSON,
+        ),
+        _target(
+            "report", lambda data: bool(read_report(data)) and None, (),
+            (_json({"pd_cache": {"report": {"asked": 3, "computed": 3, "reason": "evicted"}, "prefill": None}}),), _BYTES,
         ),
         _target("reference-request", _reference, (BadRequest,), tuple(map(_json, _BODIES[:3])), _JSON),
         _target(

@@ -57,6 +57,7 @@ def test_the_connector_is_told_its_file_node_and_role(
         },
     }
     assert "--middleware=pd_cache.vllm.namespace_file.TellNamespace" in argv
+    assert "--middleware=pd_cache.vllm.report_file.TellRequests" in argv
 
 
 SHOW = """\

@@ -101,7 +101,7 @@ def test_chunks_that_were_damaged_on_the_way_are_read_again_and_stay_in_their_ti
 
         monkeypatch.setattr(subject.backend, "batched_get", counted)
         monkeypatch.setattr(CpuPagedCopier, "scatter", damaged_at_first)
-        assert mover.load(run) == count
+        assert mover.load(run).chunks == count
         assert len(asked) <= 4 * count
         assert subject.count("pd_cache_tier_healed_total") == 0
         assert count_of(mover.metrics, "pd_cache_troubles_total", reason="corrupt") == count

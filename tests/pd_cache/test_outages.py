@@ -44,6 +44,7 @@ def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
             assert node.store(TOKENS, SLOTS) == 0
             assert not any(node.retrieve(TOKENS, SLOTS))
         assert not node.engine.available
+        assert node.engine.survey(node.engine.name_chunks(TOKENS)).reason == "pool_down"
         assert set(node.troubles("lookup")) == {"pool_down"}, (
             "an outage is no plain miss, and no deadline was waited for"
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pd_cache.backends.base import TierKind
 from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier
 from pd_cache.mover import ChunkRun, Deadline
 from tests.support.engines import CHUNK, Host, host
@@ -65,14 +66,14 @@ def test_a_load_during_which_the_weights_change_is_a_miss(
         assert all(one.retrieve(TOKENS, OTHER))
         get = one.engine.mover._get
 
-        def get_while_weights_change(run: ChunkRun, timeout: float | None) -> int:
-            loaded = get(run, timeout)
+        def get_while_weights_change(run: ChunkRun, timeout: float | None, kinds: list[TierKind]) -> str:
+            reason = get(run, timeout, kinds)
             assert other.engine.reset()
-            return loaded
+            return reason
 
         monkeypatch.setattr(one.engine.mover, "_get", get_while_weights_change)
         assert not any(one.retrieve(TOKENS, OTHER))
-        assert one.troubles("retrieve")["epoch"] == len(TOKENS) // CHUNK
+        assert one.troubles("retrieve")["reset"] == len(TOKENS) // CHUNK
 
 
 def test_a_store_of_what_old_weights_computed_does_not_land_among_the_new(

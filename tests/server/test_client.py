@@ -99,7 +99,7 @@ def test_blocks_at_the_start_that_the_engine_holds_are_left_out_and_stay_as_they
     first, last = len(WHOLE), 2 * len(WHOLE)
     blocks = [-1] * left_out + list(range(first + left_out, last))
     before = [tensor.clone() for tensor in worker.cache]
-    assert worker.move(Retrieve, blocks) == Loaded(3)
+    assert worker.move(Retrieve, blocks) == Loaded(3, pool=3)
     for token in range(left_out * BLOCK, len(TOKENS)):
         assert holds_token(worker.cache, worker.layout, TOKENS[: token + 1], first * BLOCK + token)
     for tensor, old in zip(worker.cache, before, strict=True):
@@ -112,7 +112,7 @@ def test_blocks_behind_a_loads_end_are_left_out_and_stay_as_they_are(worker: Wor
     first, last = len(WHOLE), 2 * len(WHOLE)
     blocks = [-1, *range(first + 1, last - left_out), *[-1] * left_out]
     before = [tensor.clone() for tensor in worker.cache]
-    assert worker.move(Retrieve, blocks) == Loaded(3)
+    assert worker.move(Retrieve, blocks) == Loaded(3, pool=3)
     for token in range(BLOCK, len(TOKENS) - left_out * BLOCK):
         assert holds_token(worker.cache, worker.layout, TOKENS[: token + 1], first * BLOCK + token)
     for tensor, old in zip(worker.cache, before, strict=True):
@@ -157,8 +157,8 @@ def test_engines_choose_how_chunks_are_named_where_the_file_leaves_it_open(serve
         answer = one.move(Store, WHOLE, names)
         assert isinstance(answer, Stored)
         assert answer.stored == 3
-        assert one.move(Retrieve, WHOLE, names) == Loaded(3)
-        assert other.move(Retrieve, WHOLE, names) == Loaded(0), "the same names mean other chunks"
+        assert one.move(Retrieve, WHOLE, names) == Loaded(3, pool=3)
+        assert other.move(Retrieve, WHOLE, names) == Loaded(0, "never_stored"), "the same names mean other chunks"
 
 
 def test_an_engine_that_names_chunks_in_another_way_than_the_file_says_is_refused(pool: Pool, tmp_path: Path) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from pd_cache.blocks import Restored, StoreOutcome, TierChunks
+from pd_cache.client.identity import EngineIdentity
+from pd_cache.client.server_cache import ServerCache
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
-from tests.support.engines import CHUNK
+from pd_cache.epochs import FIRST
+from pd_cache.groups import Surveyed
+from tests.support.engines import BLOCK, BLOCKS, CHUNK
+from tests.support.kv import make_cache
 from tests.support.pool import Pool
 from tests.support.server import Engine, served, store_surely
 from tests.support.waiting import wait_for
+from transfer.errors import Status
 from transfer.settings import ByteSize
 
 TOKENS = list(range(4 * CHUNK))
@@ -56,3 +64,34 @@ def test_what_a_session_holds_is_not_evicted_from_the_servers_memory(pool: Pool,
             engine.store(uuid.uuid4().hex, [index + 70] * 3 * CHUNK)
         assert [status.name for status in local.batched_contains(keys)] == ["MISSING"] * 4
         local.index.check_integrity()
+
+
+def test_a_server_says_why_a_prefix_ends_and_which_tiers_were_read(pool: Pool, tmp_path: Path) -> None:
+    tensors = make_cache(blocks=BLOCKS, block_size=BLOCK)
+    identity = EngineIdentity(model=uuid.uuid4().hex, block_size=BLOCK, chunk_size=CHUNK)
+    names, blocks = [bytes([number]) * 16 for number in range(4)], range(4 * CHUNK // BLOCK)
+    with contextlib.ExitStack() as clients, contextlib.ExitStack() as servers:
+        server = servers.enter_context(served(pool, tmp_path, cache=with_memory()))
+        cache = ServerCache(server.url, identity, lookup_timeout_s=60, move_timeout_s=60)
+        clients.callback(cache.close)
+        cache.connection.wait_ready(60)
+        assert cache.survey(names) == Surveyed(0, 0, "not_asked"), "no worker has registered yet"
+        cache.register_kv_caches(tensors)
+        server.models.backends[0].wait_available(60)
+        assert cache.survey(names) == Surveyed(0, 0, "never_stored", FIRST)
+        assert cache.store(names[:3], blocks[:-2]) == [StoreOutcome.NEW] * 3
+        assert cache.survey(names) == Surveyed(3, 3, "never_stored", FIRST)
+        assert cache.restore(names[:3], blocks[:-2]) == Restored(3, "none", TierChunks(memory=3))
+        model = next(iter(server.models))
+        memory, rest = (tier.backend for tier in model.mover.backend.tiers)  # type: ignore[attr-defined]
+        keys = model.database.keys(names)
+        assert memory.batched_remove(keys[1:3]) == [Status.OK] * 2
+        assert cache.restore(names[:3], blocks[:-2]) == Restored(3, "none", TierChunks(memory=1, pool=2))
+        flushed = model.mover.backend.flush  # type: ignore[attr-defined]
+        assert flushed(60.0), "what was read from the pool is in memory again"
+        assert memory.batched_remove(keys[2:3]) == [Status.OK]
+        assert rest.store.remove(keys[2:3], timeout=60, force=True) == [Status.OK]
+        assert cache.restore(names[:3], blocks[:-2]) == Restored(2, "evicted", TierChunks(memory=2))
+        assert cache.survey(names) == Surveyed(2, 2, "evicted", FIRST)
+        servers.close()
+        assert cache.survey(names).reason == "server_down"

@@ -124,6 +124,16 @@ class Server:
         finally:
             connection.close()
 
+    def report(self, prompt: Sequence[int], request_id: str) -> dict[str, Any]:
+        """The report on a request, in its answer and on the page of the node."""
+        request = self._request("/v1/completions", self._body(prompt, 2))
+        request.add_header("X-Request-Id", request_id)
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            told = json.load(answer)["kv_transfer_params"]["pd_cache"]["report"]
+        with urllib.request.urlopen(f"{self.url}/requests/{request_id}", timeout=120) as page:
+            assert json.load(page)["reports"] == [told]
+        return dict(told)
+
     def forget_prefixes(self) -> None:
         """Empty vLLM's own prefix cache."""
         request = urllib.request.Request(f"{self.url}/reset_prefix_cache", b"", method="POST")

@@ -12,7 +12,7 @@ import zmq
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
-from tests.vllm.servers import CHUNK, HANDOFF_MS, SHARDS, Reference
+from tests.vllm.servers import CHUNK, HANDOFF_MS, SHARDS, Answer, Reference
 
 NewPrompt = Callable[[int], list[int]]
 
@@ -21,6 +21,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 def whole_chunks(tokens: int) -> int:
     return tokens // CHUNK * CHUNK
+
+
+def reason_of(answer: Answer) -> str:
+    """Why the cache did not have more of the prompt."""
+    assert answer.kv_transfer_params is not None
+    return str(answer.kv_transfer_params["pd_cache"]["report"]["reason"])
 
 
 def stored(pair: Pair, prompt: list[int]) -> None:
@@ -44,6 +50,25 @@ def test_what_a_stores_b_takes_from_the_pool(pair: Pair, plain: Reference, new_p
     assert pair.b.metric("vllm:pd_cache_ops_total", op="lookup") == lookups + 1, (
         "asked for once, however many steps it took"
     )
+
+
+def test_each_answer_and_the_nodes_page_say_where_the_prompt_was_found_and_why_not_more(
+    pair: Pair, new_prompt: NewPrompt
+) -> None:
+    prompt = new_prompt(1000)
+    first = pair.a.report(prompt, "first")
+    assert (first["asked"], first["computed"], first["reason"]) == (1000, 1000, "never_stored")
+    wait_for(lambda: not pair.a.blocks_in_use)
+    whole = whole_chunks(1000)
+    second = pair.b.report(prompt, "second")
+    assert (second["found"], second["loaded"], second["pool"], second["reason"]) == (whole, whole, whole, "none")
+    again = pair.a.report(prompt, "again")
+    assert again["at_hand"] > 0, "vLLM's own cache has it"
+    assert again["at_hand"] + again["loaded"] + again["computed"] == 1000
+    short = pair.b.report(new_prompt(CHUNK - 1), "short")
+    assert (short["computed"], short["reason"]) == (CHUNK - 1, "too_short")
+    assert pair.b.metric("vllm:pd_cache_requests_total", reason="too_short") >= 1
+    assert pair.a.metric("vllm:pd_cache_missed_tokens_total", reason="never_stored") >= 1000
 
 
 def test_a_full_hit_leaves_one_token_to_compute(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
@@ -131,7 +156,7 @@ def test_the_prefill_node_tells_what_it_stores_and_the_decode_node_waits_for_it(
     assert handed is not None
     ours = handed["pd_cache"]
     assert ours["prefix_tokens"] == whole_chunks(700)
-    assert ours["prefill"] == {"cached_tokens": 0, "computed_tokens": 700}
+    assert ours["prefill"] == {"cached_tokens": 0, "computed_tokens": 700, "reason": "never_stored"}
     before = pair.b.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
     assert pair.b.complete(prompt, kv_transfer_params=handed).tokens == plain.tokens(prompt)
     after = pair.b.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
@@ -141,10 +166,13 @@ def test_the_prefill_node_tells_what_it_stores_and_the_decode_node_waits_for_it(
     start = time.monotonic()
     answer = pair.b.complete(other := new_prompt(700), kv_transfer_params=handed)
     assert answer.tokens == plain.tokens(other)
+    assert reason_of(answer) == "deadline"
     assert time.monotonic() - start > 0.95 * HANDOFF_MS / 1000
     # stored in another namespace: no use to wait
     foreign = {**handed, "pd_cache": {**ours, "namespace": "0123456789abcdef"}}
-    assert pair.b.complete(other := new_prompt(700), kv_transfer_params=foreign).tokens == plain.tokens(other)
+    answer = pair.b.complete(other := new_prompt(700), kv_transfer_params=foreign)
+    assert answer.tokens == plain.tokens(other)
+    assert reason_of(answer) == "other_namespace"
     assert pair.b.troubles("lookup", "other_namespace") >= 1
 
 

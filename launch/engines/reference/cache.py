@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from pd_cache.blocks import BlockCache
+from pd_cache.blocks import BlockCache, Restored, TierChunks
+from pd_cache.misses import MissReason
+from pd_cache.reports import RequestReport
 from pd_cache.sparse_log import SparseLog
 from pd_cache.tokens import salt_keys
 
@@ -42,6 +44,20 @@ class LoadResult(NamedTuple):
     outcome: LoadOutcome
     tokens: int
     """Length of the prompt's prefix whose KV is in the pages now: whole chunks."""
+    found: int = 0
+    """Length of the prefix that the lookup found, in tokens."""
+    reason: MissReason = "error"
+    """Why not more was loaded."""
+    tiers: TierChunks = TierChunks()
+    """The tiers that it was loaded from, in chunks."""
+
+
+class SurveyedPrompt(NamedTuple):
+    """What the cache would find of a prompt."""
+
+    tokens: int
+    reason: MissReason
+    """Why not more."""
 
 
 class Prefix:
@@ -119,34 +135,60 @@ class PrefixCache:
     def _load(self, prefix: Prefix, announced: int, wait_s: float, cancelled: threading.Event) -> LoadResult:
         cache = self._cache
         if not cache.available:
-            return LoadResult(LoadOutcome.UNAVAILABLE, 0)
+            return LoadResult(LoadOutcome.UNAVAILABLE, 0, reason=cache.survey(prefix.names).reason)
         deadline = time.monotonic() + wait_s
         pause = _FIRST_POLL_S
         while True:
-            found = cache.lookup(prefix.names, session=prefix.session)
+            found = cache.survey(prefix.names, session=prefix.session)
             prefix.epoch = cache.epoch
             remaining = deadline - time.monotonic()
-            if found * self.chunk_size >= announced or remaining <= 0 or not cache.available:
+            if found.chunks * self.chunk_size >= announced or remaining <= 0 or not cache.available:
                 break
             if cancelled.wait(min(pause, remaining)):
                 break
             pause = min(2 * pause, _LONGEST_POLL_S)
         if cancelled.is_set():
-            return LoadResult(LoadOutcome.CANCELLED, 0)
-        wanted = min(int(found), len(prefix.names))
-        loaded = 0
+            return LoadResult(LoadOutcome.CANCELLED, 0, reason="deadline")
+        wanted = min(int(found.chunks), len(prefix.names))
+        restored = Restored(0)
         if wanted > 0:
-            loaded = cache.retrieve(
+            restored = cache.restore(
                 prefix.names[:wanted],
                 prefix.blocks(0, wanted),
                 kv_caches=self._kv_caches,
                 session=prefix.session,
             )
-            if not isinstance(loaded, int) or not 0 <= loaded <= wanted:
-                raise ValueError(f"retrieve answered {loaded!r:.80} of {wanted} chunks")
-        if loaded:
-            return LoadResult(LoadOutcome.HIT, loaded * self.chunk_size)
-        return LoadResult(LoadOutcome.NOTHING if cache.available else LoadOutcome.UNAVAILABLE, 0)
+            if not isinstance(restored.chunks, int) or not 0 <= restored.chunks <= wanted:
+                raise ValueError(f"restore answered {restored!r:.80} of {wanted} chunks")
+        reason = found.reason if restored.chunks == wanted else restored.reason
+        if reason in ("never_stored", "missing") and wanted * self.chunk_size < announced:
+            reason = "deadline"  # it may come yet
+        outcome = LoadOutcome.HIT
+        if not restored.chunks:
+            outcome = LoadOutcome.NOTHING if cache.available else LoadOutcome.UNAVAILABLE
+        return LoadResult(
+            outcome,
+            restored.chunks * self.chunk_size,
+            wanted * self.chunk_size,
+            reason,
+            restored.tiers,
+        )
+
+    def survey(self, prompt: array.array[int], salt: str | None) -> SurveyedPrompt:
+        """Returns how much of a prompt the cache would find now."""
+        prefix = self.prefix(prompt, (), salt)
+        if prefix is None:
+            return SurveyedPrompt(0, "too_short")
+        try:
+            found = self._cache.survey(prefix.names)
+        except Exception as error:  # noqa: BLE001 - whatever the cache raises, it found nothing
+            self._warn("looking up in the cache failed", error)
+            return SurveyedPrompt(0, "error")
+        return SurveyedPrompt(found.chunks * self.chunk_size, found.reason)
+
+    def count(self, report: RequestReport) -> None:
+        """Counts what became of a prompt."""
+        self._cache.metrics.request(report)
 
     def _warn(self, what: str, error: Exception) -> None:
         if (times := self._log.admit()) is not None:

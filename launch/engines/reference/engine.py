@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import array
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
 
-from launch.engines.reference.cache import PrefixCache
+from launch.engines.reference.cache import PrefixCache, SurveyedPrompt
 from launch.engines.reference.engine_errors import EngineClosedError, GenerationError, QueueFullError
 from launch.engines.reference.engine_metrics import EngineMetrics
 from launch.engines.reference.generation import Generation
@@ -79,11 +80,12 @@ class ReferenceEngine:
         self._accepting = True
         self._stopping = False
         self._failed = False
+        self._cache = None if cache is None else PrefixCache(cache, model.kv.kv_caches)
         self._scheduler = Scheduler(
             model,
             config,
             handoff or HandoffConfig(),
-            None if cache is None else PrefixCache(cache, model.kv.kv_caches),
+            self._cache,
             self.metrics,
             load_timeout_s=load_timeout_s,
             post=self._post,
@@ -135,6 +137,12 @@ class ReferenceEngine:
             self._inbox.append(lambda: self._scheduler.add(generation))
             self._changed.notify_all()
         return generation
+
+    def survey(self, prompt: Sequence[int], salt: str | None) -> SurveyedPrompt:
+        """Returns how much of a prompt the cache would find now. For any thread; waits for the lookup."""
+        if self._cache is None:
+            return SurveyedPrompt(0, "not_asked")
+        return self._cache.survey(array.array("i", prompt), salt)
 
     def close(self, grace_s: float = 0.0) -> None:
         """Accepts no more requests, gives running ones `grace_s` to finish, ends the others, and stops the threads. Idempotent."""

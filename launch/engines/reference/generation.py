@@ -43,6 +43,11 @@ class Generation:
         return self._stats
 
     @property
+    def described(self) -> bool:
+        """Whether `stats` are known."""
+        return self._stats is not None
+
+    @property
     def ended(self) -> bool:
         """Whether the engine has nothing more to do for this request."""
         return self._ended

@@ -167,11 +167,12 @@ class AnswerBuilder:
                     "computed_tokens": stats.computed_tokens,
                     "ttft_ms": round(stats.ttft_ms, 3),
                 },
+                "report": msgspec.to_builtins(stats.report),
                 "prefill": None if self._request.prefill is None else msgspec.to_builtins(self._request.prefill),
             },
         }
         if self._request.for_remote_decode:
-            work = PrefillWork(stats.cached_tokens, stats.computed_tokens)
+            work = PrefillWork(stats.cached_tokens, stats.computed_tokens, stats.report.reason)
             answer["kv_transfer_params"] = write_params(Announcement(prefix_tokens=stats.prefix_tokens, prefill=work))
         return answer
 

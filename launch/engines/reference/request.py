@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from launch.engines.reference.sampling import SamplingParams
+from pd_cache.reports import RequestReport
 
 FinishReason = Literal["stop", "length"]
 
@@ -39,6 +40,8 @@ class GenerationStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens, in whole chunks, that the pool holds or is about to receive."""
     ttft_ms: float
     """From arrival to the first token."""
+    report: RequestReport
+    """Where the prompt's KV came from, and why not more of it came from the cache."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True):

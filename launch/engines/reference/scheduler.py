@@ -31,6 +31,7 @@ from launch.engines.reference.request import FinishReason, GenerationStats, Toke
 from launch.engines.reference.sampling import Sampler
 from launch.engines.reference.workers import Workers
 from pd_cache.cluster import HandoffConfig, ReferenceEngineConfig
+from pd_cache.reports import RequestReport
 
 _logger = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class _Active:
         """Whether the load ended as it should: only then are chunks that are yet to be stored worth announcing."""
         self.loaded = 0
         """Prompt tokens that the cache put into the pages."""
+        self.result = LoadResult(LoadOutcome.NOTHING, 0, reason="not_asked")
+        """How its load ended."""
         self.position = 0
         """Tokens whose KV is in the pages."""
         self.produced = 0
@@ -223,6 +226,7 @@ class Scheduler:
         if not loaders.try_submit(run):
             lease.release()
             self._metrics.loads.labels("busy").inc()
+            active.result = LoadResult(LoadOutcome.FAILED, 0, reason="no_staging")
             return
         active.load = load
         active.phase = _Phase.LOADING
@@ -234,6 +238,7 @@ class Scheduler:
         active.load = None
         active.phase = _Phase.PREFILL
         active.loaded = result.tokens
+        active.result = result
         active.cache_answered = result.outcome in (LoadOutcome.HIT, LoadOutcome.NOTHING)
         # The last token is computed even if it was loaded: it has to predict the first token of the answer.
         active.position = min(result.tokens, len(active.prompt) - 1)
@@ -252,6 +257,7 @@ class Scheduler:
         active.lease.release()
         active.lease = None
         active.skip_cache = True
+        active.result = LoadResult(LoadOutcome.CANCELLED, 0, reason="deadline")
         active.prefix = None  # it will have other blocks
         active.phase = _Phase.WAITING
         self._waiting.appendleft(active)
@@ -314,6 +320,7 @@ class Scheduler:
     def _prompt_done(self, active: _Active) -> None:
         prompt = len(active.prompt)
         cached = min(active.loaded, prompt - 1)
+        report = self._report(active, cached)
         arrival = active.generation.request.arrival
         assert arrival is not None
         ttft = time.monotonic() - arrival
@@ -323,6 +330,7 @@ class Scheduler:
             computed_tokens=prompt - cached,
             prefix_tokens=self._store(active),
             ttft_ms=ttft * 1000,
+            report=report,
         )
         active.generation.describe(stats)
         self._metrics.ttft.observe(ttft)
@@ -330,6 +338,22 @@ class Scheduler:
         self._metrics.prompt_tokens.inc(prompt)
         self._metrics.cached_tokens.inc(stats.cached_tokens)
         self._metrics.computed_tokens.inc(stats.computed_tokens)
+
+    def _report(self, active: _Active, cached: int) -> RequestReport:
+        """Returns, and counts, where the prompt's KV came from. `cached` of its tokens were loaded and are not computed again."""
+        result, prompt = active.result, len(active.prompt)
+        if self._cache is None:
+            return RequestReport.of(prompt, 1, reason="not_asked")
+        report = RequestReport.of(
+            prompt,
+            self._cache.chunk_size,
+            found=result.found,
+            loaded=cached,
+            tiers=result.tiers,
+            reason=result.reason,
+        )
+        self._cache.count(report)
+        return report
 
     def _emit(self, active: _Active, logits: torch.Tensor) -> None:
         try:

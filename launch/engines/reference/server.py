@@ -1,4 +1,4 @@
-"""The engine over HTTP: `/v1/completions`, `/v1/models`, `/health`, `/metrics`."""
+"""The engine over HTTP: `/v1/completions`, `/v1/models`, `/health`, `/metrics`, `/requests/ID`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, generate_latest
@@ -26,6 +27,7 @@ from launch.engines.reference.protocol import (
 )
 from launch.engines.reference.request import GenerationRequest
 from launch.openai import error_body
+from pd_cache.reports import RecentReports, RequestReport
 
 _logger = logging.getLogger(__name__)
 
@@ -56,9 +58,11 @@ def make_app(
     server = _Handlers(engine, registry, about or dict)
     app.router.add_post("/v1/completions", server.completions)
     app.router.add_post("/tokenize", server.tokenize)
+    app.router.add_post("/survey", server.survey)
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/health", server.health)
     app.router.add_get("/metrics", server.metrics)
+    app.router.add_get("/requests/{id}", server.report)
     if peers is not None:
 
         async def told(_: web.Request) -> web.Response:
@@ -76,6 +80,7 @@ class _Handlers:
         self._about = about
         self._registry = registry
         self._model = engine.config.model.name
+        self._reports: RecentReports[RequestReport] = RecentReports()
         self._reading = 0
         self._most_reading = 2 * (engine.config.max_running + engine.config.max_queue)
 
@@ -106,29 +111,48 @@ class _Handlers:
             {"count": len(tokens), "max_model_len": self._engine.config.max_model_len, "tokens": list(tokens)}
         )
 
+    async def survey(self, http: web.Request) -> web.Response:
+        """Returns how many tokens of a prompt this node would find in its tiers and in the pool, and why not more."""
+        request, tokens = await self._read(http)
+        found = await asyncio.to_thread(self._engine.survey, tokens, request.cache_salt)
+        return web.json_response({"tokens": len(tokens), "found": found.tokens, "reason": found.reason})
+
     async def completions(self, http: web.Request) -> web.StreamResponse:
         arrival = time.monotonic()
+        identifier = f"cmpl-{uuid.uuid4().hex}"
+        given = _request_id(http)
+        known_as = identifier if given == "-" else given
         outcome = "refused, or its client went away"
         try:
-            response = await self._complete(http, arrival)
+            response = await self._complete(http, arrival, identifier, known_as)
             outcome = str(response.status)
         finally:
-            _logger.info("request %s: %s in %.3f s", _request_id(http), outcome, time.monotonic() - arrival)
+            report = self._reports.get(known_as)
+            took, line = time.monotonic() - arrival, "" if report is None else report.line()
+            _logger.info("request %s: %s in %.3f s %s", known_as, outcome, took, line)
         return response
 
-    async def _complete(self, http: web.Request, arrival: float) -> web.StreamResponse:
+    async def report(self, http: web.Request) -> web.Response:
+        """Returns the report on one of the last requests, by its `X-Request-Id`, or else by the id of its answer."""
+        report = self._reports.get(http.match_info["id"])
+        if report is None:
+            raise BadRequest("no such request among the last ones", param="id", code="not_found", status=404)
+        return web.json_response({"reports": [msgspec.to_builtins(report)]})
+
+    async def _complete(self, http: web.Request, arrival: float, identifier: str, known_as: str) -> web.StreamResponse:
         try:
             request, generation = await self._submit(http, arrival)
         except (BadRequest, ValueError):
             self._engine.metrics.requests.labels("invalid").inc()
             raise
         try:
-            identifier = f"cmpl-{uuid.uuid4().hex}"
             builder = AnswerBuilder(request, self._model, identifier, int(time.time()))
             if request.stream:
                 return await self._stream(http, builder, generation)
             return await self._whole(builder, generation)
         finally:
+            if generation.described:
+                self._reports.note(known_as, generation.stats.report)
             generation.cancel()
 
     async def _read(self, http: web.Request) -> tuple[CompletionRequest, tuple[int, ...]]:

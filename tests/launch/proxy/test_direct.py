@@ -59,6 +59,9 @@ class Lookups(LookupClient):
     def find(self, names: Any, lookup_id: str | None = None, *, at_hand: int = 0) -> int:
         return self.lookup(block_hashes=names)
 
+    def reset(self) -> str | None:
+        raise AssertionError("a proxy resets nothing")
+
     def _find(self, names: Any, at_hand: int, lookup_id: str) -> Surveyed:
         raise NotImplementedError
 

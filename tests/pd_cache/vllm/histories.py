@@ -14,6 +14,8 @@ from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
+from pd_cache.misses import MissReason
+from pd_cache.reports import RequestReport
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, LayerGroup
 from pd_cache.vllm.adapters import Adapters
 from pd_cache.vllm.layers import KeptLayers
@@ -127,6 +129,9 @@ class Lookups(LookupClient):
         self.asked: list[int] = []
         """Of each lookup, how many chunks were at hand."""
         self.ended: list[str] = []
+        self.noted: set[bytes] = set()
+        """The chunks that the engine said it has stored."""
+        self.reason: MissReason = "never_stored"
         self.here = True
         self.ahead = 0
         """1 if the last of the chunks that are there has no KV of the draft model yet."""
@@ -147,7 +152,10 @@ class Lookups(LookupClient):
         while found < len(names) and names[found] in self.there:
             found += 1
         found = max(at_hand, found - self.ahead)
-        return Surveyed(found, max(found, self.leading), self.epoch)
+        return Surveyed(found, max(found, self.leading), "none" if found == len(names) else self.reason, self.epoch)
+
+    def stored(self, names: Any) -> None:
+        self.noted |= set(names)
 
     def reset(self) -> str | None:
         if not self.resets:
@@ -186,6 +194,7 @@ class Scene:
         node = NodeSettings(master="127.0.0.1:1", cache=CacheConfig(chunk_size=CHUNK, hash_mode=hash_mode))
         settings = Settings(node=node, connector=ConnectorConfig(**connector), handoff_wait_s=wait_s, shards=0)
         self.adapters = Adapters()
+        self.reports: list[RequestReport] = []
         self.side = SchedulerSide(
             settings,
             stores=stores,
@@ -197,6 +206,7 @@ class Scene:
             describe=lambda request, first, last: [(request.request_id, chunk) for chunk in range(first, last)],  # type: ignore[misc]
             adapters=self.adapters,
             metrics=self.metrics,
+            on_report=lambda request_id, report: self.reports.append(report),
             clock=self.clock,
         )
         self.lookups.ahead = max(one.ahead for one in layers)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from pd_cache.blocks import StoreOutcome
+from pd_cache.blocks import Restored, StoreOutcome, TierChunks
+from pd_cache.reports import RequestReport
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.steps import GroupChunks, StepReport
 from tests.pd_cache.vllm.histories import BLOCK, CHUNK, METADATA, PER_CHUNK, Request, Scene
@@ -280,6 +282,109 @@ def test_the_end_of_a_request_ends_its_lookup() -> None:
     scene.side.matched_tokens(request, 0)  # type: ignore[arg-type]
     scene.side.finished(request)  # type: ignore[arg-type]
     assert scene.lookups.ended == ["a"]
+
+
+# --- reports -------------------------------------------------------------------------------------------------------
+
+
+def ended(scene: Scene, request: Request) -> RequestReport:
+    """The report on a request whose prompt vLLM has computed."""
+    request.num_computed_tokens = request.num_prompt_tokens
+    answer = scene.side.finished(request)  # type: ignore[arg-type]
+    (report,) = scene.reports
+    assert answer is not None
+    assert answer["pd_cache"]["report"] == msgspec.to_builtins(report)
+    return report
+
+
+def test_a_report_says_where_the_prompt_was_found_and_what_was_not_there() -> None:
+    scene, request = Scene(), Request("a", PROMPT)
+    hit(scene, request, 2)
+    scene.step()
+    scene.side.take_report(StepReport(loads={"a": Restored(2, "none", TierChunks(memory=1, pool=1))}))
+    assert ended(scene, request) == RequestReport(
+        asked=27, found=16, loaded=16, memory=8, pool=8, computed=11, reason="never_stored"
+    )
+    assert scene.metrics.totals()["requests", "never_stored"] == 1
+    assert scene.metrics.totals()["missed_tokens", "never_stored"] == 11
+
+
+def test_a_report_counts_what_vllms_own_cache_had_apart() -> None:
+    scene, request = Scene(), Request("a", PROMPT)
+    scene.lookups.there = set(scene.names(request))
+    external, _ = scene.side.matched_tokens(request, CHUNK + 4)  # type: ignore[arg-type]
+    scene.side.allocated(request, scene.manager.allocate(request, 10), external)  # type: ignore[arg-type]
+    scene.side.take_report(StepReport(loads={"a": Restored(2, "none", TierChunks(pool=2))}))
+    assert ended(scene, request) == RequestReport(asked=27, at_hand=12, found=16, loaded=12, pool=16, computed=3)
+
+
+def test_a_report_says_why_a_load_ended_early_and_what_vllm_keeps_of_it() -> None:
+    scene, request = Scene(), Request("a", PROMPT)
+    hit(scene, request, 3)
+    scene.step()
+    scene.side.take_report(StepReport(failed_loads={"a"}, loads={"a": Restored(1, "damaged", TierChunks(disk=1))}))
+    scene.side.matched_tokens(request, CHUNK)  # type: ignore[arg-type]
+    assert ended(scene, request) == RequestReport(asked=27, found=24, loaded=8, disk=8, computed=19, reason="damaged")
+
+
+def test_of_a_load_that_fails_as_a_whole_nothing_counts_as_loaded() -> None:
+    scene, request = Scene(layers=[FULL, WINDOW]), Request("a", PROMPT)
+    scene.lookups.there = set(scene.names(request))
+    external, _ = scene.side.matched_tokens(request, 0)  # type: ignore[arg-type]
+    blocks = in_groups(scene, request, list(range(10, 17)), list(range(20, 27)))
+    scene.side.allocated(request, blocks, external)  # type: ignore[arg-type]
+    scene.side.take_report(StepReport(failed_loads={"a"}, loads={"a": Restored(2, "evicted", TierChunks(pool=2))}))
+    report = ended(scene, request)
+    assert (report.loaded, report.computed, report.reason) == (0, 27, "evicted")
+
+
+@pytest.mark.parametrize("namespace", ["", "0123456789abcdef"])
+def test_an_announced_prefix_that_did_not_come_gives_the_reason(namespace: str) -> None:
+    scene, request = Scene(), Request("a", PROMPT, announced(2 * CHUNK, namespace))
+    scene.side.matched_tokens(request, 0)  # type: ignore[arg-type]
+    scene.clock.now += 3.0
+    assert scene.side.matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
+    assert ended(scene, request).reason == ("other_namespace" if namespace else "deadline")
+
+
+def test_a_request_that_may_not_read_the_cache_says_so() -> None:
+    scene, request = Scene(), Request("a", PROMPT, skip_reading_prefix_cache=True)
+    scene.side.matched_tokens(request, 0)  # type: ignore[arg-type]
+    assert ended(scene, request) == RequestReport(asked=27, computed=27, reason="not_asked")
+
+
+def test_a_request_that_ends_before_its_prompt_is_computed_has_no_report() -> None:
+    scene, request = Scene(), Request("a", PROMPT)
+    scene.side.matched_tokens(request, 0)  # type: ignore[arg-type]
+    assert scene.side.finished(request) is None  # type: ignore[arg-type]
+    assert not scene.reports
+
+
+def test_a_handed_over_request_carries_the_prefill_nodes_reason_to_the_decode_nodes_answer() -> None:
+    scene, request = Scene(), Request("a", PROMPT, {"do_remote_decode": True})
+    scene.side.matched_tokens(request, 0)  # type: ignore[arg-type]
+    request.num_computed_tokens = len(PROMPT)
+    handed = scene.side.finished(request)  # type: ignore[arg-type]
+    assert handed is not None
+    assert handed["pd_cache"]["prefill"] == {"cached_tokens": 0, "computed_tokens": 27, "reason": "never_stored"}
+    assert handed["pd_cache"]["report"]["computed"] == 27
+    decode, there = Scene(), Request("a", PROMPT, handed)
+    hit(decode, there, 3)
+    there.num_computed_tokens = len(PROMPT)
+    answer = decode.side.finished(there)  # type: ignore[arg-type]
+    assert answer is not None
+    assert answer["pd_cache"]["prefill"] == handed["pd_cache"]["prefill"]
+    assert "do_remote_prefill" not in answer
+
+
+def test_a_lookup_client_learns_what_was_stored() -> None:
+    scene, request = Scene(), Request("a", PROMPT)
+    scene.side.track(request)  # type: ignore[arg-type]
+    scene.manager.allocate(request, 10)
+    (store,) = scene.step(a=3 * CHUNK).stores
+    scene.side.take_report(StepReport({store.job: (1, [NEW, NOT, StoreOutcome.BEFORE])}))
+    names = scene.names(request)
+    assert scene.lookups.noted == {names[0], names[2]}
 
 
 # --- models whose layers do not all keep every token ---------------------------------------------------------------

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from pd_cache.blocks import StoreOutcome
+from pd_cache.blocks import Restored, StoreOutcome
+from pd_cache.groups import Surveyed
+from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import hash_tokens
 from tests.support.waiting import PATIENCE_S
 
@@ -19,7 +21,9 @@ class FakeCache:
 
     def __init__(self, chunk_size: int = 16) -> None:
         self.chunk_size = chunk_size
+        self.metrics = CacheMetrics()
         self.available = True
+        self.epoch = ""
         self.chunks: dict[bytes, list[torch.Tensor]] = {}
         self.stored = threading.Condition()
         self.store_sizes: list[int] = []
@@ -51,7 +55,16 @@ class FakeCache:
                 tensor[place] = kept
         return len(names)
 
-    def store(self, names, blocks, *, kv_caches) -> list[StoreOutcome]:
+    def survey(self, names, *, session="") -> Surveyed:
+        found = self.lookup(names, session=session)
+        return Surveyed(found, found, "none" if found == len(names) else "never_stored")
+
+    def restore(self, names, blocks, *, kv_caches, session="") -> Restored:
+        loaded = self.retrieve(names, blocks, kv_caches=kv_caches, session=session)
+        return Restored(loaded, "none" if loaded == len(names) else "evicted")
+
+    def store(self, names, blocks, *, kv_caches, epoch) -> list[StoreOutcome]:
+        assert epoch == self.epoch
         per_chunk = self.chunk_size // self.block_size
         assert len(blocks) == len(names) * per_chunk
         outcomes = []

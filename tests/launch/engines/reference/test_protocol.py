@@ -8,7 +8,9 @@ import pytest
 
 from launch.engines.reference import GenerationStats
 from launch.engines.reference.protocol import AnswerBuilder, BadRequest, parse_completion
+from pd_cache.blocks import TierChunks
 from pd_cache.handoff import PrefillWork
+from pd_cache.reports import RequestReport
 
 BASE = {"model": "m", "prompt": [1, 2]}
 
@@ -155,7 +157,10 @@ def test_a_prefix_is_announced_only_where_the_prefill_was_remote():
 
 def test_an_answer_for_a_proxy_carries_what_the_decode_node_needs():
     request = parsed(kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=1)
-    stats = GenerationStats(prompt_tokens=40, cached_tokens=16, computed_tokens=24, prefix_tokens=32, ttft_ms=1.23456)
+    report = RequestReport.of(40, 16, found=32, loaded=16, tiers=TierChunks(pool=1), reason="evicted")
+    stats = GenerationStats(
+        prompt_tokens=40, cached_tokens=16, computed_tokens=24, prefix_tokens=32, ttft_ms=1.23456, report=report
+    )
     answer = AnswerBuilder(request, "m", "cmpl-1", 5).whole("x", [120], "length", stats, 1)
     assert answer == {
         "id": "cmpl-1",
@@ -169,9 +174,27 @@ def test_an_answer_for_a_proxy_carries_what_the_decode_node_needs():
             "total_tokens": 41,
             "prompt_tokens_details": {"cached_tokens": 16},
         },
-        "pd_cache": {"self": {"cached_tokens": 16, "computed_tokens": 24, "ttft_ms": 1.235}, "prefill": None},
+        "pd_cache": {
+            "self": {"cached_tokens": 16, "computed_tokens": 24, "ttft_ms": 1.235},
+            "report": {
+                "asked": 40,
+                "at_hand": 0,
+                "found": 32,
+                "loaded": 16,
+                "memory": 0,
+                "disk": 0,
+                "pool": 16,
+                "computed": 24,
+                "reason": "evicted",
+            },
+            "prefill": None,
+        },
         "kv_transfer_params": {
             "do_remote_prefill": True,
-            "pd_cache": {"prefix_tokens": 32, "namespace": "", "prefill": {"cached_tokens": 16, "computed_tokens": 24}},
+            "pd_cache": {
+                "prefix_tokens": 32,
+                "namespace": "",
+                "prefill": {"cached_tokens": 16, "computed_tokens": 24, "reason": "evicted"},
+            },
         },
     }

@@ -16,7 +16,7 @@ from pd_cache.cluster import HandoffConfig
 from tests.support.waiting import wait_for
 
 from .conftest import SlowModel, prompt_of, request_of
-from .fake_cache import FakeCache, HangingCache
+from .fake_cache import FakeCache, HangingCache, RaisingCache
 
 
 @asynccontextmanager
@@ -35,9 +35,16 @@ async def served(engine, **settings):
         await asyncio.wait_for(server, 60)
 
 
-async def post(client, expect: int = 200, **fields) -> dict:
+async def post(client, expect: int = 200, headers: dict | None = None, **fields) -> dict:
     body = {"model": "tiny", "prompt": list(prompt_of(20)), "max_tokens": 6, **fields}
-    async with client.post("/v1/completions", json=body) as response:
+    async with client.post("/v1/completions", json=body, headers=headers) as response:
+        answer = await response.json()
+        assert response.status == expect, answer
+        return answer
+
+
+async def get(client, path: str, expect: int = 200) -> dict:
+    async with client.get(path) as response:
         answer = await response.json()
         assert response.status == expect, answer
         return answer
@@ -136,6 +143,7 @@ def test_a_prompt_goes_from_a_prefill_to_a_decode_node(make_engine, expected):
     cache = FakeCache()
     prefill, decode = make_engine(cache), make_engine(cache, handoff=HandoffConfig(wait_ms=600_000))
     prompt = list(prompt_of(40))
+    work = {"cached_tokens": 0, "computed_tokens": 40, "reason": "never_stored"}
 
     async def run():
         async with served(prefill) as first, served(decode) as second:
@@ -146,17 +154,68 @@ def test_a_prompt_goes_from_a_prefill_to_a_decode_node(make_engine, expected):
                 "pd_cache": {
                     "prefix_tokens": 32,
                     "namespace": "",
-                    "prefill": {"cached_tokens": 0, "computed_tokens": 40},
+                    "prefill": work,
                 },
             }
             answer = await post(second, prompt=prompt, kv_transfer_params=params)
             assert answer["choices"][0]["token_ids"] == expected(request_of(40))
-            assert answer["pd_cache"]["prefill"] == {"cached_tokens": 0, "computed_tokens": 40}
+            assert answer["pd_cache"]["prefill"] == work
             assert answer["pd_cache"]["self"]["cached_tokens"] == 32
             events = await post_stream(second, prompt=prompt, kv_transfer_params=params)
-            assert json.loads(events[-2])["pd_cache"]["prefill"] == {"cached_tokens": 0, "computed_tokens": 40}
+            assert json.loads(events[-2])["pd_cache"]["prefill"] == work
 
     asyncio.run(run())
+
+
+def test_a_node_reports_what_became_of_its_last_requests(make_engine, caplog):
+    cache = FakeCache()
+    engine = make_engine(cache)
+
+    async def run():
+        async with served(engine) as client:
+            first = await post(client)
+            cache.wait_for_stores(1)
+            again = await post(client, headers={"X-Request-Id": "mine"})
+            kept = await get(client, "/requests/mine")
+            assert kept == {"reports": [again["pd_cache"]["report"]]}
+            assert (await get(client, f"/requests/{first['id']}"))["reports"] == [first["pd_cache"]["report"]]
+            assert (await get(client, "/requests/other", 404))["error"]["code"] == "not_found"
+            return first["pd_cache"]["report"], again["pd_cache"]["report"]
+
+    with caplog.at_level("INFO", "launch.engines.reference.server"):
+        first, again = asyncio.run(run())
+    nothing = {"at_hand": 0, "memory": 0, "disk": 0, "pool": 0}
+    assert first == {**nothing, "asked": 20, "found": 0, "loaded": 0, "computed": 20, "reason": "never_stored"}
+    assert again == {**nothing, "asked": 20, "found": 16, "loaded": 16, "computed": 4, "reason": "none"}
+    assert any("request mine: 200" in line and "computed=4 reason=none" in line for line in caplog.messages)
+    counted = cache.metrics.totals()
+    assert counted["requests", "never_stored"] == counted["requests", "none"] == 1
+    assert counted["missed_tokens", "never_stored"] == 20
+    assert counted["prompt_tokens", "loaded"] == 16
+
+
+def test_an_announced_prefix_that_did_not_come_in_time_gives_the_reason(make_engine):
+    params = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": 16}}
+
+    async def run():
+        async with served(make_engine(FakeCache(), handoff=HandoffConfig(wait_ms=1))) as client:
+            return (await post(client, kv_transfer_params=params))["pd_cache"]["report"]["reason"]
+
+    assert asyncio.run(run()) == "deadline"
+
+
+@pytest.mark.parametrize(("at", "reason"), [("lookup", "error"), ("retrieve", "error")])
+def test_a_cache_that_raises_gives_the_reason(make_engine, at, reason):
+    cache = RaisingCache([at])
+
+    async def run():
+        async with served(make_engine(cache)) as client:
+            if at == "retrieve":
+                await post(client)
+                cache.wait_for_stores(1)
+            return (await post(client))["pd_cache"]["report"]["reason"]
+
+    assert asyncio.run(run()) == reason
 
 
 def test_nothing_is_announced_without_a_cache(make_engine):

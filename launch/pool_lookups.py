@@ -1,0 +1,57 @@
+"""Lookups in the pool for prompts of other nodes: with what these nodes say of their namespaces."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from launch.discovery import View, known_master
+from pd_cache.block_hashes import SEED_VARIABLE, BlockHasher
+from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig
+from pd_cache.config import NodeSettings
+from pd_cache.lookup import MooncakeLookupClient
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, Namespace, salt_keys, stride_hashes
+
+
+def master_of(config: ClusterConfig, view: View) -> str | None:
+    """Returns the address of the pool's master: the file's, or that of the registered one; None if both are unknown."""
+    return known_master(config) or next((record.address for record in view.by_role("master")), None)
+
+
+def hash_seeds(config: ClusterConfig) -> set[str]:
+    """Returns the seeds of vLLM's block hashes that the file sets."""
+    if not isinstance(config.engine, VllmEngineConfig):
+        return set()
+    own = (node.env for node in config.nodes if isinstance(node, PrefillNode | DecodeNode))
+    return {env[SEED_VARIABLE] for env in (config.engine.env, *own) if SEED_VARIABLE in env}
+
+
+def open_lookup(config: ClusterConfig, host: str, namespaces: Sequence[Namespace], master: str) -> MooncakeLookupClient:
+    """Returns a client that looks up in the namespaces of a model's groups of layers, the first of which names the chunks.
+
+    `host` is this process's address. Does not wait for the pool at `master`. Raises ValueError if this version makes other namespaces.
+    """
+    space = namespaces[0]
+    cache = msgspec.structs.replace(
+        config.cache, chunk_size=space.chunk_size, hash_mode=space.hash_mode, hash_seed=space.hash_seed
+    )
+    first, *further = (CacheMetadata.within(one) for one in namespaces)
+    if tuple(one.namespace(cache) for one in (first, *further)) != tuple(namespaces):
+        raise ValueError(f"this version makes other namespaces of {namespaces}")
+    # this host need not have a mooncake_client
+    transfer = msgspec.structs.replace(config.transfer, client="embedded", client_address="")
+    settings = NodeSettings(master=master, host=host, cache=cache, transfer=transfer)
+    return MooncakeLookupClient(settings, first, master, further=further)
+
+
+def name_prompt(space: Namespace, tokens: Sequence[int], salt: str | None, seeds: Collection[str]) -> list[bytes]:
+    """Returns the names of a prompt's whole chunks in a namespace.
+
+    `seeds`: those from which vLLM's block hashes may start, besides this process's own. Raises ValueError if this process cannot compute
+    the block hashes that name the chunks.
+    """
+    if space.hash_mode == "tokens":
+        return ChunkedTokenDatabase(space).hash_tokens(tokens, salt_keys(salt))
+    hasher = BlockHasher(space.block_size, space.hash_seed, seeds)
+    return stride_hashes(hasher.hashes(list(tokens), salt), space.chunk_size // hasher.block_size)

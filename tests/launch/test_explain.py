@@ -1,0 +1,285 @@
+"""`pd-cache explain`: of requests and prompts in a running cluster, of nodes that only the pool can be asked about, and of wrong input."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from launch.cli import example_file, main
+from launch.up import LocalCluster
+from pd_cache.cluster import dump_config
+from pd_cache.reports import RequestReport
+from pd_cache.tokens import Namespace
+from tests.support.cluster import CHUNK, OUTAGES, Answer, complete, kill, nodes_with_server, started
+from tests.support.engines import CHUNK as SMALL
+from tests.support.engines import host
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.slow
+
+
+def explain(*arguments: str) -> Result:
+    result = CliRunner().invoke(main, ["explain", *arguments])
+    assert "Traceback" not in result.output
+    return result
+
+
+def as_json(*arguments: str, code: int = 0) -> Any:
+    result = explain(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module", params=["in-process", "server"])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    with started(folder) if request.param == "in-process" else started(folder, nodes=nodes_with_server()) as running:
+        yield running
+
+
+@pytest.fixture
+def file(cluster: LocalCluster, tmp_path: Path) -> str:
+    (tmp_path / "running.yaml").write_text(dump_config(cluster.config))
+    return str(tmp_path / "running.yaml")
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> tuple[list[int], str]:
+    """The tokens of a prompt that no other test uses, and a file with them."""
+    tokens = [random.SystemRandom().randrange(512) for _ in range(3 * CHUNK + 8)]
+    (tmp_path / "prompt.json").write_text(json.dumps(tokens))
+    return tokens, str(tmp_path / "prompt.json")
+
+
+def id_of(answer: Answer) -> str:
+    assert answer.status == 200, answer.body
+    return answer.headers["X-Request-Id"]
+
+
+def test_a_request_is_explained_hop_by_hop(cluster: LocalCluster, file: str, prompt: tuple[list[int], str]) -> None:
+    tokens, _ = prompt
+    answer = complete(cluster.urls["proxy"], tokens)
+    explained = as_json(id_of(answer), "-c", file)
+    prefill, decode = explained["hops"]
+    assert (prefill["hop"], prefill["node"]) == ("prefill", "prefill-0")
+    assert (prefill["report"]["computed"], prefill["report"]["reason"]) == (len(tokens), "never_stored")
+    assert (decode["hop"], decode["node"]) == ("decode", "decode-0")
+    assert decode["report"] == answer.body["pd_cache"]["report"]
+    assert decode["report"] == {
+        "asked": 200,
+        "at_hand": 0,
+        "found": 192,
+        "loaded": 192,
+        "memory": 0,
+        "disk": 0,
+        "pool": 192,
+        "computed": 8,
+        "reason": "none",
+    }
+    assert answer.body["pd_cache"]["prefill"]["reason"] == "never_stored"
+    text = explain(id_of(answer), "-c", file).stdout
+    assert "prefill at prefill-0: 200 tokens" in text
+    assert "never_stored: the node that looked has neither stored this chunk nor found it before" in text
+
+
+def test_a_request_that_a_node_got_directly_is_explained(
+    cluster: LocalCluster, file: str, prompt: tuple[list[int], str]
+) -> None:
+    tokens, _ = prompt
+    direct = complete(cluster.urls["decode-0"], tokens[: CHUNK - 1])
+    (hop,) = as_json(direct.body["id"], "-c", file)["hops"]
+    assert (hop["hop"], hop["node"], hop["report"]["reason"]) == ("decode", "decode-0", "too_short")
+    assert as_json("never-heard-of", "-c", file, code=1)["hops"] == []
+
+
+def test_a_prompt_is_explained_by_what_each_node_would_find(
+    cluster: LocalCluster, file: str, prompt: tuple[list[int], str]
+) -> None:
+    tokens, prompt_file = prompt
+    before = as_json("--prompt", prompt_file, "-c", file)["nodes"]
+    assert [(one["node"], one["tokens"], one["found"], one["reason"]) for one in before] == [
+        ("prefill-0", 200, 0, "never_stored"),
+        ("decode-0", 200, 0, "never_stored"),
+    ]
+    complete(cluster.urls["proxy"], tokens)
+    after = as_json("--prompt", prompt_file, "-c", file)["nodes"]
+    assert {(one["found"], one["reason"], one["where"]) for one in after} == {(192, "none", "tiers and pool")}
+    salted = as_json("--prompt", prompt_file, "--cache-salt", "other", "-c", file)["nodes"]
+    assert {(one["found"], one["reason"]) for one in salted} == {(0, "never_stored")}
+
+
+def test_a_text_is_explained_too(cluster: LocalCluster, file: str, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("short, ünd with letters of two bytes")
+    nodes = as_json("--prompt", str(tmp_path / "prompt.txt"), "-c", file)["nodes"]
+    assert {(one["tokens"], one["found"], one["reason"]) for one in nodes} == {(37, 0, "too_short")}
+
+
+def test_chunks_that_went_with_their_node_count_as_evicted(tmp_path: Path, prompt: tuple[list[int], str]) -> None:
+    tokens, prompt_file = prompt
+    with started(tmp_path, **OUTAGES) as running:
+        (tmp_path / "running.yaml").write_text(dump_config(running.config))
+        complete(running.urls["proxy"], tokens)
+        kill(running, "store-0")
+
+        def reasons() -> set[str]:
+            nodes = as_json("--prompt", prompt_file, "-c", str(tmp_path / "running.yaml"))["nodes"]
+            return {one["reason"] for one in nodes}
+
+        wait_for(lambda: reasons() == {"evicted"}, what="the master's notice of the death")
+
+
+# --- nodes that do not say themselves what they would find -----------------------------------------------------------
+
+
+@contextmanager
+def serving(pages: dict[str, object]) -> Iterator[int]:
+    """The port of a server that answers with these objects, by path, and otherwise with 404."""
+
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = pages.get(self.path)
+            self.send_response(404 if body is None else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def node_of(namespace: Namespace | None, tokens: list[int]) -> AbstractContextManager[int]:
+    """A server with vLLM's pages: `/health` says the namespace, `/tokenize` returns these tokens."""
+    return serving({"/health": {} if namespace is None else namespace.described(), "/tokenize": {"tokens": tokens}})
+
+
+def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(tmp_path: Path) -> None:
+    """vLLM's streams have none."""
+    reports = {name: msgspec.to_builtins(RequestReport.of(20, 8, reason=name)) for name in ("evicted", "damaged")}
+    with ExitStack() as stack:
+        ports = [stack.enter_context(serving({"/requests/abc": {"reports": [one]}})) for one in reports.values()]
+        hops = [
+            {"hop": "prefill", "node": f"http://127.0.0.1:{ports[0]}", "report": None},
+            {"hop": "decode", "node": "http://10.0.0.9:1", "report": reports["damaged"]},
+        ]
+        proxy = stack.enter_context(serving({"/requests/abc": {"client": "", "hops": hops}}))
+        nodes = [
+            {"name": "master", "role": "master", "port": 1},
+            {"name": "prefill-0", "role": "prefill", "port": ports[0]},
+            {"name": "decode-0", "role": "decode", "port": ports[1]},
+            {"name": "proxy", "role": "proxy", "port": proxy},
+        ]
+        tree = {"name": "test", "engine": {"kind": "vllm", "model": "m"}, "nodes": nodes}
+        (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(tree))
+        explained = as_json("abc", "-c", str(tmp_path / "cluster.yaml"))
+    assert [(hop["node"], hop["report"]["reason"]) for hop in explained["hops"]] == [
+        ("prefill-0", "evicted"),
+        ("http://10.0.0.9:1", "damaged"),
+    ]
+
+
+def test_for_nodes_of_vllm_the_pool_is_asked_in_the_namespace_of_each(pool: Pool, tmp_path: Path) -> None:
+    tokens = list(range(3 * SMALL + 1))
+    with ExitStack() as stack:
+        storer, stranger = (stack.enter_context(host(pool, model=uuid.uuid4().hex)) for _ in range(2))
+        storer.compute(tokens, tokens)
+        assert storer.store(tokens, tokens) == 3 * SMALL
+        namespaces = [storer.engine.database.namespace, stranger.engine.database.namespace, None]
+        ports = [stack.enter_context(node_of(namespace, tokens)) for namespace in namespaces]
+        nodes: list[dict[str, Any]] = [
+            {"name": f"decode-{place}", "role": "decode", "port": port} for place, port in enumerate(ports)
+        ]
+        master = {"name": "master", "role": "master", "port": int(pool.address.rpartition(":")[2])}
+        tree = {
+            "name": "test",
+            "cache": {"chunk_size": SMALL},
+            "engine": {"kind": "vllm", "model": "m"},
+            "nodes": [master, *nodes],
+        }
+        (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(tree))
+        (tmp_path / "prompt.txt").write_text("whatever")
+        file, prompt_file = str(tmp_path / "cluster.yaml"), str(tmp_path / "prompt.txt")
+        found, other, unknown = as_json("--prompt", prompt_file, "-c", file)["nodes"]
+        assert (found["found"], found["reason"], found["where"]) == (24, "none", "pool")
+        assert (other["found"], other["reason"]) == (0, "other_namespace")
+        assert other["detail"].startswith("decode-0, which would find 24 tokens, has another namespace: ")
+        assert unknown["found"] is None
+        assert unknown["detail"] == "it does not say in which namespace its chunks are"
+        (tmp_path / "prompt.txt").write_text(json.dumps([5] * 3 * SMALL))
+        assert [one["reason"] for one in as_json("--prompt", prompt_file, "-c", file)["nodes"][:2]] == ["missing"] * 2
+        (tmp_path / "prompt.txt").write_text(json.dumps([5] * (SMALL - 1)))
+        assert [one["reason"] for one in as_json("--prompt", prompt_file, "-c", file)["nodes"][:2]] == ["too_short"] * 2
+
+
+# --- wrong input -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "give either a REQUEST_ID or --prompt FILE"),
+        (("abc", "--prompt", "PROMPT"), "give either a REQUEST_ID or --prompt FILE"),
+        (("abc", "--cache-salt", "x"), "--cache-salt belongs to --prompt"),
+        (("a/../b",), "REQUEST_ID: expected 1 to 128 letters"),
+        (("x" * 129,), "REQUEST_ID: expected 1 to 128 letters"),
+        (("--prompt", "nowhere"), "--prompt: nowhere: No such file or directory"),
+    ],
+)
+def test_a_command_that_cannot_be_meant_is_refused(arguments: tuple[str, ...], told: str) -> None:
+    result = explain(*arguments, "-c", str(example_file("local")))
+    assert result.exit_code == 2, result.output
+    assert told in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "it is empty"),
+        (b" \n", "it is empty"),
+        (b"[]", "expected 1 to 1048576 token ids, got 0"),
+        (b"[1, -2]", "is no list of token ids"),
+        (b'["a"]', "is no list of token ids"),
+        (b"[1, 2", "is no list of token ids"),
+        (b"[" * 100_000, "is no list of token ids"),
+        (b"\xff\xfe", "expected text in UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_prompt_is_refused(content: bytes, told: str, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_bytes(content)
+    result = explain("--prompt", str(tmp_path / "prompt"), "-c", str(example_file("local")))
+    assert result.exit_code == 2, result.output
+    assert told in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_cluster_that_does_not_run_explains_nothing(tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text("[1, 2, 3]")
+    nodes = as_json("--prompt", str(tmp_path / "prompt"), "-c", str(example_file("local")), code=1)["nodes"]
+    assert all(one["detail"].startswith("it does not answer: ") for one in nodes)
+    unanswered = as_json("abc", "-c", str(example_file("local")), code=1)["unanswered"]
+    assert {"proxy"} < set(unanswered)

@@ -1,0 +1,129 @@
+"""Why chunks were not there: the few reasons, and the history that tells evicted chunks from those that were never stored."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from pd_cache.backends.objects import Damage
+from pd_cache.config import CacheConfig
+from pd_cache.epochs import FIRST
+from pd_cache.groups import LayerGroups, Surveyed
+from pd_cache.lookup.prefix import PrefixLookup
+from pd_cache.metrics import CacheMetrics
+from pd_cache.misses import MEANINGS, ChunkHistory, MissReason, miss_reason, worst_reason
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, LayerGroup
+from transfer.errors import Status
+
+OK, MISSING, DOWN = Status.OK, Status.MISSING, Status.POOL_DOWN
+NAMES = [bytes([number]) * 16 for number in range(1, 5)]
+
+
+def database(tail: int = 0, ahead: int = 0, layers: str = "0", shards: int = 1) -> ChunkedTokenDatabase:
+    metadata = CacheMetadata(
+        model="m",
+        kv_dtype="bf16",
+        page_format="p",
+        layers=1,
+        block_size=4,
+        page_bytes=64,
+        world_size=shards,
+        group=LayerGroup(layers=layers, keeps=f"{tail}", tail=tail, ahead=ahead),
+    )
+    return ChunkedTokenDatabase(metadata.namespace(CacheConfig(chunk_size=8)))
+
+
+def find(lookup: PrefixLookup, statuses: list[Status], at_hand: int = 0) -> Surveyed:
+    """Without the epoch, which is always the first."""
+    return lookup.judge(NAMES, at_hand, statuses, FIRST)._replace(epoch=None)
+
+
+def test_every_reason_is_explained() -> None:
+    assert set(MEANINGS) == set(get_args(MissReason))
+
+
+def test_every_status_and_kind_of_damage_has_a_reason() -> None:
+    mapped = {status: miss_reason(status.value) for status in Status if status not in (Status.OK, Status.NO_SPACE)}
+    assert {status for status, reason in mapped.items() if reason == "error"} == {Status.INVALID, Status.INTERNAL}
+    assert {miss_reason(damage.value) for damage in Damage} == {"damaged"}
+    assert miss_reason("error_KeyError") == "error"
+
+
+def test_what_is_known_of_one_object_of_a_chunk_says_more_than_that_another_is_missing() -> None:
+    assert worst_reason([OK, OK]) == "none"
+    assert worst_reason([OK, MISSING]) == "missing"
+    assert worst_reason([MISSING, DOWN]) == "pool_down"
+
+
+def test_a_history_knows_what_was_there() -> None:
+    history = ChunkHistory()
+    assert history.explain("missing", NAMES[0]) == "never_stored", "nothing was noted yet"
+    history.note(NAMES[:1])
+    assert history.explain("missing", NAMES[0]) == "evicted"
+    assert history.explain("missing", NAMES[1]) == "never_stored"
+    assert history.explain("deadline", NAMES[0]) == "deadline"
+
+
+@pytest.mark.parametrize("width", [8, 13, 32])
+def test_a_history_takes_names_of_any_width(width: int) -> None:
+    history, names = ChunkHistory(), [bytes([number]) * width for number in range(1, 40)]
+    history.note(names[::2])
+    assert [history.knows(name) for name in names] == [place % 2 == 0 for place in range(len(names))]
+
+
+def test_what_was_there_before_a_reset_is_gone_for_another_reason_than_eviction() -> None:
+    history = ChunkHistory()
+    history.note(NAMES[:2])
+    history.follow("run-1")
+    assert [history.explain("missing", name) for name in NAMES[1:3]] == ["reset", "never_stored"]
+    history.note(NAMES[1:2])
+    assert [history.explain("missing", name) for name in NAMES[:2]] == ["reset", "evicted"]
+    history.follow("run-2")
+    assert [history.explain("missing", name) for name in NAMES[:2]] == ["never_stored", "reset"]
+
+
+def test_a_full_history_forgets_and_never_grows() -> None:
+    history = ChunkHistory(places=2)
+    names = [number.to_bytes(16, "little") for number in range(1, 100)]
+    history.note(names)
+    assert [name for name in names if history.knows(name)] == names[-2:]
+    assert len(history._table) == 2
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        ([OK, OK, OK, OK], Surveyed(4, 4)),
+        ([OK, OK, MISSING, OK], Surveyed(2, 2, "missing")),
+        ([OK, DOWN, MISSING, MISSING], Surveyed(1, 1, "pool_down")),
+        ([MISSING, DOWN, DOWN, DOWN], Surveyed(0, 0, "missing")),
+    ],
+)
+def test_the_first_chunk_that_is_not_there_gives_the_reason(statuses: list[Status], expected: Surveyed) -> None:
+    assert find(PrefixLookup(LayerGroups([database()]), CacheMetrics()), statuses) == expected
+
+
+def test_the_reason_is_that_of_any_shard_of_the_chunk() -> None:
+    lookup = PrefixLookup(LayerGroups([database(shards=2)]), CacheMetrics())
+    assert find(lookup, [OK, OK, OK, DOWN, OK, OK, MISSING, MISSING]) == Surveyed(1, 1, "pool_down")
+
+
+def test_chunks_that_were_found_once_count_as_evicted_when_they_are_gone() -> None:
+    lookup = PrefixLookup(LayerGroups([database()]), CacheMetrics(), ChunkHistory())
+    assert find(lookup, [OK, OK, MISSING, MISSING]) == Surveyed(2, 2, "never_stored")
+    assert find(lookup, [OK, MISSING, MISSING, MISSING]) == Surveyed(1, 1, "evicted")
+    assert find(lookup, [MISSING, MISSING], at_hand=2) == Surveyed(2, 2, "never_stored")
+
+
+def test_a_prefix_that_only_lacks_its_window_says_so() -> None:
+    lookup = PrefixLookup(LayerGroups([database(), database(tail=1, layers="1")]), CacheMetrics(), ChunkHistory())
+    assert find(lookup, [OK] * 4 + [MISSING, OK, MISSING, MISSING]) == Surveyed(2, 4, "no_tail")
+    assert find(lookup, [OK] * 4 + [MISSING, OK, DOWN, DOWN]) == Surveyed(2, 4, "pool_down")
+    assert find(lookup, [OK] * 2 + [MISSING] * 2 + [OK] * 2 + [MISSING] * 2) == Surveyed(2, 2, "evicted")
+
+
+def test_a_group_that_is_ahead_lacks_nothing_at_the_end() -> None:
+    lookup = PrefixLookup(LayerGroups([database(), database(ahead=1, layers="1")]), CacheMetrics())
+    assert find(lookup, [OK] * 4 + [MISSING] + [OK] * 3) == Surveyed(3, 3)
+    assert find(lookup, [OK] * 4 + [MISSING, OK, OK, MISSING]) == Surveyed(2, 2, "missing")
