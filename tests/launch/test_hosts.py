@@ -75,8 +75,12 @@ class Hosts:
             nodes=[{**node, "host": self.hosts[str(node["name"])].address} for node in nodes],
         )
 
-    def start(self, name: str) -> None:
-        self.nodes[name] = Node(name.split("-")[0], name, self.file, host=self.hosts[name])
+    def start(self, *names: str) -> None:
+        """Start these nodes at the same time, and wait until each is ready."""
+        for name in names:
+            self.nodes[name] = Node(name.split("-")[0], name, self.file, wait=False, host=self.hosts[name])
+        for name in names:
+            self.nodes[name].wait_ready()
 
     @property
     def url(self) -> str:
@@ -130,8 +134,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         cluster = Hosts(network, tmp_path_factory.mktemp("hosts"))
         try:
             cluster.start("master")
-            for name in (*EVERYBODY, "proxy"):
-                cluster.start(name)
+            cluster.start(*EVERYBODY, "proxy")
             yield cluster
         finally:
             cluster.stop()
