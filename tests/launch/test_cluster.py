@@ -26,7 +26,7 @@ from pd_cache.cluster import ReferenceEngineConfig, dump_config
 from tests.support.cluster import CHUNK, ENGINE, OUTAGES, Answer, complete, kill, nodes_with_server, started
 from tests.support.waiting import PATIENCE_S, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(seconds=90)
 
 Tokens = list[int]
 

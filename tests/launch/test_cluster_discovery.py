@@ -33,7 +33,7 @@ from tests.support.pool import Node
 from tests.support.waiting import wait_for
 from transfer.settings import ByteSize, Timeouts, TransferSettings
 
-pytestmark = [pytest.mark.slow, needs_etcd]
+pytestmark = [pytest.mark.slow(seconds=100), needs_etcd]
 TTL_S = 4  # a machine is not so busy that a node does not get to renew its lease
 QUICK = TransferSettings(timeouts=Timeouts(get_ms=1000, put_ms=1000))
 

@@ -16,7 +16,7 @@ from tests.support.needs import needs_etcd
 from tests.support.waiting import wait_for
 
 pytestmark = [
-    pytest.mark.slow(seconds=360),  # nearly all of it waits for leases that Mooncake and etcd let run out
+    pytest.mark.slow(seconds=170),  # nearly all of it waits for leases that Mooncake and etcd let run out
     needs_etcd,
 ]
 
