@@ -2,7 +2,7 @@
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 PYTHON ?= python3
-# of `make test`: three for each of two cores, because tests wait for something most of the time; a job takes 2 GiB
+# of `make test`: more than cores, because tests wait for something most of the time; a job takes 2 GiB, and there are ports for six
 JOBS ?= 6
 INPUTS ?= 1000000
 SEED ?= $(shell date +%s)
