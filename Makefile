@@ -2,8 +2,8 @@
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 PYTHON ?= python3
-# of `make test`: more than cores, because tests wait for something most of the time; a job takes 2 GiB
-JOBS ?= 4
+# of `make test`: more than cores, because tests wait for something most of the time; a job takes 2 GiB, and there are ports for six
+JOBS ?= 6
 INPUTS ?= 1000000
 SEED ?= $(shell date +%s)
 BIN := $(VENV)/bin

@@ -16,7 +16,6 @@ from pd_cache.backends.objects import TRAILER_BYTES
 from pd_cache.engine import CacheEngine
 from pd_cache.layout import KVLayout
 from pd_cache.prompts import PromptCache
-from transfer.settings import ByteSize
 from transfer.staging import StagingPool
 
 
@@ -68,14 +67,6 @@ def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
         flag = f"--{name.replace('_', '-')}"
         options = option(flag, name, default=default, type=click.IntRange(1), help=helps.get(name))(options)
     return options
-
-
-def size(context: click.Context, parameter: click.Parameter, value: str) -> ByteSize:
-    """Returns a click callback for sizes such as 4GiB."""
-    try:
-        return ByteSize.parse(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), context, parameter) from None
 
 
 def timed(function: Callable[[], object]) -> float:

@@ -20,9 +20,18 @@ from rich.progress import Progress
 from rich.table import Table as RichTable
 
 from bench.lib.svg import Plot
+from transfer.settings import ByteSize
 
 _UNCUT = 20
 option = functools.partial(click.option, show_default=True)
+
+
+def size(context: click.Context, parameter: click.Parameter, value: str) -> ByteSize:
+    """Returns a click callback for sizes such as 4GiB."""
+    try:
+        return ByteSize.parse(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, parameter) from None
 
 
 class Check(NamedTuple):

@@ -24,10 +24,9 @@ import msgspec
 
 from bench.lib.about import about, machine
 from bench.lib.fleet import Fleet, FleetOptions, Location, Site, conduct, fleet_options, step
-from bench.lib.kv import size
 from bench.lib.link import link_of
 from bench.lib.pool import bench_transfer, own_master
-from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
+from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options, size
 from bench.lib.svg import matrix_plot
 from pd_cache.cluster.memory import machine_memory
 from transfer.engine import DirectEngine

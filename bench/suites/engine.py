@@ -21,9 +21,9 @@ from typing import Any
 
 import click
 
-from bench.lib.kv import PagedPrompt, RawPool, Shape, gbps, shape_options, size, timed
+from bench.lib.kv import PagedPrompt, RawPool, Shape, gbps, shape_options, timed
 from bench.lib.pool import local_pool, raw_client
-from bench.lib.report import Check, finish, option, output_options, progress
+from bench.lib.report import Check, finish, option, output_options, progress, size
 from launch.process import end, spawn_child
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.engine import CacheEngine, CacheEngineBuilder

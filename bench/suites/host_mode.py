@@ -28,9 +28,9 @@ import numpy as np
 import torch
 
 from bench.lib.fleet import Crew, Location, Nothing, Site, step
-from bench.lib.kv import PagedPrompt, RawPool, Shape, gbps, shape_options, size, timed
+from bench.lib.kv import PagedPrompt, RawPool, Shape, gbps, shape_options, timed
 from bench.lib.pool import host_pool, raw_host_client
-from bench.lib.report import Check, finish, option, output_options, progress
+from bench.lib.report import Check, finish, option, output_options, progress, size
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.engine import CacheEngineBuilder
 from pd_cache.tokens import CacheMetadata

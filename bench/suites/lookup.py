@@ -19,7 +19,6 @@ from typing import Any, Literal
 import click
 import msgspec
 import numpy as np
-import torch
 
 from bench.lib.about import about
 from bench.lib.fleet import Crew, Fleet, FleetOptions, Location, Nothing, Site, conduct, fleet_options, step
@@ -57,6 +56,8 @@ def measure(
     client: MooncakeLookupClient, database: ChunkedTokenDatabase, raw: Any, tokens: list[int], rounds: int
 ) -> dict[str, float]:
     """Returns one row of the report: a prompt whose every chunk is in the pool."""
+    import torch  # takes seconds: only one process of all that look up needs it
+
     keys = database.all_shard_keys(database.hash_tokens(tokens))
     store(client, raw, keys, tokens)
     tensor = torch.tensor(tokens)

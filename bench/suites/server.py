@@ -22,8 +22,8 @@ import click
 import numpy as np
 import torch
 
-from bench.lib.kv import PagedPrompt, Shape, gbps, shape_options, size, timed
-from bench.lib.report import Check, finish, option, output_options, progress
+from bench.lib.kv import PagedPrompt, Shape, gbps, shape_options, timed
+from bench.lib.report import Check, finish, option, output_options, progress, size
 from bench.lib.server_lookups import (
     LOOKUP_TOKENS,
     RATE,

@@ -25,9 +25,9 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.lib.kv import PagedPrompt, Shape, gbps, size, timed
+from bench.lib.kv import PagedPrompt, Shape, gbps, timed
 from bench.lib.pool import local_pool
-from bench.lib.report import Check, finish, option, output_options, progress
+from bench.lib.report import Check, finish, option, output_options, progress, size
 from bench.lib.svg import Bars, bar_plot, line_plot
 from pd_cache.backends.base import StorageBackend
 from pd_cache.backends.compose import open_backend

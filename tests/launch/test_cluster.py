@@ -25,9 +25,9 @@ from launch.up import LocalCluster
 from pd_cache.cluster import ReferenceEngineConfig, dump_config
 from pd_cache.epochs import FRESH_S
 from tests.support.cluster import CHUNK, ENGINE, OUTAGES, Answer, complete, kill, nodes_with_server, started
-from tests.support.waiting import wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(seconds=90)
 
 Tokens = list[int]
 
@@ -246,34 +246,51 @@ def test_nodes_and_proxy_publish_health_and_metrics(cluster: LocalCluster, promp
             assert page.status == 200
 
 
-@pytest.mark.parametrize("victim", ["master", "store-0", "prefill-0"])
-def test_a_death_in_the_middle_of_requests_gives_no_wrong_token_and_leaves_none_unanswered(
-    victim: str, tmp_path: Path, alone: Any, prompt: Any
+class Mended:
+    """What ends a supervisor's watch: the cluster works again, its dead nodes started anew."""
+
+    def __init__(self, cluster: LocalCluster, tokens: Tokens) -> None:
+        self._cluster = cluster
+        self._tokens = tokens
+        self._end = time.monotonic() + 2 * PATIENCE_S
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert time.monotonic() < self._end, "the cluster does not come back"
+        time.sleep(timeout or 0)
+        answer = complete(url_of(self._cluster), self._tokens)
+        return answer.status == 200 and min(answer.cached) >= len(self._tokens) - 1
+
+
+def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_unanswered(
+    tmp_path: Path, alone: Any, prompt: Any
 ) -> None:
-    shared = prompt(6 * CHUNK)
-    prompts = [shared + prompt(30) for _ in range(24)]
+    """One cluster loses one node after the other. Each stays dead until all requests are answered, and is back before the next dies."""
     with started(tmp_path, **OUTAGES) as cluster:
         url = url_of(cluster)
-        complete(url, prompts[0])
-        answers: list[Answer | None] = [None] * len(prompts)
+        for victim in ("store-0", "master", "prefill-0"):
+            cluster.supervisor.wait(Mended(cluster, prompt(3 * CHUNK)), restart=True)
+            shared = prompt(6 * CHUNK)
+            prompts = [shared + prompt(30) for _ in range(24)]
+            complete(url, prompts[0])
+            answers: list[Answer | None] = [None] * len(prompts)
 
-        def ask(index: int) -> None:
-            answers[index] = complete(url, prompts[index])
+            def ask(index: int, prompts: list[Tokens] = prompts, answers: list[Answer | None] = answers) -> None:
+                answers[index] = complete(url, prompts[index])
 
-        threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
-        for thread in threads[:8]:
-            thread.start()
-        wait_for(lambda: any(answers), 60, "the first answer")
-        kill(cluster, victim)
-        for thread in threads[8:]:
-            thread.start()
-        for thread in threads:
-            thread.join(180)
-        assert not any(thread.is_alive() for thread in threads), "a request was left unanswered"
-        for tokens, answer in zip(prompts, answers, strict=True):
-            assert answer is not None
-            assert answer.status == 200
-            assert answer.tokens == alone(tokens)
+            threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
+            for thread in threads[:8]:
+                thread.start()
+            wait_for(lambda answers=answers: any(answers), 60, "the first answer")
+            kill(cluster, victim)
+            for thread in threads[8:]:
+                thread.start()
+            for thread in threads:
+                thread.join(180)
+            assert not any(thread.is_alive() for thread in threads), f"{victim}: a request was left unanswered"
+            for tokens, answer in zip(prompts, answers, strict=True):
+                assert answer is not None
+                assert answer.status == 200, victim
+                assert answer.tokens == alone(tokens), victim
 
 
 def test_the_cache_server_dies_and_engines_compute_until_it_is_back(tmp_path: Path, alone: Any, prompt: Any) -> None:

@@ -33,7 +33,7 @@ from tests.support.pool import Node
 from tests.support.waiting import wait_for
 from transfer.settings import ByteSize, Timeouts, TransferSettings
 
-pytestmark = [pytest.mark.slow, needs_etcd]
+pytestmark = [pytest.mark.slow(seconds=100), needs_etcd]
 TTL_S = 4  # a machine is not so busy that a node does not get to renew its lease
 QUICK = TransferSettings(timeouts=Timeouts(get_ms=1000, put_ms=1000))
 
@@ -309,7 +309,6 @@ def test_nodes_are_gone_from_etcd_when_the_cluster_has_ended(make_etcd: Callable
     assert _registered(etcd) == []
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_whole_cluster_over_an_etcd_with_users_and_certificates(
     make_etcd: Callable[..., Etcd], certificates: dict[str, tuple[str, str]], tmp_path: Path
 ) -> None:
@@ -320,23 +319,27 @@ def test_a_whole_cluster_over_an_etcd_with_users_and_certificates(
     told = msgspec.to_builtins(etcd.settings())
     with started(tmp_path, discovery=told) as cluster:
         assert ask(cluster).status == 200
-        elsewhere = tmp_path / "elsewhere"
-        elsewhere.mkdir()
-        names = {"master", "store-0", "prefill-0", "decode-0", "proxy"}
-        for settings, code, registered in ((told, 0, names), ({**told, "user": None, "password_file": None}, 1, set())):
+        answers: list[Result] = []
+
+        def status_says(text: str, settings: dict[str, Any]) -> bool:
+            """Asks from elsewhere; again where a busy machine kept etcd from answering in time."""
+            elsewhere = tmp_path / "elsewhere"
+            elsewhere.mkdir(exist_ok=True)
             file = cluster_file(elsewhere, discovery=settings, nodes=[{"name": "here", "role": "proxy"}])
-            command, answers = ["status", "-c", str(file), "--json"], []
+            answers.append(CliRunner().invoke(main, ["status", "-c", str(file), "--json"]))
+            return text in answers[-1].output
 
-            def answered(command: list[str] = command, answers: list[Result] = answers) -> bool:
-                """An etcd that a busy machine keeps from answering in time counts as silent."""
-                answers.append(CliRunner().invoke(main, command))
-                return "DEADLINE_EXCEEDED" not in answers[-1].stderr
+        def registered() -> set[str]:
+            return {node["name"] for node in json.loads(answers[-1].stdout)["nodes"] if node["instance"]}
 
-            wait_for(answered, what="etcd answering")
-            asked = answers[-1]
-            assert asked.exit_code == code, asked.output
-            assert {node["name"] for node in json.loads(asked.stdout)["nodes"] if node["instance"]} == registered
-        assert "permission denied" in asked.stderr
+        wait_for(lambda: status_says('"well":true', told), what="the cluster being well")
+        assert registered() == {"master", "store-0", "prefill-0", "decode-0", "proxy"}
+        assert answers[-1].exit_code == 0
+        wait_for(
+            lambda: status_says("permission denied", {**told, "user": None, "password_file": None}), what="a refusal"
+        )
+        assert registered() == set()
+        assert answers[-1].exit_code == 1
 
 
 def test_without_a_master_in_the_file_or_in_etcd_a_node_says_so(make_etcd: Callable[..., Etcd], tmp_path: Path) -> None:

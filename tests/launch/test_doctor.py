@@ -34,7 +34,7 @@ from tests.support.pool import Pool, free_port
 from transfer import GetResult, MooncakeStore
 from transfer.store import Pending, load_mooncake
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(seconds=70)
 
 
 def doctor(*arguments: str) -> tuple[int, DoctorReport]:

@@ -20,7 +20,7 @@ from tests.support.pool import ROOT
 from tests.support.waiting import wait_for
 
 pytestmark = [
-    pytest.mark.slow(seconds=280),  # nearly all of it waits for leases that Mooncake and etcd let run out
+    pytest.mark.slow(seconds=220),  # nearly all of it waits for leases that Mooncake and etcd let run out
     needs_etcd,
 ]
 

@@ -20,6 +20,7 @@ from tests.support.pool import ROOT, Pool
 from tests.support.server import Engine, ServerProcess, status_of, store_surely
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.slow(seconds=70)
 TOKENS = list(range(4 * CHUNK))
 GROWTH = 256 << 20
 """Bytes that a server may take on behalf of one engine: what ZMQ reads ahead, and what its answers wait in."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import time
@@ -11,11 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.engines import CHUNK
+from tests.support.engines import BLOCK, CHUNK
 from tests.support.pool import Pool
 from tests.support.server import Engine, ServerProcess, status_of, store_surely
+from tests.support.waiting import wait_for
 
 TOKENS = list(range(2 * CHUNK))
+AT_ONCE = 100
 
 
 @pytest.fixture
@@ -34,22 +37,33 @@ def own_memory(pid: int) -> int:
 
 
 def serve(engine: Engine, requests: int) -> None:
-    """Lookups with sessions, every tenth with a retrieve and a store; half of the sessions are left to the retrieve."""
-    for index in range(requests):
-        request = f"request-{index}"
-        engine.scheduler.maybe_submit_lookup_request(request, token_ids=TOKENS)
-        while engine.scheduler.check_lookup_result(request) is None:
-            time.sleep(0.0001)  # to spin would take a core from the server
-        engine.scheduler.cleanup_lookup_result(request)
-        if index % 10:
-            engine.scheduler.end_session(request)
-        else:
-            engine.retrieve(request, TOKENS, 20)
-            engine.worker.submit_store_request(request, engine.op(TOKENS))
-            engine.finish_store(request)
+    """Lookups with sessions, a hundred at a time; every tenth with a retrieve and a store, and its session is left to the retrieve."""
+    for first in range(0, requests, AT_ONCE):
+        names = [f"request-{first + index}" for index in range(AT_ONCE)]
+        for name in names:
+            engine.scheduler.maybe_submit_lookup_request(name, token_ids=TOKENS)
+        for name in names:
+            while engine.scheduler.check_lookup_result(name) is None:
+                time.sleep(0.001)  # to spin would take a core from the server
+            engine.scheduler.cleanup_lookup_result(name)
+        moved = names[::10]
+        for name in set(names).difference(moved):
+            engine.scheduler.end_session(name)
+        for index, name in enumerate(moved):
+            engine.worker.submit_retrieve_request(name, engine.op(TOKENS, 20 + index * len(TOKENS) // BLOCK))
+        for name in moved:
+            engine.worker.submit_store_request(name, engine.op(TOKENS))
+        wait_for(functools.partial(all_moved, engine, set(moved), set(moved)), what="what is moved")
 
 
-@pytest.mark.slow
+def all_moved(engine: Engine, loads: set[str], stores: set[str]) -> bool:
+    """Whether these loads and stores have ended; those that have are taken out."""
+    stored, loaded = engine.worker.get_finished(stores)
+    stores -= stored or set()
+    loads -= loaded or set()
+    return not loads and not stores
+
+
 def test_twenty_thousand_requests_leave_memory_files_and_threads_as_they_were(server: ServerProcess) -> None:
     pid = server.process.pid
     with Engine(server.address) as engine:

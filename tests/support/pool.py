@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PATIENT = {"exist_ms": 10_000, "get_ms": 20_000, "put_ms": 20_000}
 """Deadlines of transfers that are to succeed: no machine is so busy that it misses them. Outages in tests have shorter ones."""
-_PORTS = 4000
-"""Of each worker of a parallel run, from 20000 on: below those that the kernel gives out, and above Mooncake's own."""
+_PORTS = 2000
+"""Of each worker of a parallel run, from 20000 on: those of six workers are below the kernel's own choices, and above Mooncake's."""
 _next_port = itertools.count()
 
 

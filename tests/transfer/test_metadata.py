@@ -57,9 +57,9 @@ def round_trip(pool: Pool, metadata: str) -> None:
         slot = staging.lease(time.monotonic() + 1)
         assert slot is not None
         slot.view[:] = b"m" * 4096
-        assert store.start_put(["k"], [slot], [4096], timeout=10).results() == [Status.OK]
+        assert store.start_put(["k"], [slot], [4096], timeout=20).results() == [Status.OK]
         slot.view[:] = bytes(4096)
-        assert store.start_get(["k"], [slot], timeout=10).results() == [GetResult(Status.OK, 4096)]
+        assert store.start_get(["k"], [slot], timeout=20).results() == [GetResult(Status.OK, 4096)]
         assert bytes(slot.view) == b"m" * 4096
         slot.release()
 

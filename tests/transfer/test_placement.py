@@ -24,7 +24,7 @@ def two_segments(make_pool: Callable[..., Pool]) -> Pool:
 def readable(store: MooncakeStore, staging: object, keys: list[str], fill: bytes) -> bool:
     slots = leased(staging, len(keys))  # type: ignore[arg-type]
     try:
-        results = store.start_get(keys, slots, timeout=5).results()
+        results = store.start_get(keys, slots, timeout=20).results()
         return all(
             result.status is Status.OK and bytes(slot.view) == bytes([fill[0] + index]) * SLOT
             for index, (result, slot) in enumerate(zip(results, slots, strict=True))
@@ -92,7 +92,7 @@ def test_one_replica_does_not_survive_the_loss_of_its_segment(two_segments: Pool
         keys = fresh(4)
         assert put(store, staging, keys) == [Status.OK] * 4
         two_segments.stop("store-1")
-        assert store.batch_exist(keys, timeout=5) == [Status.MISSING] * 4
+        assert store.batch_exist(keys, timeout=20) == [Status.MISSING] * 4
 
 
 def test_a_preferred_segment_gets_the_bytes_and_any_spreads_them(two_segments: Pool) -> None:
@@ -105,7 +105,7 @@ def test_a_preferred_segment_gets_the_bytes_and_any_spreads_them(two_segments: P
             for first in range(0, 40, 8):
                 assert put(store, staging, keys[first : first + 8]) == [Status.OK] * 8
             assert (two_segments.used(index), two_segments.used(1 - index)) == (40 * SLOT, 0)
-            store.remove(keys, timeout=5, force=True)
+            store.remove(keys, timeout=20, force=True)
     with opened(two_segments, placement=Placement(preferred_segment="any")) as (store, staging):
         for _ in range(5):
             put(store, staging, fresh(8))
@@ -118,7 +118,7 @@ def test_a_put_with_a_placement_of_its_own_goes_there_and_the_next_where_the_sto
         slots = leased(staging, 4)
         try:
             there = Placement(preferred_segment=two_segments.segment(1))
-            put_there = store.start_put(fresh(4), slots, [SLOT] * 4, timeout=5, placement=there)
+            put_there = store.start_put(fresh(4), slots, [SLOT] * 4, timeout=20, placement=there)
             assert put_there.results() == [Status.OK] * 4
         finally:
             for slot in slots:
@@ -147,7 +147,7 @@ def test_a_pinned_object_survives_pressure_that_evicts_the_others(make_pool: Cal
         def put_one(into: MooncakeStore, memory: object, key: str) -> Status:
             slot = leased(memory, 1)[0]  # type: ignore[arg-type]
             try:
-                return into.start_put([key], [slot], [MIB], timeout=5).results()[0]
+                return into.start_put([key], [slot], [MIB], timeout=20).results()[0]
             finally:
                 slot.release()
 
@@ -159,5 +159,5 @@ def test_a_pinned_object_survives_pressure_that_evicts_the_others(make_pool: Cal
         assert set(later) <= {Status.OK, Status.NO_SPACE}
         assert later.count(Status.OK) > 16, "eviction goes on: more was stored than there is room for"
         assert store.available, "a full pool is not a pool that is down"
-        assert keeper.batch_exist(pinned, timeout=5) == [Status.OK] * 4
-        assert Status.MISSING in store.batch_exist(plain[:8], timeout=5)
+        assert keeper.batch_exist(pinned, timeout=20) == [Status.OK] * 4
+        assert Status.MISSING in store.batch_exist(plain[:8], timeout=20)

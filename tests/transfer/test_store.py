@@ -60,7 +60,7 @@ def fresh(count: int) -> list[str]:
 def put(store: MooncakeStore, staging: StagingPool, keys: list[str], fill: bytes = b"a") -> list[Status]:
     slots = leased(staging, len(keys), fill)
     try:
-        return store.start_put(keys, slots, [SLOT] * len(keys), timeout=5).results()
+        return store.start_put(keys, slots, [SLOT] * len(keys), timeout=20).results()
     finally:
         for slot in slots:
             slot.release()
@@ -70,9 +70,9 @@ def test_bytes_that_were_put_come_back_and_missing_keys_say_so(any_pool: Pool) -
     with opened(any_pool) as (store, staging):
         keys = fresh(3)
         assert put(store, staging, keys[:2]) == [Status.OK, Status.OK]
-        assert store.batch_exist(keys, timeout=1) == [Status.OK, Status.OK, Status.MISSING]
+        assert store.batch_exist(keys, timeout=20) == [Status.OK, Status.OK, Status.MISSING]
         slots = leased(staging, 3)
-        results = store.start_get(keys, slots, timeout=5).results()
+        results = store.start_get(keys, slots, timeout=20).results()
         assert results == [GetResult(Status.OK, SLOT), GetResult(Status.OK, SLOT), GetResult(Status.MISSING, 0)]
         assert bytes(slots[0].view) == b"a" * SLOT
         assert bytes(slots[1].view) == b"b" * SLOT
@@ -89,7 +89,7 @@ def test_a_put_with_a_segment_lands_on_the_writers_own_node(pool: Pool) -> None:
         # unmounting the writer's segment takes the object with it
         assert replica.size == SLOT
     with opened(pool) as (store, _):
-        assert store.batch_exist(key, timeout=1) == [Status.MISSING]
+        assert store.batch_exist(key, timeout=20) == [Status.MISSING]
 
 
 def test_the_segment_is_resident_before_the_first_write(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
@@ -103,17 +103,17 @@ def test_removed_keys_are_gone_and_a_leased_one_needs_force(any_pool: Pool) -> N
     with opened(any_pool) as (store, staging):
         keys = fresh(2)
         put(store, staging, keys)
-        store.batch_exist(keys[:1], timeout=1)  # leases the first
-        assert store.remove(keys, timeout=1) == [Status.BUSY, Status.OK]
-        assert store.remove(keys, timeout=1, force=True) == [Status.OK, Status.MISSING]
+        store.batch_exist(keys[:1], timeout=20)  # leases the first
+        assert store.remove(keys, timeout=20) == [Status.BUSY, Status.OK]
+        assert store.remove(keys, timeout=20, force=True) == [Status.OK, Status.MISSING]
 
 
 def test_small_control_objects_round_trip(any_pool: Pool) -> None:
     with opened(any_pool) as (store, _):
         key = fresh(1)[0]
-        assert store.get_small(key, timeout=1) is None
-        assert store.put_small(key, b"in words", timeout=1) is Status.OK
-        assert store.get_small(key, timeout=1) == b"in words"
+        assert store.get_small(key, timeout=20) is None
+        assert store.put_small(key, b"in words", timeout=20) is Status.OK
+        assert store.get_small(key, timeout=20) == b"in words"
 
 
 def test_calls_after_close_answer_closed_and_closing_twice_is_fine(any_pool: Pool) -> None:
@@ -121,10 +121,10 @@ def test_calls_after_close_answer_closed_and_closing_twice_is_fine(any_pool: Poo
         store.close()
         store.close()
         slots = leased(staging, 1)
-        assert store.batch_exist(["k"], timeout=1) == [Status.CLOSED]
-        assert store.start_get(["k"], slots, timeout=1).results() == [GetResult(Status.CLOSED, 0)]
-        assert store.start_put(["k"], slots, [SLOT], timeout=1).results() == [Status.CLOSED]
-        assert store.get_small("k", timeout=1) is None
+        assert store.batch_exist(["k"], timeout=20) == [Status.CLOSED]
+        assert store.start_get(["k"], slots, timeout=20).results() == [GetResult(Status.CLOSED, 0)]
+        assert store.start_put(["k"], slots, [SLOT], timeout=20).results() == [Status.CLOSED]
+        assert store.get_small("k", timeout=20) is None
         slots[0].release()
         with pytest.raises(TransferError, match="closed"):
             store.wait_open(1)
@@ -136,7 +136,7 @@ def test_a_full_pool_refuses_with_no_space(make_pool: Callable[..., Pool]) -> No
         statuses = []
         for keys in (fresh(1) for _ in range(3)):
             slots = leased(staging, 1)
-            statuses += store.start_put(keys, slots, [8 << 20], timeout=5).results()
+            statuses += store.start_put(keys, slots, [8 << 20], timeout=20).results()
             slots[0].release()
         assert Status.NO_SPACE in statuses
         assert store.available, "a full pool is not a pool that is down"
@@ -147,7 +147,7 @@ def test_bad_batches_are_refused_before_anything_moves(any_pool: Pool) -> None:
         slots = leased(staging, 1)
         for keys, sizes in (([], []), (["a", "b"], [1, 1]), (["a"], [0]), (["a"], [SLOT + 1])):
             with pytest.raises(ValueError):
-                store.start_put(keys, slots, sizes, timeout=1)
+                store.start_put(keys, slots, sizes, timeout=20)
         slots[0].release()
 
 
@@ -156,7 +156,7 @@ def test_an_impatient_caller_says_nothing_about_the_pool(any_pool: Pool) -> None
         for _ in range(10):
             store.batch_exist(["k"], timeout=0.0)
         assert store.available
-        assert store.batch_exist(["k"], timeout=1) == [Status.MISSING]
+        assert store.batch_exist(["k"], timeout=20) == [Status.MISSING]
 
 
 def test_an_outage_of_some_keys_is_no_miss(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_an_outage_of_some_keys_is_no_miss(pool: Pool, monkeypatch: pytest.Monke
 
         client = store._client
         store._client = Partly()
-        found = store.batch_exist(["a", "b", "c", "d"], timeout=1)
+        found = store.batch_exist(["a", "b", "c", "d"], timeout=20)
         store._client = client
         assert found == [Status.OK, Status.MISSING, Status.POOL_DOWN, Status.POOL_DOWN]
 
@@ -207,10 +207,10 @@ def test_a_store_opens_by_itself_when_the_master_comes(make_pool: Callable[..., 
     with MooncakeStore(settings, master=pool.address) as store:
         with pytest.raises(PoolUnavailableError, match=pool.address):
             store.wait_open(0.2)
-        assert store.batch_exist(["k"], timeout=1) == [Status.POOL_DOWN]
+        assert store.batch_exist(["k"], timeout=20) == [Status.POOL_DOWN]
         pool.start("master")
         store.wait_open(60)
-        assert store.batch_exist(["k"], timeout=1) == [Status.MISSING]
+        assert store.batch_exist(["k"], timeout=20) == [Status.MISSING]
 
 
 def test_with_the_master_dead_calls_keep_their_deadline_then_answer_at_once_and_it_is_found_back(
@@ -268,7 +268,7 @@ def test_many_threads_share_one_store(any_pool: Pool) -> None:
                 if put(store, staging, keys, fill) != [Status.OK]:
                     failures.append("put")
                 slot = leased(staging, 1)
-                result = store.start_get(keys, slot, timeout=5).results()
+                result = store.start_get(keys, slot, timeout=20).results()
                 if result != [GetResult(Status.OK, SLOT)] or bytes(slot[0].view) != fill * SLOT:
                     failures.append(result)
                 slot[0].release()

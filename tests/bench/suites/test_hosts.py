@@ -22,7 +22,7 @@ from tests.support.needs import needs_etcd
 from tests.support.pool import ROOT
 from tests.support.waiting import wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(seconds=120)
 NAMES = ("a", "b", "c")
 GBPS = 1 / 8
 

@@ -32,9 +32,9 @@ def hosts() -> Iterator[dict[str, Host]]:
         yield {name: network.host(name) for name in "abc"}
 
 
-@pytest.fixture
-def cluster(hosts: dict[str, Host], tmp_path: Path) -> Iterator[Path]:
-    """The file of a cluster at work."""
+@pytest.fixture(scope="module")
+def cluster(hosts: dict[str, Host], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file of a cluster at work; its pool has room for what all tests put there."""
     ports: dict[str, dict[str, Any]] = {
         "master": {"port": 50051, "metrics_port": 9003},
         "prefill": {"port": 8100, "segment_size": "64MiB"},
@@ -42,11 +42,13 @@ def cluster(hosts: dict[str, Host], tmp_path: Path) -> Iterator[Path]:
         "proxy": {"port": 8000},
     }
     tree = [{"name": role, "role": role, "host": hosts[host].address, **ports[role]} for role, host in ROLES]
-    file = cluster_file(tmp_path, nodes=tree)
+    file = cluster_file(tmp_path_factory.mktemp("cluster"), nodes=tree)
     nodes: list[Node] = []
     try:
         for role, host in ROLES:
-            nodes.append(Node(role, role, file, host=hosts[host]))
+            nodes.append(Node(role, role, file, wait=role == "master", host=hosts[host]))
+        for node in nodes[1:]:
+            node.wait_ready()
         yield file
     finally:
         for node in reversed(nodes):
