@@ -144,12 +144,14 @@ class BlockCache(Protocol):
         *,
         kv_caches: Any = None,
         session: str = "",
+        epoch: str | None = None,
         timeout: float | None = None,
     ) -> int:
         """Loads chunks into `blocks`. Returns how many of them, from the first, are there now.
 
-        The first blocks may be -1, and so may the last: they are skipped. Blocks of chunks that were not loaded may have been overwritten; all other blocks
-        are untouched. `timeout` is in seconds.
+        The first blocks may be -1, and so may the last: they are skipped. Blocks of chunks that were not loaded may have been overwritten;
+        all other blocks are untouched. `epoch` is the label that the lookup of these chunks reported: if it is not current any more when the load ends,
+        nothing was loaded. By default it is the current one. `timeout` is in seconds.
         """
 
     def restore(
@@ -159,6 +161,7 @@ class BlockCache(Protocol):
         *,
         kv_caches: Any = None,
         session: str = "",
+        epoch: str | None = None,
         timeout: float | None = None,
     ) -> Restored:
         """Does the same as `retrieve`. Returns how many chunks were loaded, from which tiers, and why not more."""

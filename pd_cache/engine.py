@@ -15,6 +15,7 @@ import torch
 from pd_cache.backends import StorageBackend, open_backend
 from pd_cache.blocks import BlocksOrSlots, Restored, Slots, StoreOutcome
 from pd_cache.config import NodeSettings
+from pd_cache.epochs import FIRST
 from pd_cache.groups import LayerGroups, Surveyed
 from pd_cache.layout import KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup.prefix import PrefixLookup
@@ -153,10 +154,11 @@ class CacheEngine:
         *,
         kv_caches: KVCaches | None = None,
         session: str = "",
+        epoch: str | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Loads chunks of the current epoch, up to the first that the pool lacks."""
-        return self.restore(names, blocks, kv_caches=kv_caches, timeout=timeout).chunks
+        """Loads chunks up to the first that the pool lacks."""
+        return self.restore(names, blocks, kv_caches=kv_caches, epoch=epoch, timeout=timeout).chunks
 
     def restore(
         self,
@@ -165,10 +167,15 @@ class CacheEngine:
         *,
         kv_caches: KVCaches | None = None,
         session: str = "",
+        epoch: str | None = None,
         timeout: float | None = None,
     ) -> Restored:
         """Does the same as `retrieve`. Returns how many chunks were loaded, from which tiers, and why not more."""
-        run = self._run(names, blocks, kv_caches, self.mover.epochs.last, may_leave_out="ends")
+        current = self.mover.epochs.current() if epoch is None else epoch
+        run = self._run(names, blocks, kv_caches, current or FIRST, may_leave_out="ends")
+        if current is None:
+            self.metrics.trouble("retrieve", "epoch_unknown", len(names))
+            return Restored(0, "epoch_unknown")
         return self.mover.load(run, timeout).explained(self.history, names)
 
     def end(self, session: str) -> None:

@@ -6,18 +6,21 @@ identifies; its keys do not mention it.
 
 Nodes agree on epochs through the pool, by small objects that never change. *Signs* say that an epoch has begun: as soon as anybody begins
 the epoch after one's own, its sign is there. Epochs are numbered within a *run*, whose random name is part of all its labels, so that a tier
-that outlives the pool cannot mistake the epochs of two runs for each other. The *root* names the run; its first writer decides.
+that outlives the pool cannot mistake the epochs of two runs for each other. The *root* names the run; its first writer decides. Who begins
+a run removes the signs of all others, so that every node notices.
 
-A node relies on an answer of the pool for `FRESH_S`. After that it asks again, by one to four keys in a lookup's own request. While no answer
-comes, the epoch is unknown, and nothing is found or loaded. If the pool loses the signs, the first node that misses them puts them there
-again. Until then, a node that joins or was away cannot know better. If no node is left that knows the run, the first epoch is current
-again: engines that start then have the weights that the namespace identifies.
+A node relies on an answer of the pool for `FRESH_S` after it has asked. Then it asks again, by one to four keys in a lookup's own request.
+While no answer comes, or only late ones, the epoch is unknown, and nothing is found or loaded. If the pool has lost the root, or all signs
+that lead to the current epoch, the first node that misses them begins a new run: what was computed before may be of any weights. Until
+then, a node that joins cannot know better. If no node is left that knows of a run, the first epoch is current again: engines that start then
+have the weights that the namespace identifies.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import re
 import secrets
 import threading
@@ -35,7 +38,9 @@ FIRST = ""
 LABEL = r"^([0-9a-f]{8}-[1-9][0-9]{0,11})?\Z"
 """What labels look like: a run and a number."""
 FRESH_S = 0.5
-"""How long a node may rely on an answer of the pool."""
+"""How long a node relies on an answer of the pool, from when it asked."""
+LATE_S = 1.0
+"""An answer that comes this long after the question says nothing any more."""
 
 _WINDOW = 256
 """Signs of this many epochs are kept, and besides those every sign whose number is a multiple of this."""
@@ -43,6 +48,9 @@ _MULTIPLES = 64
 """How many multiples of the window are looked at together by a node that was away."""
 _RUN = re.compile(rb"^[0-9a-f]{8}\Z")
 _ROOT = "pdc1/epochs"
+_HOLLOW_S = 5.0
+"""For so long a run may be without a sign: its first one is about to come."""
+_TRIES = 3
 _MOST_MODELS = 256
 
 
@@ -61,6 +69,9 @@ class SmallObjects(Protocol):
     def remove(self, keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:
         """Removes objects."""
 
+    def remove_matching(self, pattern: str, *, timeout: float) -> int:
+        """Removes all objects in whose keys a regular expression is found."""
+
 
 class EpochCheck(NamedTuple):
     """What has to be asked before the last known epoch may be relied on."""
@@ -72,7 +83,15 @@ class EpochCheck(NamedTuple):
     expected: list[Status]
     """The answers that confirm the epoch."""
     asked: float
-    """When the question was made, by the clock."""
+    """When the question was made that confirms the epoch, by the clock."""
+
+
+class _Known(NamedTuple):
+    """What a process knows."""
+
+    label: str
+    asked: float
+    """When it asked the question by whose answer it knows that, by the clock."""
 
 
 class Epochs:
@@ -91,146 +110,191 @@ class Epochs:
         self._timeout_s = timeout_s
         self._clock = clock
         self._root = f"{_ROOT}/{hashlib.sha256(model.encode()).hexdigest()[:16]}"
-        self._label = FIRST
-        self._confirmed = -FRESH_S - clock()
-        """When the question was asked that was answered last, by the clock."""
-        self._known = False
-        """Whether any question was answered."""
+        self._known = _Known(FIRST, -math.inf)
+        """Replaced as a whole, with `_lock` held."""
+        self._lock = threading.Lock()
         self._agreeing = threading.Lock()
+        """Held while a thread finds out, or changes, what the current epoch is."""
+        self._hollow: _Known | None = None
+        """A run that was seen without a sign, and when first."""
 
     @property
     def last(self) -> str:
         """The epoch as last known: chunks that are computed now may be stored in it, and in no later one."""
-        return self._label
+        return self._known.label
 
     def check(self) -> EpochCheck:
         """Returns what to ask, together with other keys or alone. Its answers go to `confirm`."""
-        label, now = self._label, self._clock()
-        if self._known and now - self._confirmed < FRESH_S:
-            return EpochCheck(label, [], [], now)
-        if label == FIRST:
-            return EpochCheck(label, [self._root], [Status.MISSING], now)
-        run, number = _parts(label)
+        known, now = self._known, self._clock()
+        if now - known.asked < FRESH_S:
+            return EpochCheck(known.label, [], [], known.asked)
+        if known.label == FIRST:
+            return EpochCheck(FIRST, [self._root], [Status.MISSING], now)
+        run, number = _parts(known.label)
         following = sorted({number + 1, (number // _WINDOW + 1) * _WINDOW})
         keys = [self._root, *(self._sign(run, one) for one in (number, *following))]
-        return EpochCheck(label, keys, [Status.OK, Status.OK, *[Status.MISSING] * len(following)], now)
+        return EpochCheck(known.label, keys, [Status.OK, Status.OK, *[Status.MISSING] * len(following)], now)
 
     def confirm(self, check: EpochCheck, answers: Sequence[Status]) -> str | None:
         """Takes in the answers to a check. Returns the epoch that is current; None if it is unknown.
 
         It may be another than the check's: what was asked together with the check has to be asked again then.
         """
-        if not check.keys or list(answers) == check.expected:
-            if check.label == self._label:
-                self._known = True
-                self._confirmed = max(self._confirmed, check.asked)
-            return check.label
         if not all(_definite(answer) for answer in answers):
             return None
+        if self._is_late(check.asked):
+            return self.current()
+        if list(answers) == check.expected:
+            with self._lock:
+                if self._known.label == check.label and self._known.asked < check.asked:
+                    self._known = _Known(check.label, check.asked)
+                return self._known.label
         with self._agreeing:
-            return self._agree()
+            if self._known.asked <= check.asked:  # otherwise another thread has found out meanwhile
+                self._agree()
+        known = self._known
+        return None if known.asked < check.asked or self._is_late(known.asked) else known.label
 
-    def current(self) -> str | None:
-        """Returns the epoch that is current, and asks if no answer is fresh; None if it is unknown."""
-        check = self.check()
-        return self.confirm(check, self._ask(check.keys))
+    def current(self, expected: str | None = None) -> str | None:
+        """Returns the epoch that is current; None if it is unknown. Asks if no answer is fresh, or if the last known epoch is not
+        `expected`."""
+        if expected is not None:
+            with self._lock:
+                if self._known.label != expected:
+                    self._known = self._known._replace(asked=-math.inf)
+        for _ in range(_TRIES):
+            check = self.check()
+            answers = self._ask(check.keys)
+            if not self._is_late(check.asked):
+                return self.confirm(check, answers)
+        return None
 
     def begin(self) -> str | None:
         """Begins a new epoch, for all nodes. Returns its label. None if the pool did not take it: nothing is known to have begun then."""
         with self._agreeing:
-            label = self._agree(may_begin=True)
+            label = self._agree()
             if label is None:
-                return None
+                return None if self._hollow is None else self._begin_run(replace=True)
             if label == FIRST:
-                return self._begin_run()
+                return self._begin_run(replace=False)
             run, number = _parts(label)
-            if not self._put_signs(run, [number + 1]):
+            asked = self._clock()
+            if not self._put_sign(run, number + 1):
                 return None
+            begun = self._settle(f"{run}-{number + 1}", asked)
             old = number + 1 - _WINDOW
             if old > 0 and old % _WINDOW:
                 self._pool.remove([self._sign(run, old)], timeout=self._timeout_s, force=True)
-            return self._settle(f"{run}-{number + 1}", self._clock())
+            return begun
 
-    # --- inside; all of it with the lock held ---------------------------------------------------------------------
+    # --- inside; with `_agreeing` held ------------------------------------------------------------------------------
 
-    def _begin_run(self) -> str | None:
-        """Begins the first epoch of a new run; or takes part in the run that another node has just begun."""
+    def _begin_run(self, *, replace: bool) -> str | None:
+        """Begins the first epoch of a new run, or follows the run that another node has just begun. With `replace`, the run before makes way
+        first."""
         run = secrets.token_hex(4)
-        if not self._put_signs(run, [1]) or not self._put_root(run):
-            return None
-        return self._agree()
+        if replace:
+            self._pool.remove([self._root], timeout=self._timeout_s, force=True)
+        asked = self._clock()
+        self._pool.put_small(self._root, run.encode(), timeout=self._timeout_s)
+        decided = self._read_root()
+        if decided != run:
+            return None if decided is None else self._follow(decided, asked)
+        self._pool.remove_matching(f"^{self._root}/(?!{run}-)", timeout=self._timeout_s)
+        return self._settle(f"{run}-1", asked) if self._put_sign(run, 1) else None
 
-    def _agree(self, *, may_begin: bool = False) -> str | None:
-        """Finds out the current epoch. With `may_begin`, a run without a sign, which is of no use, makes way for a new one."""
+    def _agree(self) -> str | None:
+        """Finds out the current epoch."""
         asked = self._clock()
         (root,) = self._ask([self._root])
-        if root is Status.MISSING:
-            if self._label == FIRST:
-                return self._settle(FIRST, asked)
-            log.warning("the pool has lost what it knew of epochs; it is told again that %s is current", self._label)
-            run, number = _parts(self._label)
-            if not self._put_signs(run, [*range(_WINDOW, number, _WINDOW), number]) or not self._put_root(run):
-                return None
-            # another node may have begun another run meanwhile: the first writer decides
-        elif root is not Status.OK:
+        if root is Status.OK:
+            run = self._read_root()
+            return None if run is None else self._follow(run, asked)
+        if root is not Status.MISSING:
             return None
-        value = self._pool.get_small(self._root, timeout=self._timeout_s)
-        if value is None or not _RUN.match(value):
-            return None
-        run = value.decode()
-        own, number = _parts(self._label)
+        if self._known.label == FIRST:
+            return self._settle(FIRST, asked)
+        log.warning("the pool has lost what it knew of epoch %s: a new one begins", self._known.label)
+        return self._begin_run(replace=False)
+
+    def _follow(self, run: str, asked: float) -> str | None:
+        """Finds out the current epoch of the run that the root names."""
+        own, number = _parts(self._known.label)
         known = number if run == own else 0
         latest = self._latest(run, known)
         if latest is None:
             return None
-        if latest == 0:
-            # its signs were lost with the memory that they lay in, and nobody knows how many there were
-            if not may_begin:
-                return None
-            self._pool.remove([self._root], timeout=self._timeout_s, force=True)
-            return FIRST
-        if latest == known and not self._put_signs(run, [known]):
+        if latest:
+            return self._settle(f"{run}-{latest}", asked)
+        if known:
+            log.warning("the pool has lost the sign of epoch %s: a new one begins", self._known.label)
+            return self._begin_run(replace=True)
+        # its first sign is about to come, or all signs were lost with the memory that they lay in, and nobody knows how many there were
+        if self._hollow is None or self._hollow.label != run:
+            self._hollow = _Known(run, asked)
+        if asked - self._hollow.asked < _HOLLOW_S:
             return None
-        return self._settle(f"{run}-{latest}", asked)
+        log.warning("run %s has lost its epochs: a new one begins", run)
+        return self._begin_run(replace=True)
 
     def _latest(self, run: str, number: int) -> int | None:
-        """Returns the number of the last epoch of a run that has begun, from `number` on; None if that cannot be found out."""
+        """Returns the number of the last epoch of a run that has begun, from `number` on; 0 if there is none, None if that cannot be found
+        out."""
+        latest = 0
         while True:
             multiple = (number // _WINDOW + 1) * _WINDOW
             numbers = [
-                *range(number + 1, number + 1 + _WINDOW),
+                *range(max(1, number), number + 1 + _WINDOW),
                 *range(multiple, multiple + _MULTIPLES * _WINDOW, _WINDOW),
             ]
             answers = self._ask([self._sign(run, one) for one in numbers])
             if not all(_definite(answer) for answer in answers):
                 return None
-            begun = [one for one, answer in zip(numbers, answers, strict=True) if answer is Status.OK]
-            if not begun:
-                return number
-            number = max(begun)
+            newest = max((one for one, answer in zip(numbers, answers, strict=True) if answer is Status.OK), default=0)
+            if newest <= latest:
+                return latest
+            latest = number = newest
 
-    def _put_signs(self, run: str, numbers: Sequence[int]) -> bool:
-        """Puts signs. Returns whether they are there: a put is no proof, because another writer may have left the key half done."""
-        keys = [self._sign(run, number) for number in numbers]
-        for key in keys:
-            self._pool.put_small(key, b"begun", timeout=self._timeout_s)
-        return self._ask(keys) == [Status.OK] * len(keys)
+    def _put_sign(self, run: str, number: int) -> bool:
+        """Puts a sign. Returns whether it is there, and the run is still the one that the root names.
 
-    def _put_root(self, run: str) -> bool:
-        self._pool.put_small(self._root, run.encode(), timeout=self._timeout_s)
-        return self._ask([self._root]) == [Status.OK]
+        A put is no proof of that: another writer may have left the key half done, and another run may have begun meanwhile.
+        """
+        key = self._sign(run, number)
+        self._pool.put_small(key, b"begun", timeout=self._timeout_s)
+        if self._ask([key]) != [Status.OK]:
+            return False
+        if self._read_root() == run:
+            return True
+        self._pool.remove([key], timeout=self._timeout_s, force=True)
+        return False
+
+    def _read_root(self) -> str | None:
+        """Returns the run that the root names; None if it could not be read, or is not ours."""
+        value = self._pool.get_small(self._root, timeout=self._timeout_s)
+        return value.decode() if value is not None and _RUN.match(value) else None
 
     def _settle(self, label: str, asked: float) -> str:
-        if label != self._label:
-            log.info("epoch %s has begun, after %s", label or "(first)", self._label or "(first)")
-        self._label, self._confirmed, self._known = label, asked, True
+        with self._lock:
+            if label != self._known.label:
+                log.info("epoch %s is current, after %s", label or "(first)", self._known.label or "(first)")
+            self._known = _Known(label, asked)
+        self._hollow = None
         return label
 
     def _ask(self, keys: list[str]) -> list[Status]:
         return self._pool.batch_exist(keys, timeout=self._timeout_s) if keys else []
 
+    def _is_late(self, asked: float) -> bool:
+        return self._clock() - asked >= LATE_S
+
     def _sign(self, run: str, number: int) -> str:
         return f"{self._root}/{run}-{number}"
+
+
+def asks_for_epochs(key: str) -> bool:
+    """Returns whether a key is one of an `EpochCheck`, about which only the pool knows."""
+    return key.startswith(_ROOT)
 
 
 class EpochBook:
@@ -273,6 +337,10 @@ class _ProcessObjects:
 
     def remove(self, keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:
         return [Status.MISSING if self._values.pop(key, None) is None else Status.OK for key in keys]
+
+    def remove_matching(self, pattern: str, *, timeout: float) -> int:
+        found = [key for key in list(self._values) if re.search(pattern, key)]
+        return sum(self._values.pop(key, None) is not None for key in found)
 
 
 PROCESS_EPOCHS = EpochBook(_ProcessObjects())

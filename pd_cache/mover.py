@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -57,7 +57,7 @@ class ChunkRun(NamedTuple):
     copiers: list[PagedCopier]
     """One for each shard."""
     epoch: str = ""
-    """The epoch of the keys; see `pd_cache.epochs`."""
+    """The epoch of the keys (`pd_cache.epochs`). A store in another than the current one stores nothing."""
 
     def part(self, first: int, end: int) -> ChunkRun:
         """Returns the run of the chunks from `first` to before `end`."""
@@ -122,8 +122,8 @@ class ChunkMover:
                 return Restored(0, "not_asked")
             kinds: list[TierKind] = []
             reason = self._get(run, timeout, kinds)
-            if kinds and (epoch := self.epochs.current()) != run.epoch:
-                reason = "epoch_unknown" if epoch is None else "reset"
+            if kinds and (outdated := self.outdated(run)):
+                reason = outdated
                 self.metrics.trouble("retrieve", reason, len(kinds))
                 kinds.clear()
         objects, shards = len(kinds), len(run.copiers)
@@ -133,6 +133,13 @@ class ChunkMover:
         of_chunks = kinds[: loaded * shards : shards]
         tiers = TierChunks(of_chunks.count("memory"), of_chunks.count("disk"), of_chunks.count("pool"))
         return Restored(loaded, miss_reason(reason), tiers)
+
+    def outdated(self, run: ChunkRun) -> Literal["", "reset", "epoch_unknown"]:
+        """Returns why the run's epoch cannot be taken for the current one; empty if it is that."""
+        epoch = self.epochs.current(run.epoch)
+        if epoch == run.epoch:
+            return ""
+        return "epoch_unknown" if epoch is None else "reset"
 
     def close(self, timeout: float) -> bool:
         """Begins no more moves, and waits up to `timeout` seconds for those under way. Returns False if it was closed before."""
@@ -181,6 +188,9 @@ class ChunkMover:
         self.metrics.tokens("store", "requested", self._tokens(run, len(run.keys)))
         with self._moving() as may_move, self.metrics.timed("store"):
             if not run.keys or not may_move:
+                return outcomes
+            if self.outdated(run) == "reset":
+                self.metrics.trouble("store", "reset", len(run.keys))
                 return outcomes
             statuses = self.backend.batched_wants(run.keys, timeout=deadline.left())
             self.metrics.outages("store", statuses)

@@ -209,6 +209,10 @@ class HostClient:
         with self._calling() as connection:
             return list(connection.client.batch_remove(keys, force)) if connection else [_UNREACHABLE] * len(keys)
 
+    def remove_by_regex(self, pattern: str, force: bool) -> int:
+        with self._calling() as connection:
+            return int(connection.client.remove_by_regex(pattern, force)) if connection else _UNREACHABLE
+
     def get_replica_desc(self, key: str) -> list[Any]:
         """Returns an empty list: a dummy client does not know where bytes lie."""
         return []

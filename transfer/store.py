@@ -420,12 +420,12 @@ class MooncakeStore:
         """Writes a control object, which is never evicted. Returns OK also if it was there before, INVALID beyond 64 KiB."""
         if not 0 < len(value) <= MOST_SMALL:
             return Status.INVALID
-        code = self._call(lambda: self._client.put(key, value, self._pinned), timeout)
+        code = self._small(self._puts, lambda: self._client.put(key, value, self._pinned), timeout)
         return Status.TIMEOUT if code is None else status_of(code)
 
     def get_small(self, key: str, *, timeout: float) -> bytes | None:
         """Returns a control object; None if it is missing or the pool did not answer in time."""
-        value = self._call(lambda: self._client.get(key), timeout)
+        value = self._small(self._gets, lambda: self._client.get(key), timeout)
         return value or None
 
     # --- inside --------------------------------------------------------------------------------------------------
@@ -493,6 +493,15 @@ class MooncakeStore:
             self._timed_out("control call", call)
             return None
         return answer[0]
+
+    def _small(self, threads: CallThreads, function: Callable[[], R], timeout: float) -> R | None:
+        """Transfers a control object. Returns the result; None if there was none in time. A store node that is silent holds up neither the
+        control calls nor, by the breaker, all others."""
+        if not self.available:
+            return None
+        call = threads.submit(lambda: [function()], time.monotonic() + timeout)
+        answer: list[R] = [] if call is None else call.outcome([])
+        return answer[0] if answer else None
 
     def _refusal(self) -> Status:
         """The reason why a call was not begun."""

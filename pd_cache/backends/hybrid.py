@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 from pd_cache.backends.base import Fetched, PutOutcome, Settled, Staged, StorageBackend
 from pd_cache.backends.places import Place, Taken, wait_for
 from pd_cache.backends.slots import FetchedObject, StagedObject
-from pd_cache.epochs import EpochBook
+from pd_cache.epochs import EpochBook, asks_for_epochs
 from pd_cache.metrics import TierMetrics
 from transfer.errors import PoolUnavailableError, Status
 from transfer.locks import Condition
@@ -91,12 +91,18 @@ class HybridBackend(StorageBackend):
         self.tiers[-1].backend.wait_available(max(0.0, end - time.monotonic()))
 
     def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
-        first, *others = self.tiers
-        statuses = first.backend.batched_contains(keys, timeout=timeout)
-        for tier in others:
-            lacking = [index for index, status in enumerate(statuses) if status is not Status.OK]
+        # they stand at one end, if there are any
+        shared = {index for index, key in enumerate(keys) if asks_for_epochs(key)} if _asks_at_an_end(keys) else set()
+        statuses = [Status.MISSING] * len(keys)
+        for tier in self.tiers:
+            last = tier is self.tiers[-1]
+            lacking = [
+                index
+                for index, status in enumerate(statuses)
+                if status is not Status.OK and (last or index not in shared)
+            ]
             if not lacking:
-                break
+                continue
             answers = tier.backend.batched_contains([keys[index] for index in lacking], timeout=timeout)
             for index, answer in zip(lacking, answers, strict=True):
                 # a tier that could not answer might have the key, so this is not a plain miss
@@ -260,6 +266,10 @@ class HybridBackend(StorageBackend):
                     self._behind.put(tier, [key], [staged], None)
                 finally:
                     staged.release()
+
+
+def _asks_at_an_end(keys: Sequence[str]) -> bool:
+    return bool(keys) and (asks_for_epochs(keys[0]) or asks_for_epochs(keys[-1]))
 
 
 def _seconds_to(deadline: float | None) -> float | None:

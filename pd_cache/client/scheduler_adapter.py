@@ -48,6 +48,11 @@ class SchedulerAdapter:
         """Whether the server is there."""
         return self._cache.available
 
+    @property
+    def epoch(self) -> str | None:
+        """The epoch of the model's weights, as the last answer told it; for `LoadStoreOp.epoch`. None before the first answer."""
+        return self._cache.epoch
+
     def maybe_submit_lookup_request(
         self,
         request_id: str,

@@ -131,9 +131,10 @@ class ServerCache:
         *,
         kv_caches: Any = None,
         session: str = "",
+        epoch: str | None = None,
         timeout: float | None = None,
     ) -> int:
-        return self.restore(names, blocks, kv_caches=kv_caches, session=session, timeout=timeout).chunks
+        return self.restore(names, blocks, kv_caches=kv_caches, session=session, epoch=epoch, timeout=timeout).chunks
 
     def restore(
         self,
@@ -142,10 +143,11 @@ class ServerCache:
         *,
         kv_caches: Any = None,
         session: str = "",
+        epoch: str | None = None,
         timeout: float | None = None,
     ) -> Restored:
         self._check(kv_caches)
-        pending = self.begin_retrieve(names, blocks, session=session, timeout=timeout)
+        pending = self.begin_retrieve(names, blocks, session=session, epoch=epoch, timeout=timeout)
         pending.wait()
         return pending.restored
 
@@ -184,10 +186,11 @@ class ServerCache:
         *,
         session: str = "",
         after: Any = None,
+        epoch: str | None = None,
         timeout: float | None = None,
     ) -> PendingRetrieve:
         """Begins to load; arguments as for `retrieve`. The server may write to the blocks until it has ended."""
-        move = self._move(Retrieve, session, names, blocks, after, None, timeout)
+        move = self._move(Retrieve, session, names, blocks, after, epoch, timeout)
         self.metrics.tokens("retrieve", "requested", len(names) * self.chunk_size)
         return PendingRetrieve(self, len(names), move)
 

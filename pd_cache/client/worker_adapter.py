@@ -43,6 +43,8 @@ class LoadStoreOp:
     """Token mode: a last part that is not a whole chunk is left out."""
     extra_keys: tuple[ExtraKey, ...] = ()
     """Token mode: the request's isolation."""
+    epoch: str | None = None
+    """The epoch of the weights (`SchedulerAdapter.epoch`): for a store, as it was before the first of these tokens was computed."""
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -116,7 +118,7 @@ class WorkerAdapter:
         """
         names = self._names(op)
         blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
-        pending = self._cache.begin_store(names, blocks, session=request_id, after=event)
+        pending = self._cache.begin_store(names, blocks, session=request_id, after=event, epoch=op.epoch)
         self._stores.append(_Storing(request_id, pending))
         self._storing[request_id] += 1
         self._told.pop(request_id, None)
@@ -128,7 +130,7 @@ class WorkerAdapter:
         """
         names = self._names(op)
         blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
-        pending = self._cache.begin_retrieve(names, blocks, session=request_id, after=event)
+        pending = self._cache.begin_retrieve(names, blocks, session=request_id, after=event, epoch=op.epoch)
         self._retrieves.append(_Retrieving(request_id, pending, list(op.block_ids)))
 
     def batched_submit_store_requests(self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None) -> None:

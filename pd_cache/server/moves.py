@@ -29,6 +29,11 @@ class MoveJob:
         self._request = request
         self._loaded = loaded
         self._begun: _BegunJob | None = None
+        worker = client.worker
+        self._epoch = request.epoch
+        """None if the client has not said it, and the worker's model was not known when the request came."""
+        if self._epoch is None and worker is not None:
+            self._epoch = worker.model.mover.epochs.last
         self._done = 0
         """How many chunks have moved."""
         self._tiers = TierChunks()
@@ -56,7 +61,8 @@ class MoveJob:
             raise RefusalError("late", "its turn came after its deadline")
         if self._begun is None:
             worker = self._client.registered
-            self._begun = _BegunJob(worker, worker.run(self._request, self.until))
+            epoch = worker.model.mover.epochs.last if self._epoch is None else self._epoch
+            self._begun = _BegunJob(worker, worker.run(self._request, self.until, epoch))
         worker, run = self._begun
         first, self._done = self._done, self._done + self.cost
         part = run.part(first, self._done)
@@ -66,6 +72,9 @@ class MoveJob:
             if restored.chunks == len(part.chunks) and self._done < len(run.chunks):
                 return None
             self._loaded(self._request, worker)
+            # what earlier turns have loaded was computed with weights that may have changed since
+            if first and (outdated := worker.model.mover.outdated(run)):
+                return Loaded(0, outdated)
             restored = restored.explained(worker.model.history, split_names(self._request.names)[first:])
             return Loaded(first + restored.chunks, restored.reason, *self._tiers)
         outcomes = worker.model.mover.store(part)

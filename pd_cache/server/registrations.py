@@ -29,8 +29,8 @@ class Worker(NamedTuple):
     rank: int
     tensors: MappedTensors
 
-    def run(self, request: Move, until: float) -> ChunkRun:
-        """Returns what a request is to move. No copy begins after `until`, by `time.monotonic()`.
+    def run(self, request: Move, until: float, epoch: str) -> ChunkRun:
+        """Returns what a request is to move, in this epoch. No copy begins after `until`, by `time.monotonic()`.
 
         Raises RefusalError, before anything moves, if the request does not fit the layout.
         """
@@ -49,8 +49,6 @@ class Worker(NamedTuple):
             FencedCopier(self.tensors, index, request.slot, request.ticket, request.event, until)
             for index in range(len(shards))
         ]
-        last = self.model.mover.epochs.last
-        epoch = last if isinstance(request, Retrieve) or request.epoch is None else request.epoch
         return ChunkRun(database.keys(names, shards, epoch), chunks, [*copiers], epoch)
 
 

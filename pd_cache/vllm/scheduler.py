@@ -42,6 +42,8 @@ log = logging.getLogger("vllm.pd_cache")  # below vLLM's own logger, whose handl
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.020
 """The first and the longest time between two lookups of an announced prefix."""
 _RESET_AGAIN_S = 1.0
+_CACHED_LATE = 3
+"""How many steps after a block is full vLLM may put it into its own cache, at most."""
 
 
 Describe = Callable[["Request", int, int], "list[BlockStored]"]
@@ -119,6 +121,23 @@ class _Job(NamedTuple):
     """The events to publish for each chunk; empty if KV events are off."""
 
 
+class _Leftover:
+    """Which blocks of a request of an earlier epoch vLLM's own cache may have got since they were last taken out."""
+
+    def __init__(self) -> None:
+        self.blocks: set[int] = set()
+        """Those that were taken out with the last step."""
+        self._lengths: list[list[int]] = []
+        """How many blocks the request had in each of the last steps, by vLLM's groups."""
+
+    def begin_step(self, lengths: list[int]) -> list[int]:
+        """Returns, for each group, from which place on blocks may have been cached. vLLM caches a block when it is full, and under
+        asynchronous scheduling a step or two later."""
+        before = self._lengths[0] if len(self._lengths) == _CACHED_LATE else [0] * len(lengths)
+        self._lengths = [*self._lengths, lengths][-_CACHED_LATE:]
+        return [max(0, one - 1) for one in before]
+
+
 class SchedulerSide:
     """One per engine, on the scheduler's thread."""
 
@@ -182,7 +201,7 @@ class SchedulerSide:
         self._stored_events: list[KVCacheEvent] = []
         self._epoch = FIRST
         """The epoch of the model's weights, as last known."""
-        self._outdated: set[str] = set()
+        self._outdated: dict[str, _Leftover] = {}
         """Requests with KV of an earlier epoch: nothing of theirs is stored, nor kept in vLLM's own cache."""
         self._reset_due: float | None = None
         """When a reset that the pool has not taken yet is tried again; None if there is none. Until then, nothing is loaded or stored."""
@@ -257,7 +276,7 @@ class SchedulerSide:
         # if vLLM takes another number of tokens than was proposed, we cannot know which ones. Then none are loaded, and vLLM computes all
         # of them
         wanted = [part for part in parts if part.names] if external == proposed.tokens else []
-        self._loads.append(LoadOp(request.request_id, wanted, failing))
+        self._loads.append(LoadOp(request.request_id, wanted, failing, self._epoch))
         tracked.loaded = external
         tracked.outcome.began_load(external, keeps_part=bool(failing))
         self._holding[request.request_id] = self._needed_blocks(request, proposed.end)
@@ -280,7 +299,7 @@ class SchedulerSide:
     def plan_stores(self, step: Step, output: SchedulerOutput) -> None:
         """Adds to `step` the stores of the chunks that this step completes."""
         self._note_undrafted(output)
-        self._forget_outdated()
+        self._forget_outdated(list(self._outdated))
         for request_id, scheduled in output.num_scheduled_tokens.items():
             self._holding.pop(request_id, None)
             tracked = self._requests.get(request_id)
@@ -313,8 +332,10 @@ class SchedulerSide:
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forgets the request. Returns the `kv_transfer_params` for the node that decodes it; None if no node asked for them."""
-        self._forget_outdated()
-        self._outdated.discard(request.request_id)
+        outdated = request.request_id in self._outdated
+        if outdated:
+            self._forget_outdated([request.request_id])
+            del self._outdated[request.request_id]
         tracked = self._requests.pop(request.request_id, None)
         self._holding.pop(request.request_id, None)
         if tracked is None or self._database is None:
@@ -328,7 +349,8 @@ class SchedulerSide:
         ours = self._report(tracked, request, computed)
         if not tracked.handoff.announce:
             return {"pd_cache": ours} if ours else None
-        chunks = max(0, min(computed, request.num_prompt_tokens) // self._chunk - self._ahead) if self._stores else 0
+        stores = self._stores and not outdated and self._reset_due is None
+        chunks = max(0, min(computed, request.num_prompt_tokens) // self._chunk - self._ahead) if stores else 0
         if tracked.adapter is not None:  # nothing was stored before its digest was known
             chunks = min(chunks, tracked.planned.get(0, 0))
         cached = request.prefill_stats.num_cached_tokens if request.prefill_stats is not None else tracked.loaded
@@ -392,7 +414,7 @@ class SchedulerSide:
             tracked.found = None
             tracked.planned.clear()
             if tracked.at_hand or tracked.request.num_computed_tokens:
-                self._outdated.add(request_id)
+                self._outdated.setdefault(request_id, _Leftover())
         # nobody is told of what nobody will find
         self._stored_events = []
         self._jobs = {
@@ -403,18 +425,32 @@ class SchedulerSide:
             pool.evict_blocks(set(range(pool.num_gpu_blocks)))
 
     def _note_outdated(self, tracked: _Tracked) -> None:
-        """Notes whether a request that is about to begin, or begins anew, has KV of an earlier epoch at hand: while other such requests run,
+        """Notes whether a request that is about to begin, or begins anew, has KV of an earlier epoch at hand: while there are such requests,
         what vLLM's own cache has for it may be theirs."""
         request_id = tracked.request.request_id
-        self._outdated.discard(request_id)
         if tracked.at_hand and self._outdated:
-            self._outdated.add(request_id)
+            self._outdated.setdefault(request_id, _Leftover())
+        elif request_id in self._outdated:
+            self._forget_outdated([request_id])
+            del self._outdated[request_id]
 
-    def _forget_outdated(self) -> None:
-        """Takes out of vLLM's own cache what requests of earlier epochs have put there since the last step."""
-        if self._outdated and self._manager is not None:
-            ids = [block for one in self._outdated for group in self._manager.get_block_ids(one) for block in group]
-            self._pool().evict_blocks(set(ids))
+    def _forget_outdated(self, request_ids: Sequence[str]) -> None:
+        """Takes out of vLLM's own cache what these requests of earlier epochs have put there since the last step."""
+        if not request_ids or self._manager is None:
+            return
+        found: set[int] = set()
+        for request_id in request_ids:
+            leftover = self._outdated[request_id]
+            by_group = self._manager.get_blocks(request_id).blocks
+            if not any(by_group):  # preempted: those that it had may still be in the cache
+                found |= leftover.blocks
+                continue
+            new = leftover.begin_step([len(blocks) for blocks in by_group])
+            leftover.blocks = {
+                block.block_id for blocks, start in zip(by_group, new, strict=True) for block in blocks[start:]
+            }
+            found |= leftover.blocks
+        self._pool().evict_blocks(found)
 
     # --- blocks --------------------------------------------------------------------------------------------------
 

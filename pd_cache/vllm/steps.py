@@ -28,6 +28,8 @@ class LoadOp:
     """A part for each group that has something to load; none for a load that has to fail."""
     blocks: list[int]
     """The blocks to report if the load fails; none if it then fails as a whole: of a model with several groups, a window or a state."""
+    epoch: str = ""
+    """The epoch in which the chunks were found."""
 
 
 @dataclass(frozen=True, slots=True)

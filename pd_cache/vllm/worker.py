@@ -190,18 +190,18 @@ class WorkerSide:
             cache = self._caches[part.group]
             if cache is None:
                 continue
-            restored = self._load_part(cache, op.request_id, part, deadline)
+            restored = self._load_part(cache, op, part, deadline)
             if restored.chunks < len(part.names):
                 return _LoadEnd(restored, _blocks(op.blocks[restored.chunks * len(op.blocks) // len(part.names) :]))
             first = first or restored
         return _LoadEnd(first or Restored(0))
 
-    def _load_part(self, cache: BlockCache, request_id: str, part: GroupChunks, deadline: float) -> Restored:
+    def _load_part(self, cache: BlockCache, op: LoadOp, part: GroupChunks, deadline: float) -> Restored:
         """Returns how many of a group's chunks were loaded, from the first."""
         try:
             remaining = deadline - self._clock()
             if remaining > 0:
-                return cache.restore(part.names, part.blocks, session=request_id, timeout=remaining)
+                return cache.restore(part.names, part.blocks, session=op.request_id, epoch=op.epoch, timeout=remaining)
             self._metrics.trouble("retrieve", "deadline", len(part.names))
             return Restored(0, "deadline")
         except Exception as error:  # noqa: BLE001 - whatever the error is, vLLM computes the blocks

@@ -202,7 +202,8 @@ class Move(Message, frozen=True):
     event: Annotated[bytes, msgspec.Meta(max_length=1024)] = b""
     """The CUDA IPC handle of the event after which the blocks are valid; empty for none."""
     epoch: EpochLabel | None = None
-    """For a store: the epoch of the weights with which the blocks were computed; None for the last one that the server knows."""
+    """For a store, the epoch of the weights with which the blocks were computed; for a retrieve, that in which the chunks were found. None
+    for the last one that the server knows when the request comes."""
 
     def __post_init__(self) -> None:
         _check_joined(self.names)

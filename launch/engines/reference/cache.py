@@ -157,6 +157,7 @@ class PrefixCache:
                 prefix.blocks(0, wanted),
                 kv_caches=self._kv_caches,
                 session=prefix.session,
+                epoch=prefix.epoch,
             )
             if not isinstance(restored.chunks, int) or not 0 <= restored.chunks <= wanted:
                 raise ValueError(f"restore answered {restored!r:.80} of {wanted} chunks")

@@ -114,6 +114,10 @@ class Manager:
         """The request has finished or was preempted."""
         self.block_pool.free_blocks(self.block_pool.blocks[block] for block in self._of.pop(request.request_id))
 
+    def get_blocks(self, request_id: str) -> Any:
+        blocks = [[self.block_pool.blocks[block] for block in group] for group in self.get_block_ids(request_id)]
+        return SimpleNamespace(blocks=tuple(blocks))
+
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         return self.groups[request_id] if request_id in self.groups else (self._of.get(request_id, []),)
 

@@ -838,3 +838,52 @@ def test_chunks_of_an_earlier_epoch_are_not_announced() -> None:
     scene.side.reset()
     scene.side.take_report(StepReport(jobs={store.job: (1, [NEW])}))
     assert list(scene.side.take_events()) == []
+
+
+def test_of_an_outdated_request_only_what_is_new_is_taken_out_of_vllms_cache_and_all_of_it_when_it_is_preempted() -> (
+    None
+):
+    scene, request = Scene(), Request("a", PROMPT)
+    running(scene, request)
+    scene.side.reset()
+    evicted = scene.manager.block_pool.evicted
+    seen = []
+    for _ in range(5):
+        evicted.clear()
+        scene.step(a=1)
+        seen.append(set(evicted))
+    assert seen[:3] == [set(range(10, 17))] * 3
+    assert seen[3:] == [{16}] * 2
+    scene.manager.free(request)
+    evicted.clear()
+    scene.step()
+    assert evicted == {16}
+
+
+def test_a_request_that_resumes_with_what_was_its_own_before_a_reset_stays_outdated() -> None:
+    scene, request = Scene(), Request("a", PROMPT)
+    running(scene, request)
+    scene.side.reset()
+    scene.manager.free(request)
+    running(scene, request, at_hand=CHUNK, block=20)
+    assert scene.step(a=CHUNK).stores == []
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_what_is_not_stored_because_of_a_reset_is_not_announced(taken: bool) -> None:
+    scene, request = Scene(), Request("a", PROMPT, kv_transfer_params={"do_remote_decode": True})
+    running(scene, request)
+    scene.lookups.resets = taken
+    scene.side.reset()
+    request.num_computed_tokens = len(PROMPT)
+    answer = scene.side.finished(request)  # type: ignore[arg-type]
+    assert answer is not None
+    assert answer["pd_cache"]["prefix_tokens"] == 0
+
+
+def test_a_load_bears_the_epoch_in_which_its_chunks_were_found() -> None:
+    scene, request = Scene(), Request("a", PROMPT)
+    scene.side.reset()
+    hit(scene, request, 2)
+    (load,) = scene.step().loads
+    assert load.epoch == "run-1"

@@ -40,7 +40,7 @@ class Cache:
             raise self.loads
         return self.loads
 
-    def restore(self, names: Any, blocks: Any, *, session: str, timeout: float) -> Restored:
+    def restore(self, names: Any, blocks: Any, *, session: str, epoch: str, timeout: float) -> Restored:
         loaded = self.retrieve(names, blocks, session=session, timeout=timeout)
         return Restored(loaded, "none" if loaded == len(names) else "evicted")
 

@@ -59,7 +59,7 @@ class FakeCache:
         found = self.lookup(names, session=session)
         return Surveyed(found, found, "none" if found == len(names) else "never_stored")
 
-    def restore(self, names, blocks, *, kv_caches, session="") -> Restored:
+    def restore(self, names, blocks, *, kv_caches, session="", epoch=None) -> Restored:
         loaded = self.retrieve(names, blocks, kv_caches=kv_caches, session=session)
         return Restored(loaded, "none" if loaded == len(names) else "evicted")
 
