@@ -109,6 +109,7 @@ SAYS_TOO_LITTLE = frozenset(("held",))
 
 
 _BY_ATTRIBUTE = ("torch.cuda", *(name for name in HOMES if name.startswith(("json.", "msgspec."))))
+_ATTRIBUTES = frozenset(name.rpartition(".")[2] for name in _BY_ATTRIBUTE)
 
 
 @functools.cache
@@ -124,7 +125,11 @@ def _imported(file: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Attribute) and (name := ast.unparse(node)) in _BY_ATTRIBUTE:
+        elif (
+            isinstance(node, ast.Attribute)
+            and node.attr in _ATTRIBUTES
+            and (name := ast.unparse(node)) in _BY_ATTRIBUTE
+        ):
             yield name
 
 
