@@ -216,6 +216,8 @@ def test_no_module_reads_the_environment_when_it_is_imported(file: Path) -> None
         ("pd_cache.engine", ("mooncake", "triton", "zmq", "yaml", "aiohttp", "pd_cache.cluster")),
         ("pd_cache.vllm.scheduler", ("vllm", "mooncake")),
         ("pd_cache.vllm.worker", ("vllm", "mooncake", "zmq")),
+        ("bench.suites.bandwidth", ("torch",)),
+        ("bench.suites.lookup", ("torch",)),
     ],
 )
 def test_importing_is_light(module: str, unwanted: tuple[str, ...]) -> None:
