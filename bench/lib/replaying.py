@@ -222,7 +222,7 @@ class ReplaySite(Site):
     def _settings(self, job: Open) -> NodeSettings:
         tier = MooncakeTier()
         if job.master:
-            longest = min(10_000, job.lease_ms)
+            longest = min(60_000, job.lease_ms)
             transfer = TransferSettings(staging_size=_STAGING, timeouts=Timeouts(get_ms=longest, put_ms=longest))
             settings = NodeSettings(master=job.master, host=self.location.host, transfer=transfer)
             tier = msgspec.convert({"kind": "mooncake", "pin": job.pin}, MooncakeTier)

@@ -100,7 +100,7 @@ def shrunken_pool(setting: ReplaySetting, distinct: int) -> Iterator[str]:
     bounded = setting.capacity != _UNBOUNDED
     assert setting.eviction is not None
     chunks = setting.capacity if bounded else _ROOM * distinct / setting.eviction.watermark
-    longest = min(10_000, setting.lease_ms)  # no transfer may outlive the lease; these take milliseconds
+    longest = min(60_000, setting.lease_ms)  # no transfer may outlive the lease; these take milliseconds
     transfer = TransferSettings(timeouts=Timeouts(get_ms=longest, put_ms=longest))
     master = MasterNode(
         name="master",

@@ -139,7 +139,7 @@ def test_tallies_of_clients_add_up() -> None:
 def test_an_unbounded_pool_reaches_the_ideal_and_a_bounded_one_evicts(tmp_path: Path) -> None:
     trace, page = write_trace(tmp_path / "trace.jsonl.gz", conversations(30, 6)), tmp_path / "page.html"
     # no transfer may outlive its lease: a long one for the pool that must lose nothing, and a short one where eviction waits for it
-    (unbounded,) = replay(trace, "--capacity", "unbounded", "--lease-ms", 10_000)
+    (unbounded,) = replay(trace, "--capacity", "unbounded", "--lease-ms", 60_000)
     (bounded,) = replay(trace, "--capacity", 256, "--html", page)
     assert (
         unbounded["hit_rate"] == unbounded["ideal"] == pytest.approx((3 + 6 + 9 + 12 + 15) / (3 + 6 + 9 + 12 + 15 + 18))
@@ -165,7 +165,7 @@ def test_two_clients_that_share_a_trace_reach_the_ideal_together(tmp_path: Path)
         "--capacity",
         "unbounded",
         "--lease-ms",
-        "10000",
+        "60000",
     ]
     done = subprocess.run([*command, "--chunk-bytes", "4096", "--json"], capture_output=True, timeout=180, check=True)
     (row,) = json.loads(done.stdout.splitlines()[-1])["results"]
