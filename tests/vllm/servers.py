@@ -146,6 +146,14 @@ class Server:
         with urllib.request.urlopen(request, timeout=120) as answer:
             assert answer.status == 200
 
+    def pause_and_resume(self) -> None:
+        """Stops it for a moment, as a trainer does that brings new weights."""
+        for path in ("/pause", "/resume"):
+            with urllib.request.urlopen(
+                urllib.request.Request(self.url + path, b"", method="POST"), timeout=120
+            ) as answer:
+                assert answer.status == 200
+
     def reload_weights(self, folder: Path) -> None:
         """Replaces the model's weights while it runs."""
         self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})

@@ -74,3 +74,7 @@ def test_after_a_reset_no_node_loads_what_old_weights_computed(
     assert stored(pair.a, again) == fresh.tokens(again)
     answer = pair.b.complete(again)
     assert (answer.cached, answer.tokens) == (6 * CHUNK, fresh.tokens(again)), "the new epoch is shared"
+    wait_for(lambda: not pair.b.blocks_in_use)
+    pair.b.pause_and_resume()
+    answer = pair.b.complete(again)
+    assert (answer.cached, answer.tokens) == (0, fresh.tokens(again)), "a trainer may have brought others"
