@@ -50,6 +50,8 @@ _RUN = re.compile(rb"^[0-9a-f]{8}\Z")
 _ROOT = "pdc1/epochs"
 _HOLLOW_S = 5.0
 """For so long a run may be without a sign: its first one is about to come."""
+_AWAY_S = 5.0
+"""A node that has not asked for so long looks for all later signs: the one after its own may have been lost meanwhile."""
 _TRIES = 3
 _MOST_MODELS = 256
 
@@ -144,7 +146,8 @@ class Epochs:
             return None
         if self._is_late(check.asked):
             return self.current()
-        if list(answers) == check.expected:
+        away = check.asked - self._known.asked > _AWAY_S and check.label != FIRST
+        if list(answers) == check.expected and not away:
             with self._lock:
                 if self._known.label == check.label and self._known.asked < check.asked:
                     self._known = _Known(check.label, check.asked)

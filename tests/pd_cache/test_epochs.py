@@ -233,6 +233,19 @@ def test_a_run_of_which_only_a_later_sign_is_left_gives_way_to_a_reset() -> None
     assert node.current() == begun
 
 
+def test_a_node_that_was_away_finds_the_last_epoch_also_where_the_sign_of_the_next_one_was_lost() -> None:
+    cluster = Cluster(2)
+    node, away = cluster.nodes
+    node.begin()
+    assert away.current() == node.last
+    lost = node.begin()
+    begun = node.begin()
+    (key,) = (key for key in cluster.pool.values if key.endswith(f"/{lost}"))
+    del cluster.pool.values[key]
+    cluster.later(60)
+    assert away.current() == begun
+
+
 def test_a_run_without_signs_makes_way_for_a_new_one_when_none_has_come_for_a_while() -> None:
     cluster = Cluster(2)
     cluster.nodes[0].begin()
@@ -286,7 +299,9 @@ def test_whatever_happens_no_node_takes_an_earlier_epoch_for_the_current_one(see
         elif step < 0.35:
             cluster.pool.away = not cluster.pool.away
         elif step < 0.40 and not cluster.pool.away:
-            seen(cluster.nodes[0].current())
+            cluster.later()
+            for node in cluster.nodes:
+                seen(node.current())
             for key in rng.sample(sorted(cluster.pool.values), len(cluster.pool.values) // 2):
                 del cluster.pool.values[key]
             cluster.later()

@@ -22,6 +22,7 @@ from bench.suites.soak import engine_abuse
 from bench.suites.soak.engine_abuse import StrangePeer, sealed
 from pd_cache.client.connection import ServerConnection
 from pd_cache.config import CacheConfig, NodeSettings
+from pd_cache.epochs import PROCESS_EPOCHS
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server import answerer, cache_server, moves
@@ -225,6 +226,7 @@ def test_a_request_that_no_server_reads_is_refused_before_it_is_sent(server: Cac
 
 class FakeBackend:
     available = True
+    epochs = PROCESS_EPOCHS
 
     def __init__(self, settings: NodeSettings, payload_bytes: int) -> None:
         self.payload_bytes = payload_bytes
