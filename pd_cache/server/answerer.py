@@ -113,9 +113,9 @@ class Question:
         lookup = PrefixLookup(self.groups, metrics, self.models[0].history)
         return lookup.judge(self.names[: self._asked], self.at_hand, statuses, self.epoch)
 
-    def give_up(self, metrics: CacheMetrics) -> Answer:
-        """Returns the answer while the epoch is unknown."""
-        return Found(*PrefixLookup(self.groups, metrics).unknown(len(self.names), self.at_hand, ()))
+    def give_up(self, statuses: Sequence[Status], metrics: CacheMetrics) -> Answer:
+        """Returns the answer while the epoch is unknown. `statuses` are those of the keys that were asked for last."""
+        return Found(*PrefixLookup(self.groups, metrics).unknown(len(self.names), self.at_hand, statuses))
 
     def found(self, end: int) -> Iterator[FoundChunks]:
         """Yields, for each group of layers, the chunks that a load up to `end` needs."""
@@ -181,7 +181,7 @@ class Answerer:
             try:
                 epoch = current[question.epochs]
                 if epoch is None:
-                    answer = question.give_up(self._metrics)
+                    answer = question.give_up([status for part in found for status in part], self._metrics)
                 elif epoch == question.epoch:  # otherwise it begins again with the next step
                     question.learn(found)
                     if question.ended:
