@@ -1,7 +1,7 @@
 """Epochs: which state of a model's weights a chunk belongs to, if weights change while engines run.
 
-A reset begins a new epoch of a model, for all nodes at once. The epoch is part of each chunk's key, so a chunk of an earlier epoch is never
-found again, whoever stores it and whenever. The first epoch is that of the weights with which engines start, and which the namespace
+A reset begins a new epoch of a model, for all nodes at once. The epoch is part of each chunk's key, so no node finds a chunk of an earlier
+epoch again, even if it is stored after the reset. The first epoch is that of the weights with which engines start, and which the namespace
 identifies; its keys do not mention it.
 
 Nodes agree on epochs through the pool, by small objects that never change. *Signs* say that an epoch has begun: as soon as anybody begins

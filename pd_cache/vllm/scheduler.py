@@ -415,7 +415,7 @@ class SchedulerSide:
             tracked.planned.clear()
             if tracked.at_hand or tracked.request.num_computed_tokens:
                 self._outdated.setdefault(request_id, _Leftover())
-        # nobody is told of what nobody will find
+        # chunks of earlier epochs are not announced, because no node can find them
         self._stored_events = []
         self._jobs = {
             number: (job._replace(events=[]), ranks, outcomes) for number, (job, ranks, outcomes) in self._jobs.items()
