@@ -6,7 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from launch.discovery import known_master
 from launch.status import cluster_status
+from launch.status.node_status import NodeStatus
 from pd_cache.cluster import ClusterConfig
 from pd_cache.epochs import FIRST, EpochBook
 from pd_cache.errors import PdCacheError
@@ -46,8 +48,13 @@ def reset_models(
 
     Raises PdCacheError if no node has told what it serves under that name, or if the pool does not take the epoch.
     """
-    found = _weights(config, model)
-    store = MooncakeStore(config.transfer, master=config.master_address, host="127.0.0.1", segment_size=0)
+    rows = cluster_status(config).nodes
+    found = _weights(rows, model)
+    # with etcd, a machine's file need not hold the master
+    master = known_master(config) or next((row.record.address for row in rows if row.record.role == "master"), None)
+    if master is None:
+        raise PdCacheError("neither the file nor discovery knows where the pool's master is; see `pd-cache status`")
+    store = MooncakeStore(config.transfer, master=master, host="127.0.0.1", segment_size=0)
     try:
         store.wait_open(_OPEN_S)
         done: list[ResetModel] = []
@@ -58,7 +65,7 @@ def reset_models(
             begun = None if before is None else epochs.begin()
             if before is None or begun is None:
                 raise PdCacheError(
-                    f"the pool at {config.master_address} did not take a new epoch of {weights.name}: nothing was reset; run "
+                    f"the pool at {master} did not take a new epoch of {weights.name}: nothing was reset; run "
                     "`pd-cache status` to see whether its master answers and a store has room"
                 )
             removed = _remove(store, weights.namespaces, before) if remove else None
@@ -69,11 +76,11 @@ def reset_models(
         store.close()
 
 
-def _weights(config: ClusterConfig, model: str | None) -> list[_Weights]:
+def _weights(rows: Sequence[NodeStatus], model: str | None) -> list[_Weights]:
     """Returns the nodes by their weights, as they tell them."""
     found: dict[str, _Weights] = {}
     names: set[str] = set()
-    for row in cluster_status(config).nodes:
+    for row in rows:
         record = row.record
         spaces = record.cache_namespaces
         if not spaces:
