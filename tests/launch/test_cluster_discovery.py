@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from launch.doctor import DoctorReport, Verdict
 from launch.up import LocalCluster
 from pd_cache.cluster import ClusterConfig, MasterNode, MastersConfig, StoreNode, TlsConfig
 from pd_cache.cluster.checks import consistency_problems
+from pd_cache.epochs import FRESH_S
 from tests.support.cluster import CHUNK, Answer, cluster_file, complete, started
 from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd
@@ -247,6 +249,23 @@ def test_status_shows_who_is_there_from_a_file_that_names_nobody_of_them(
     assert nodes["decode-0"]["fingerprint"] == nodes["prefill-0"]["fingerprint"]
     assert nodes["decode-0"]["address"] == cluster.urls["decode-0"]
     assert nodes["store-0"]["capacity"]["segment_bytes"] == 64 << 20
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_reset_finds_model_and_master_from_a_file_that_names_neither(
+    cluster: LocalCluster, own_etcd: Etcd, tmp_path: Path
+) -> None:
+    answers = [ask(cluster, seed=7) for _ in range(2)]
+    file = cluster_file(tmp_path, discovery=discovery(own_etcd), nodes=[{"name": "here", "role": "proxy"}])
+    done = CliRunner().invoke(main, ["reset", "-c", str(file)])
+    assert done.exit_code == 0, done.output
+    assert "decode-0" in done.stdout
+    time.sleep(2 * FRESH_S)  # what is promised holds from then on
+    before = metric(cluster, 'pd_cache_proxy_handoffs_total{result="in_pool"}')
+    answers.append(ask(cluster, seed=7))
+    assert answers[-1].cached[0] == 0
+    assert metric(cluster, 'pd_cache_proxy_handoffs_total{result="in_pool"}') == before, "the proxy knows it, too"
+    assert len({tuple(answer.tokens) for answer in answers}) == 1
 
 
 def test_status_is_not_well_while_nobody_can_say_who_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
