@@ -27,6 +27,7 @@ LAYERS = (
         "metrics",
         "groups",
         "tokens",
+        "recent_names",
         "epochs",
         "block_hashes",
         "layout",
