@@ -367,7 +367,11 @@ class ChunkedTokenDatabase:
 
     def keys(self, hashes: Iterable[bytes], shards: Iterable[int] = (0,), epoch: str = "") -> list[str]:
         """Returns the pool's keys of some shards, chunk by chunk: the keys of a chunk are adjacent. `epoch` is a label of `Epochs`."""
-        prefixes = [f"{self.prefix(epoch)}/{shard}/" for shard in shards]
+        start = self.prefix(epoch)
+        prefixes = [f"{start}/{shard}/" for shard in shards]
+        if len(prefixes) == 1:
+            only = prefixes[0]
+            return [only + name.hex() for name in hashes]  # half as long as the general form
         return [prefix + name for name in (value.hex() for value in hashes) for prefix in prefixes]
 
     def all_shard_keys(self, hashes: Iterable[bytes], epoch: str = "") -> list[str]:
