@@ -10,19 +10,24 @@ import click
 
 
 class PeerLookups(NamedTuple):
-    """LMCache's `MooncakeLookupClient`: it hashes tokens with Python's built-in `hash` and asks the master once."""
+    """LMCache's `MooncakeLookupClient`: it hashes tokens with Python's built-in `hash` and asks the master once.
+
+    It gets a Mooncake client that is open. Its own would not find the master: LMCache 0.5.6 names it `master_server_address` in the
+    settings, where Mooncake 0.3.13 reads `master_server_addr` and otherwise asks 127.0.0.1:50051.
+    """
 
     client: Any
 
     @classmethod
-    def of(cls, master: str, chunk_size: int) -> PeerLookups:
-        """Connects to the master (`host:port`). Raises click.UsageError if LMCache is not installed."""
+    def of(cls, store: Any, chunk_size: int) -> PeerLookups:
+        """`store` is an open Mooncake client. Raises click.UsageError if LMCache is not installed."""
         if importlib.util.find_spec("lmcache") is None:
             raise click.UsageError("LMCache is not installed in this environment: pip install lmcache")
         import torch
         from lmcache.v1.config import LMCacheEngineConfig
         from lmcache.v1.lookup_client.mooncake_lookup_client import MooncakeLookupClient
         from lmcache.v1.metadata import LMCacheMetadata
+        from lmcache.v1.token_database import ChunkedTokenDatabase
 
         metadata = LMCacheMetadata(
             model_name="bench",
@@ -33,7 +38,10 @@ class PeerLookups(NamedTuple):
             kv_dtype=torch.bfloat16,
             kv_shape=(32, 2, chunk_size, 8, 128),
         )
-        return cls(MooncakeLookupClient(LMCacheEngineConfig.from_defaults(chunk_size=chunk_size), metadata, master))
+        client = MooncakeLookupClient.__new__(MooncakeLookupClient)
+        client.store = store
+        client.token_database = ChunkedTokenDatabase(LMCacheEngineConfig.from_defaults(chunk_size=chunk_size), metadata)
+        return cls(client)
 
     def keys(self, tokens: Sequence[int]) -> list[str]:
         """Returns the keys that it looks for."""

@@ -264,11 +264,11 @@ class LookupSite(Site):
 
 def measure_parts(fleet: Fleet, master: str, chunk: int, rounds: int, lmcache: bool) -> list[dict[str, float]]:
     """Lookups of 4k, 32k and 128k tokens by one client against their parts."""
-    peer = PeerLookups.of(master, chunk) if lmcache else None
     with (
         looking_up(fleet.location, master, chunk, f"bench-{uuid.uuid4().hex}") as (client, database, raw),
         progress() as bar,
     ):
+        peer = PeerLookups.of(raw, chunk) if lmcache else None
         return [
             measure(client, database, raw, peer, prompt(size, size), rounds)
             for size in bar.track((4096, 32768, 131072), description="prompts")
