@@ -13,7 +13,8 @@ import pytest
 from bench.lib.model import VOCABULARY, write_model
 from tests.support.leaks import no_leaks
 from tests.support.pool import Pool, free_port
-from tests.vllm.servers import PdCacheServer, Reference, begun, by_hand, cluster_file, running
+from tests.vllm.servers import ENV, PROGRAM, PdCacheServer, Reference, begun, by_hand, cluster_file, running
+from tests.vllm.warm import warm_program
 
 
 class Pair(NamedTuple):
@@ -21,6 +22,15 @@ class Pair(NamedTuple):
 
     a: PdCacheServer
     b: PdCacheServer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers are forks of a process that has imported vLLM."""
+    with warm_program(tmp_path_factory.mktemp("warm"), ENV) as program:
+        PROGRAM[0] = str(program)
+        yield
+        PROGRAM[0] = "vllm"
 
 
 @pytest.fixture(scope="session")
