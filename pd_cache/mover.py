@@ -170,6 +170,7 @@ class ChunkMover:
         loaded = good // len(run.copiers)
         self.metrics.moved("retrieve", good * self._payload_bytes(run), self._database.namespace.group)
         self.metrics.tokens("retrieve", "loaded", loaded * self._database.chunk_size)
+        self.metrics.tokens("retrieve", "by_layers", loaded * self._database.chunk_size)
         return Restored(loaded, miss_reason(reason), TierChunks(pool=loaded))
 
     def outdated(self, run: ChunkRun) -> Literal["", "reset", "epoch_unknown"]:

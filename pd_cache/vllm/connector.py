@@ -351,7 +351,9 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 f"{self._vllm_config.model_config.model}: its groups of layers cannot be told apart: {first.metadata}"
             )
         by_layers = all(one.by_layers for one in known.values())
-        self._scheduler.open(first.metadata, self._open_lookup(first), by_layers=by_layers)
+        with on_all_cores():  # the worker may have bound this thread, if it lives in this process
+            lookup = self._open_lookup(first)
+        self._scheduler.open(first.metadata, lookup, by_layers=by_layers)
         file, namespaces = self._settings.namespace_file, [one.namespace(cache) for one in first.metadata]
         # the namespace has a digest of PYTHONHASHSEED, whose 32 bits vLLM expects to be secret if hashes are xxhash
         if file is not None and not namespaces[0].hash_seed.startswith("xxhash"):

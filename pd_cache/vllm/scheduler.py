@@ -536,7 +536,9 @@ class SchedulerSide:
     def _unhide(self, tracked: _Tracked) -> None:
         """Puts those blocks back into vLLM's own prefix cache that are known to be good by now."""
         request = tracked.request
-        if tracked.hidden is not None and not tracked.hidden.show(request.num_computed_tokens - request.num_in_flight_tokens):
+        if tracked.hidden is not None and not tracked.hidden.show(
+            request.num_computed_tokens - request.num_in_flight_tokens
+        ):
             tracked.hidden = None
 
     def _nameable(self, tracked: _Tracked) -> bool:
