@@ -110,11 +110,11 @@ def measure(servers: Mapping[Mode, OpenAIServer], prompts: Sequence[Sequence[int
 
 @click.command()
 @option("--link", default=None, help="The rate of the link to the pool, e.g. 1gbit; without it, loopback.")
-@option("--tokens", default=4096, type=click.IntRange(2 * CHUNK), help="Of each prompt.")
+@option("--tokens", default=2048, type=click.IntRange(2 * CHUNK), help="Of each prompt.")
 @option("--rounds", default=7, type=click.IntRange(3))
-@option("--hidden", default=512, type=click.IntRange(64))
-@option("--layers", default=16, type=click.IntRange(1))
-@option("--heads", default=8, type=click.IntRange(1), help="Of each layer, for queries and for keys and values.")
+@option("--hidden", default=256, type=click.IntRange(64))
+@option("--layers", default=32, type=click.IntRange(1))
+@option("--heads", default=4, type=click.IntRange(1), help="Of each layer, for queries and for keys and values.")
 @output_options
 def main(link: str | None, tokens: int, rounds: int, hidden: int, layers: int, heads: int, **output: Any) -> None:
     """Time to first token of half-stored prompts: loads before the step, during it, or as the engine chooses."""

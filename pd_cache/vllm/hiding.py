@@ -34,7 +34,7 @@ class HiddenBlocks:
     def show(self, good_tokens: int) -> bool:
         """Puts the blocks of the first `good_tokens` tokens into the cache. Returns whether any are still hidden."""
         size, number = self._layers.block_size, self._layers.number
-        end = min(self._next + len(self._blocks), good_tokens // size)
+        end = max(self._next, min(self._next + len(self._blocks), good_tokens // size))
         blocks = self._manager.get_blocks(self._request.request_id).blocks[number]
         ids = [block.block_id for block in blocks[self._next : end]]
         if ids != self._blocks[: end - self._next] or any(block.block_hash for block in blocks[self._next : end]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -201,6 +202,43 @@ def test_two_loads_of_one_prompt_at_once_do_not_end_each_others_reads(writer: Ho
     assert (next(first), next(second)) == (1, 1)
     assert ended(first)[1].chunks == CHUNKS
     assert ended(second)[1].chunks == CHUNKS
+
+
+def test_many_loads_at_once_with_little_memory_end_and_bring_the_right_bytes(
+    writer: Host, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By layers and whole, of the same prompts and of others, with five slots for all of them."""
+    model = writer.engine.metadata.model
+    with host(pool, model=model, staging_size="32KiB") as node:
+        node.engine.register_kv_caches(node.cache)
+        prompts = [stored(writer) for _ in range(3)]
+        wrong: list[str] = []
+
+        def work(number: int) -> None:
+            """Each thread has blocks of its own."""
+            first = number * CHUNKS * PER_CHUNK
+            blocks = list(range(first, first + CHUNKS * PER_CHUNK))
+            for turn in range(12):
+                tokens = prompts[(turn + number) % len(prompts)]
+                chosen = names(node, tokens)
+                if (turn + number) % 3:
+                    _, restored = ended(node.engine.restore_by_layers(chosen, blocks, timeout=60.0))
+                else:
+                    restored = node.engine.restore(chosen, blocks, timeout=60.0)
+                if restored.chunks < CHUNKS:
+                    wrong.append(restored.reason)
+                places = slots(range(blocks[0], blocks[-1] + 1))
+                for at in range(restored.chunks * CHUNK):
+                    if not holds_token(node.cache, node.layout, tokens[: at + 1], places[at]):
+                        wrong.append(f"token {at}")
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert node.engine.backend.store._bulk.reads.keys == set()  # type: ignore[attr-defined]
 
 
 def test_a_load_that_is_given_up_gives_everything_back(writer: Host, reader: Host) -> None:

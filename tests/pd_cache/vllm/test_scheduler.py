@@ -232,6 +232,16 @@ def test_after_a_failed_load_in_a_step_blocks_are_shared_as_they_are_computed_ag
     assert one.cached == [10, 11, 12]
 
 
+def test_blocks_stay_hidden_while_none_of_them_is_known_to_be_good() -> None:
+    one = Sharing()
+    one.computed(0)
+    one.scene.side.take_report(StepReport(failed_loads={"a"}, loads={"a": Restored(0, "damaged")}))
+    assert one.cached == []
+    one.request.num_computed_tokens = 2 * CHUNK
+    one.scene.step(a=CHUNK)
+    assert one.cached == [10, 11, 12, 13]
+
+
 def test_a_request_that_ends_with_the_step_of_its_load_leaves_good_blocks_in_vllms_own_cache() -> None:
     one = Sharing()
     one.computed(len(PROMPT))
