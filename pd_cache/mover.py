@@ -356,6 +356,9 @@ class ChunkMover:
                         alive, reason = fetched.place, damage
                     else:
                         checked += 1
+                if fetched.place == alive - 1 and fetched.part >= arrived:  # the last one that can be had
+                    arrived = fetched.part + 1
+                    yield part.stop
         yield layout.layers
         return checked, reason
 

@@ -46,6 +46,10 @@ class Pace:
         if tokens >= _FEWEST and seconds > 0:
             self._load = _mixed(self._load, seconds / tokens)
 
+    def forget(self, request_id: str) -> None:
+        """Notes that a request computes no more."""
+        self._computing -= {request_id}
+
     def alone(self, request_id: str) -> bool:
         """Returns whether no other request computed in the last step."""
         return self._computing <= {request_id}

@@ -366,6 +366,7 @@ class SchedulerSide:
             del self._outdated[request.request_id]
         tracked = self._requests.pop(request.request_id, None)
         self._holding.pop(request.request_id, None)
+        self.pace.forget(request.request_id)
         if tracked is None or self._database is None:
             return None
         computed = request.num_computed_tokens - request.num_in_flight_tokens

@@ -76,6 +76,18 @@ def ended(
             return arrived, end.value
 
 
+def seeing(node: Host, tokens: list[int], chunks: int) -> Callable[[int], None]:
+    """Returns a function that asserts that so many layers of the first chunks are in their places."""
+
+    def see(arrived: int) -> None:
+        for layer in range(arrived):
+            for at, slot in enumerate(slots(ELSEWHERE)[: chunks * CHUNK]):
+                view = token_view(node.cache[layer], node.layout.kind, slot, BLOCK)
+                assert torch.equal(view, kv_of(tokens[: at + 1], layer, view.shape)), (layer, at)
+
+    return see
+
+
 def chunk_intact(node: Host, tokens: list[int], chunk: int) -> bool:
     places = slots(ELSEWHERE)
     return all(
@@ -94,17 +106,8 @@ def corrupt(pool: Pool, key: str, byte: int) -> None:
 
 def test_when_a_layer_is_said_to_have_arrived_its_pages_are_there_in_every_chunk(writer: Host, reader: Host) -> None:
     tokens = stored(writer)
-    seen: list[int] = []
-
-    def see(arrived: int) -> None:
-        seen.append(arrived)
-        for layer in range(arrived):
-            for at, slot in enumerate(slots(ELSEWHERE)):
-                view = token_view(reader.cache[layer], reader.layout.kind, slot, BLOCK)
-                assert torch.equal(view, kv_of(tokens[: at + 1], layer, view.shape)), (layer, at)
-
-    _, restored = ended(loading(reader, tokens), see)
-    assert seen == [1, LAYERS]
+    arrived, restored = ended(loading(reader, tokens), seeing(reader, tokens, CHUNKS))
+    assert (arrived[0], arrived[-1]) == (1, LAYERS)
     assert restored == Restored(CHUNKS, "none", TierChunks(pool=CHUNKS))
     assert all(chunk_intact(reader, tokens, chunk) for chunk in range(CHUNKS))
 
@@ -145,8 +148,22 @@ def test_a_chunk_that_is_missing_ends_the_prefix(writer: Host, reader: Host, poo
     tokens = stored(writer)
     with pool.bare_client() as client:
         assert client.remove(writer.keys(tokens)[1], True) == 0
-    assert ended(loading(reader, tokens)) == ([1, LAYERS], Restored(1, "never_stored", TierChunks(pool=1)))
-    assert chunk_intact(reader, tokens, 0)
+    _, restored = ended(loading(reader, tokens), seeing(reader, tokens, 1))
+    assert restored == Restored(1, "never_stored", TierChunks(pool=1))
+
+
+def test_a_chunk_whose_layers_cannot_be_read_to_the_end_does_not_announce_those_of_the_others(
+    writer: Host, reader: Host, pool: Pool
+) -> None:
+    tokens = stored(writer)
+    key = writer.keys(tokens)[3]
+    half = writer.layout.chunk_bytes(CHUNK) // LAYERS
+    with pool.bare_client() as client:
+        value = client.get(key)
+        assert client.remove(key, True) == 0
+        assert client.put(key, value[:half]) == 0, "its first layer is there"
+    _, restored = ended(loading(reader, tokens), seeing(reader, tokens, 3))
+    assert restored.chunks == 3
 
 
 def test_an_object_of_another_size_is_damage(writer: Host, reader: Host, pool: Pool) -> None:

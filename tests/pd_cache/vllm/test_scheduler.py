@@ -323,10 +323,12 @@ def test_auto_loads_in_the_step_when_loading_takes_long_beside_computing_and_not
     assert loads_in_step(2), "half a second of 1.5 can be saved"
     scene.step(other=1)
     assert not loads_in_step(3), "another request would wait for it"
-    scene.step()
+    scene.step(other=1)
+    scene.side.finished(Request("other", tokens))  # type: ignore[arg-type]
+    assert loads_in_step(4), "it has ended, and the engine has made no step since"
     for _ in range(8):
         loaded(0.02)
-    assert not loads_in_step(4), "the link is fast"
+    assert not loads_in_step(5), "the link is fast"
 
 
 def test_tokens_that_are_only_speculated_on_are_not_stored() -> None:
