@@ -306,7 +306,7 @@ def test_lookups_ask_for_the_layers_of_all_stages_and_the_ranks_of_a_stage_must_
 
     opened: list[Any] = []
     connector: Any = PdCacheConnector.__new__(PdCacheConnector)
-    connector._scheduler = SimpleNamespace(open=lambda first, lookup: opened.append((first, lookup)))
+    connector._scheduler = SimpleNamespace(open=lambda first, lookup, by_layers: opened.append((first, lookup)))
     connector._settings = read_settings({"config_file": str(file), "node": "prefill-0"}, "kv_both")
     connector._vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="llama"))
     monkeypatch.setattr(connector, "_open_lookup", lambda one: [metadata.group.layers for metadata in one.metadata])
