@@ -260,6 +260,7 @@ def config_example(name: str) -> None:
             "bandwidth",
             "engine",
             "host_mode",
+            "layerwise",
             "lookup",
             "proxy",
             "replay",

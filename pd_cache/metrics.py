@@ -107,7 +107,7 @@ class CacheMetrics:
         tokens = Counter(
             "pd_cache_tokens",
             "Tokens by what became of them. `stored`: this node found them missing, put them, and the pool holds them; if two nodes put "
-            "a chunk at the same time, both count it",
+            "a chunk at the same time, both count it. `by_layers`: those of `loaded` that arrived layer by layer",
             ["op", "outcome"],
             registry=self.registry,
         )
@@ -118,6 +118,7 @@ class CacheMetrics:
                 ("lookup", "hit"),
                 ("retrieve", "requested"),
                 ("retrieve", "loaded"),
+                ("retrieve", "by_layers"),
                 ("store", "requested"),
                 ("store", "stored"),
             )
@@ -197,7 +198,7 @@ class CacheMetrics:
         self._lock = threading.Lock()
 
     def tokens(self, op: str, outcome: str, count: int) -> None:
-        """Counts tokens; outcomes are `requested` and `hit`, `loaded` or `stored`."""
+        """Counts tokens; outcomes are `requested` and `hit`, `loaded` (of these `by_layers`) or `stored`."""
         if count:
             self._tokens[op, outcome].inc(count)
 
