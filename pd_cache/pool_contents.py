@@ -81,10 +81,12 @@ class PoolListing:
             self.widths[fingerprint] = max(self.widths.get(fingerprint, 1), int(shard) + 1)
 
     def _note_sign(self, parts: Sequence[bytes]) -> None:
-        runs = self.signs.setdefault(parts[2], {})
-        run, _, number = parts[3].partition(b"-") if len(parts) == 4 else (b"", b"", b"")
-        if run and number.isdigit() and len(number) < 13:
-            label = run.decode("ascii", "replace")
+        if len(parts) == 3:
+            self.signs.setdefault(parts[2], {})
+            return
+        run, _, number = parts[3].partition(b"-")
+        if len(run) == 8 and number.isdigit() and len(number) < 13:
+            runs, label = self.signs.setdefault(parts[2], {}), run.decode("ascii", "replace")
             runs[label] = max(runs.get(label, 0), int(number))
 
 
