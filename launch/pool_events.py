@@ -1,9 +1,9 @@
 """Publishes what the pool gets and loses, as KV events. Runs beside the master, in its role's process.
 
 Every `events_interval_ms` it lists the pool's keys at the master, over loopback or the master's own address, and publishes what changed since
-the last list. The list gives no key a lease, so asking keeps nothing from eviction. If a list takes longer than a twentieth of the
-interval, the next one waits for twenty times as long as it took. So a removal is published at most an interval, or twenty lists, after the
-master has dropped the key. For the keys of a node that died the master does that after `client_ttl_s`.
+the last list. The list gives no key a lease, so asking keeps nothing from eviction. The master spends at most a tenth of its time on it, and
+this process at most a third: if a list takes long, the next one comes later. So a removal is published at most an interval after the master has
+dropped the key, or ten times as long as a list takes. For the keys of a node that died the master does that after `client_ttl_s`.
 
 Only the leading master publishes chunks. The memory is bounded by `events_chunks`.
 """
@@ -27,8 +27,8 @@ from pd_cache.wire.event_streams import EventEndpoints, EventPublisher, EventSub
 
 log = logging.getLogger(__name__)
 
-_SHARE = 20
-"""Listing takes at most one part in so many of the time."""
+_MASTERS_SHARE, _OWN_SHARE = 10, 3
+"""To list keys takes at most one part in so many of the master's time, and to compare them of this process's."""
 _KEY_BYTES = 96
 """More than a key has: of one shard of a chunk, in an epoch with a long label."""
 _LIST_S = 60.0
@@ -71,7 +71,9 @@ class PoolWatch:
         self.lists = 0
         """How many lists were compared."""
         self.list_s = 0.0
-        """How long the last one took."""
+        """How long the master took for the last one."""
+        self.look_s = 0.0
+        """How long that took with all that followed."""
         self._publisher = EventPublisher(endpoints, lambda: self._contents.everything(self._namespaces))
         self._thread = threading.Thread(target=self._run, name="pool-events", daemon=True)
 
@@ -102,6 +104,7 @@ class PoolWatch:
         keys: Sequence[bytes] = ()
         if not self._elected or master_health(self._metrics, 2.0).role == LEADER:
             keys = keys_at(self._metrics, _LIST_S, self._largest)
+        self.list_s = time.monotonic() - begun
         while self._learned:
             self._contents.learn(self._learned.popleft())
         listing = PoolListing(keys, self._contents.most_chunks)
@@ -120,7 +123,7 @@ class PoolWatch:
                 "the pool has %d chunks more than `events_chunks`: nothing is published about them", listing.left_out
             )
         self.lists += 1
-        self.list_s = time.monotonic() - begun
+        self.look_s = time.monotonic() - begun
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -132,7 +135,8 @@ class PoolWatch:
             except Exception:
                 if self._sparse.admit("error") is not None:
                     log.exception("no KV events of the pool")
-            self._stop.wait(max(self._interval_s, (_SHARE - 1) * self.list_s))
+            pause = max((_MASTERS_SHARE - 1) * self.list_s, (_OWN_SHARE - 1) * self.look_s)
+            self._stop.wait(max(self._interval_s, pause))
 
     def _learn(self, steps: Sequence[Step]) -> None:
         for step in steps:

@@ -10,6 +10,7 @@ bytes of the last hash are the name. An event without tokens is about any number
 
 from __future__ import annotations
 
+import binascii
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -53,30 +54,36 @@ class PoolListing:
         self.left_out = 0
         """How many chunks were not noted."""
         form, count = KEY_FORMAT.encode(), 0
+        spaces = self.shards
         for key in keys:
             parts = key.split(b"/")
-            if parts[0] != form or len(parts) < 3:
-                continue
-            if parts[1] == _EPOCHS:
-                self._note_sign(parts)
-            elif len(parts) == 4 and len(parts[3]) == 2 * HASH_BYTES:
-                chunks = self.shards.get(parts[1])
+            if len(parts) == 4 and len(parts[3]) == 2 * HASH_BYTES and parts[0] == form and parts[1] != _EPOCHS:
+                _, space, shard, name = parts
+                chunks = spaces.get(space)
                 if chunks is None:
-                    if len(self.shards) >= _MOST_FINGERPRINTS:
+                    if len(spaces) >= _MOST_FINGERPRINTS:
                         continue
-                    chunks = self.shards[parts[1]] = {}
-                known = chunks.get(parts[3], 0)
-                if not known and count >= most_chunks:
-                    self.left_out += 1
-                    continue
-                count += not known
-                chunks[parts[3]] = known + 1
-                self._note_width(parts[1], parts[2])
-            elif parts[2] == _MANIFEST and len(self.manifests) < _MOST_FINGERPRINTS:
-                self.manifests.add(parts[1].decode("ascii", "replace"))
+                    chunks = spaces[space] = {}
+                known = chunks.get(name, 0)
+                if not known:
+                    if count >= most_chunks:
+                        self.left_out += 1
+                        continue
+                    count += 1
+                chunks[name] = known + 1
+                if shard != b"0":
+                    self._note_width(space, shard)
+            elif len(parts) >= 3 and parts[0] == form:
+                self._note_other(parts)
+
+    def _note_other(self, parts: Sequence[bytes]) -> None:
+        if parts[1] == _EPOCHS:
+            self._note_sign(parts)
+        elif parts[2] == _MANIFEST and len(self.manifests) < _MOST_FINGERPRINTS:
+            self.manifests.add(parts[1].decode("ascii", "replace"))
 
     def _note_width(self, space: bytes, shard: bytes) -> None:
-        if shard != b"0" and shard.isdigit() and len(shard) < 6:
+        if shard.isdigit() and len(shard) < 6:
             fingerprint = space.partition(b".")[0].decode("ascii", "replace")
             self.widths[fingerprint] = max(self.widths.get(fingerprint, 1), int(shard) + 1)
 
@@ -142,9 +149,9 @@ class PoolContents:
             chunks = listing.shards.get(f"{fingerprint}.{epoch}".encode() if epoch else raw, {})
             width = listing.widths.get(fingerprint, 1) if space is None else space.shards
             epochs[fingerprint] = epoch
-            now[fingerprint] = {
-                bytes.fromhex(name.decode()) for name, count in chunks.items() if count >= width and _is_hex(name)
-            }
+            now[fingerprint] = _names(
+                [name for name, count in chunks.items() if count >= width] if width > 1 else list(chunks)
+            )
         begun = any(epochs[one] != epoch for one, epoch in self._epochs.items())
         before = {} if begun else self._chunks
         events: list[KvEvent] = [ClearedEvent()] if begun else []
@@ -240,9 +247,10 @@ def _current_epoch(listing: PoolListing, fingerprint: str, space: Namespace | No
     return f"{run}-{number}"
 
 
-def _is_hex(name: bytes) -> bool:
+def _names(hexed: list[bytes]) -> set[bytes]:
+    """Returns the names that these are in hex, without those that are none."""
     try:
-        bytes.fromhex(name.decode())
+        raw = binascii.unhexlify(b"".join(hexed))
     except ValueError:
-        return False
-    return True
+        return set().union(*map(_names, ([one] for one in hexed))) if len(hexed) > 1 else set()
+    return {raw[start : start + HASH_BYTES] for start in range(0, len(raw), HASH_BYTES)}
