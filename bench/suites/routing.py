@@ -12,6 +12,8 @@ describes the format of traces, `bench/lib/agents.py` the synthetic one.
   evicted.
 - `oracle`: the same cost, by a router that looks into every cache and queue at the moment of its choice.
 
+With `--cluster`, a small real cluster too (`bench/lib/routed_cluster.py`), beside the simulation of the same requests.
+
     pd-cache bench routing [--trace FILE] --json         or  python -m bench.suites.routing --json
 """
 
@@ -27,9 +29,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import click
+import msgspec
 
 from bench.lib.agents import agent_trace
-from bench.lib.report import Check, finish, option, output_options, progress
+from bench.lib.report import Check, Report, Table, finish, option, output_options, progress
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, read_trace
 from launch.proxy.block_index import BlockBudget, KnownCache, NamedPrompt, leading
@@ -196,6 +199,55 @@ def compare(
     return rows
 
 
+_BUSY = 0.6
+"""Which part of the time the real cluster's nodes are to compute, if half of all tokens are hits."""
+
+
+def compare_real(agents: int, cache_blocks: int, most: int = 160) -> list[dict[str, Any]]:
+    """Returns what routers make of a real cluster of two prefill nodes, beside what the simulation says of it. A row per router.
+
+    The simulated nodes compute at the rate at which a real one computes a prompt that it does not know.
+    """
+    from bench.lib.routed_cluster import BLOCK, fits, real_reports, routed_cluster, shrunken_prompts
+    from pd_cache.cluster import ProxyConfig
+
+    fitting = [request for request in agent_trace(agents, span_s=120.0, seed=1) if fits(request)][:most]
+    shrunk = BLOCK_TOKENS // BLOCK
+    rows = []
+    with routed_cluster(cache_blocks) as config:
+        spread = ProxyConfig(policy="round_robin", direct_tokens=0)
+        (cold,) = shrunken_prompts([fitting[-1]], 99)
+        warm_up, first, second = (
+            real_reports(config, spread, False, [[*cold[index:], *cold[:index]]], [0.0])[0] for index in (1, 2, 3)
+        )
+        del warm_up  # what is computed first takes longer
+        rate = (first["asked"] + second["asked"]) / (first["seconds"] + second["seconds"])
+        span = sum(request.input_length for request in fitting) / shrunk * 0.5 / (2 * rate * _BUSY)
+        stretch = span * 1000 / fitting[-1].timestamp
+        requests = [msgspec.structs.replace(request, timestamp=request.timestamp * stretch) for request in fitting]
+        times = [request.timestamp / 1000 for request in requests]
+        routers: tuple[Router, ...] = ("round_robin", "least_loaded", "guess", "events")
+        for number, router in enumerate(routers):
+            policy: Policy = router if router in ("round_robin", "least_loaded") else "prefix_aware"
+            settings = ProxyConfig(policy=policy, direct_tokens=0)
+            prompts = shrunken_prompts(requests, number)
+            reports = real_reports(config, settings, router == "events", prompts, times)
+            rows.append(_real_row(router, requests, cache_blocks, rate * shrunk, reports))
+    return [*rows, _real_row("oracle", requests, cache_blocks, rate * shrunk, [])]
+
+
+def _real_row(
+    router: Router, requests: list[Request], cache_blocks: int, rate: float, reports: list[dict[str, float]]
+) -> dict[str, Any]:
+    simulated = simulate(requests, router, 2, cache_blocks * BLOCK_TOKENS, rate).hit_rate
+    row = {"policy": router, "requests": len(requests), "simulated_hit_rate": simulated}
+    if not reports:
+        return {**row, "real_hit_rate": None, "real_p50_s": None, "real_p99_s": None}
+    seconds = [report["seconds"] for report in reports]
+    hit = sum(report["at_hand"] for report in reports) / sum(report["asked"] for report in reports)
+    return {**row, "real_hit_rate": hit, "real_p50_s": quantile(seconds, 0.5), "real_p99_s": quantile(seconds, 0.99)}
+
+
 @click.command()
 @option("--trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Besides the synthetic one.")
 @option(
@@ -212,16 +264,28 @@ def compare(
 )
 @option("--rate", default=12_000.0, type=click.FloatRange(1.0), help="Tokens/s of a node.")
 @option("--lag", default=_LAG_S, type=click.FloatRange(0.0), help="Seconds until an event is with the router.")
+@option("--cluster", is_flag=True, help="A small real cluster with vLLM, too; needs vLLM and some minutes.")
+@option("--cluster-agents", default=12, type=click.IntRange(1), help="Sessions of its trace.")
+@option("--cluster-blocks", default=256, type=click.IntRange(140), help="Blocks of a node's own cache there.")
 @output_options
 def main(
-    trace: Path | None, agents: int, nodes: int, caches: tuple[int, ...], rate: float, lag: float, **output: Any
+    trace: Path | None,
+    agents: int,
+    nodes: int,
+    caches: tuple[int, ...],
+    rate: float,
+    lag: float,
+    cluster: bool,
+    cluster_agents: int,
+    cluster_blocks: int,
+    **output: Any,
 ) -> None:
     """Policies on traces, in simulation."""
     workloads = {} if trace is None else {"trace": read_trace(trace)}
     if agents:
         workloads["agents"] = agent_trace(agents)
-    if not workloads:
-        raise click.UsageError("neither --trace nor --agents: nothing to route")
+    if not workloads and not cluster:
+        raise click.UsageError("neither --trace, --agents nor --cluster: nothing to route")
     rows: list[dict[str, Any]] = []
     checks = []
     with progress() as bar:
@@ -241,12 +305,24 @@ def main(
                 Check(f"hit_rate, {at}", known["hit_rate"], robin["hit_rate"], at_least=True),
                 Check(f"queueing_p99_s, {at}", known["queueing_p99_s"], robin["queueing_p99_s"], at_least=False),
             ]
-    results = {
+    results: dict[str, Any] = {
         "requests": {name: len(requests) for name, requests in workloads.items()},
         "ideal_hit_rate": {name: ideal_hit_rate(requests) for name, requests in workloads.items()},
         "results": rows,
     }
-    finish(results, checks, **output)
+    if cluster:
+        results["cluster"] = real = compare_real(cluster_agents, cluster_blocks)
+        measured = {row["policy"]: row for row in real}
+        known, oracle = measured["events"]["real_hit_rate"], measured["oracle"]["simulated_hit_rate"]
+        checks.append(
+            Check("hits of the simulated oracle's, real cluster", known / max(1e-9, oracle), 0.95, at_least=True)
+        )
+    tables: list[Table | Figure] = [
+        Table("", tuple(part[0]), [tuple(row.values()) for row in part])
+        for part in (rows, results.get("cluster"))
+        if part
+    ]
+    finish(results, checks, report=Report("Routing", parts=tables), **output)
 
 
 if __name__ == "__main__":
