@@ -32,7 +32,7 @@ import click
 import msgspec
 
 from bench.lib.agents import agent_trace
-from bench.lib.report import Check, Report, Table, finish, option, output_options, progress
+from bench.lib.report import Check, Figure, Report, Table, finish, option, output_options, progress
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, read_trace
 from launch.proxy.block_index import BlockBudget, KnownCache, NamedPrompt, leading
