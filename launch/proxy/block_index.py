@@ -277,6 +277,4 @@ class KnownPool:
 
 
 def _short(hashes: Sequence[int | bytes]) -> list[int]:
-    if type(hashes[0] if hashes else 0) is int:
-        return hashes  # type: ignore[return-value]  # a publisher uses one form; any other value is in no prompt
-    return [short_hash(value) for value in hashes]
+    return [value if type(value) is int else short_hash(value) for value in hashes]

@@ -6,6 +6,7 @@ A request is `{"model": "NAME", "token_ids": [1, 2, 3], "cache_salt": "…", "in
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 import msgspec
@@ -20,6 +21,7 @@ from pd_cache.decoding import UndecodableError, decode_json
 _LARGEST = 4 << 20
 """The most bytes of a query: enough for a quarter of a million tokens."""
 _MOST_AT_ONCE = 8
+_READ_S = 10.0
 _TENANT = "default"
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
@@ -54,8 +56,10 @@ class CacheQuery:
             raise overloaded("Too many queries at once")
         self._under_way += 1
         try:
-            query = await _read(request)
+            query = await asyncio.wait_for(_read(request), _READ_S)
             return web.json_response(await self._look(query))
+        except TimeoutError:
+            raise ApiError(408, f"The query took longer than {_READ_S:g} s to arrive") from None
         finally:
             self._under_way -= 1
 

@@ -23,6 +23,8 @@ from pd_cache.cluster.schema import (
     ReferenceEngineConfig,
     StaticDiscovery,
     StoreNode,
+    VllmEngineConfig,
+    argument,
     tensor_parallel,
 )
 from pd_cache.config import MAX_SHARDS, DiskTier, LocalTier, MooncakeTier, StorageTier
@@ -75,6 +77,13 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
                 ("nodes", index, "events_port"),
                 "the reference engine has no prefix cache of its own, and so no events; leave it out",
             )
+        if events and isinstance(node, EngineNode) and isinstance(config.engine, VllmEngineConfig):
+            for args in (node.args, config.engine.args):
+                if argument(args, "kv-events-config") is not None:
+                    yield Problem(
+                        ("nodes", index, "events_port"),
+                        "sets vLLM's kv-events-config, which `args` sets, too; use one of them",
+                    )
         taken = {"port": getattr(node, "port", 0), "metrics_port": getattr(node, "metrics_port", 0)}
         for field, port in (*taken.items(), ("events_port", events), ("events_port", events and events + 1)):
             if not port:

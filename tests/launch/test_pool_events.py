@@ -18,7 +18,7 @@ from pd_cache.epochs import Epochs
 from pd_cache.kv_events import ClearedEvent, Forget, Step
 from pd_cache.tokens import ChunkedTokenDatabase, Namespace
 from pd_cache.wire.event_streams import EventEndpoints, EventSubscriber
-from tests.support.pool import Pool
+from tests.support.pool import Pool, free_port
 from tests.support.proxy import NAMESPACE
 from tests.support.waiting import wait_for
 from transfer.errors import Status
@@ -196,3 +196,19 @@ def test_a_list_that_is_too_long_or_no_list_is_an_error() -> None:
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_the_masters_role_publishes_them_where_the_file_says(make_pool: Any) -> None:
+    port = free_port()
+    pool, chunks, one = make_pool(segment="32MiB", events_port=port, events_interval_ms=50), names(5, "role"), Heard()
+    pool.start()
+    with pool.bare_client() as client, closing(EventSubscriber(check_s=0.5, again_s=0.02)) as subscriber:
+        subscriber.follow(
+            {"pool": (EventEndpoints(f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"), one.apply)}
+        )
+        for key in [*DATABASE.all_shard_keys(chunks), DATABASE.manifest_key]:
+            value = NAMESPACE.manifest() if key.endswith("manifest") else b"x" * 1000
+            assert client.put(key, value) == 0
+        wait_for(lambda: one.chunks(chunks) == 5, what="they are published")
+        assert client.remove(DATABASE.all_shard_keys(chunks)[2]) == 0
+        wait_for(lambda: one.chunks(chunks) == 2, what="and the removal")
