@@ -34,9 +34,7 @@ def test_agents_have_what_their_source_says_and_the_trace_is_one() -> None:
         sessions.setdefault(request.hash_ids[22], []).append(request.input_length)
     turns = [len(lengths) for lengths in sessions.values()]
     assert 25 <= statistics.median(turns) <= 35
-    growth = [
-        later - earlier for lengths in sessions.values() for earlier, later in itertools.pairwise(lengths)
-    ]
+    growth = [later - earlier for lengths in sessions.values() for earlier, later in itertools.pairwise(lengths)]
     assert 1900 <= statistics.fmean(growth) <= 2500
     assert min(growth) > 0
     assert all(len(request.hash_ids) == -(-request.input_length // BLOCK_TOKENS) for request in requests)
