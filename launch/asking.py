@@ -45,8 +45,14 @@ def healthy(host: str, port: int) -> bool:
     return True
 
 
-def ask(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY, body: bytes | None = None) -> Answer:
-    """Returns the answer to a GET, or with a `body`, which is JSON, to a POST, if it is no larger than any answer of ours.
+def ask(
+    url: str,
+    timeout: float = _ANSWER_S,
+    access: Access = NOBODY,
+    body: bytes | None = None,
+    largest: int = LARGEST_ANSWER,
+) -> Answer:
+    """Returns the answer to a GET, or with a `body`, which is JSON, to a POST: its first `largest` bytes.
 
     `access`: key and certificates for the node.
 
@@ -78,7 +84,7 @@ def ask(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY, body: byt
                 headers["Content-Type"] = "application/json"
             connection.request("GET" if body is None else "POST", path, body, headers)
             answer = connection.getresponse()
-            answered = answer.read(LARGEST_ANSWER)
+            answered = answer.read(largest)
         except http.client.HTTPException as error:
             if late.is_set():
                 raise TimeoutError(f"no whole answer within {timeout:g} s") from None

@@ -259,6 +259,7 @@ def config_example(name: str) -> None:
         (
             "bandwidth",
             "engine",
+            "events",
             "host_mode",
             "layerwise",
             "lookup",

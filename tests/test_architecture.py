@@ -38,6 +38,8 @@ LAYERS = (
         "sparse_log",
         "misses",
         "reports",
+        "kv_events",
+        "pool_contents",
     ),
     ("paged", "backends", "lookup"),
     ("mover", "prompts"),
@@ -52,7 +54,7 @@ LAUNCH_LAYERS = (
     ("errors", "signals", "access", "openai", "descriptors", "_guardian", "_tethered"),
     ("process", "foreign", "asking", "topology"),
     ("masters", "discovery", "supervisor"),
-    ("pool_lookups",),
+    ("pool_lookups", "pool_events"),
     ("reachability", "status", "up"),
     ("engines", "proxy"),
     ("roles", "doctor", "demo", "reset", "explain"),
@@ -72,7 +74,7 @@ STRANGERS = (
 
 HOMES = {
     "mooncake": ("transfer/store.py", "transfer/engine.py"),
-    "zmq": ("pd_cache/wire/channel.py",),
+    "zmq": ("pd_cache/wire/channel.py", "pd_cache/wire/event_streams.py"),
     "etcd3": ("launch/discovery/",),
     "grpc": ("launch/discovery/etcd.py",),
     "google.protobuf": ("launch/discovery/stubs.py",),

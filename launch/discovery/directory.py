@@ -145,6 +145,7 @@ def describe_node(
         else:
             model = config.engine.name or config.engine.model
     capacity = msgspec.structs.replace(capacity, segment_bytes=config.segment_size(node))
+    events, replays = config.event_addresses(node) or (None, None)
     return NodeRecord(
         name=node.name,
         role=node.role,
@@ -154,6 +155,8 @@ def describe_node(
         lease_ttl_ms=node.lease_ttl_ms if isinstance(node, MasterNode) else 0,
         model=model,
         capacity=capacity,
+        events=events,
+        replays=replays,
         version=pd_cache.__version__,
         **_described(namespaces),
     )

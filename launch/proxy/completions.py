@@ -85,12 +85,13 @@ class Completions:
             raise overloaded("No decode node could answer")
         exchange.trial.budget.asked(time.monotonic())
         handoff: HandedOver | None = None
-        why = await self._direct.why(
+        judged = await self._direct.judge(
             completion, prompt, exchange.id, lambda: self._tokenize(exchange, completion, nbytes)
         )
-        if why is not None:
-            result: str = why
+        if judged.why is not None:
+            result: str = judged.why
         elif self._pools["prefill"].count(exchange.model):
+            prompt = prompt._replace(named=self._node_pools.caches.completed(judged.named))
             answer = await self._prefill(exchange, await self._body(completion, nbytes, completion.for_prefill), prompt)
             self._metrics.prefill_seconds.observe(time.monotonic() - exchange.started)
             if isinstance(answer, Refusal):

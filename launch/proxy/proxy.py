@@ -24,6 +24,7 @@ from launch.proxy.models import ModelList
 from launch.proxy.node_pools import NodePools
 from launch.proxy.nodes import Nodes
 from launch.proxy.overview import Overview, Peers
+from launch.proxy.query import CacheQuery
 from launch.proxy.requests import Requests
 from launch.proxy.watched_files import WatchedFiles
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
@@ -75,6 +76,7 @@ class Proxy:
             deliveries=self.deliveries,
             metrics=self.metrics,
         )
+        self._query = CacheQuery(self._direct, self._node_pools.caches, self._keys)
         self._overview = Overview(self._node_pools, self._keys, self._admission, self.metrics, completions.trips, peers)
 
     def update(self, view: View) -> None:
@@ -88,6 +90,7 @@ class Proxy:
         app.router.add_post(CHAT, self._requests.complete)
         app.router.add_get("/v1/models", self._requests.list_models, allow_head=False)
         self._overview.add_to(app)
+        self._query.add_to(app)
         app.cleanup_ctx.append(self._with_session)
         app.on_shutdown.append(self._drain)
         return app
@@ -111,6 +114,7 @@ class Proxy:
             await asyncio.wait(beside)
             await session.close()
             await asyncio.to_thread(self._direct.close)
+            await asyncio.to_thread(self._node_pools.caches.close)
 
     async def _drain(self, app: web.Application) -> None:
         """Waits for requests to end, then cuts off the rest. Meanwhile, new ones are refused."""

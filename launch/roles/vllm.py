@@ -36,7 +36,9 @@ def run_vllm(
         # vLLM starts processes of its own; a guard ends them with it, however it ends
         guarded = LocalProcesses(settings.stop_grace_s)
         variables = environment(engine, node, namespace)
-        program = Program(node.name, tuple(command(engine, node, file, namespace)), variables)
+        program = Program(
+            node.name, tuple(command(engine, node, file, namespace, config.event_addresses(node))), variables
+        )
         output = _VllmOutput()
 
         def announce() -> None:
