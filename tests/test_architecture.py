@@ -49,7 +49,7 @@ LAYERS = (
 
 LAUNCH_LAYERS = (
     ("errors", "signals", "access", "openai", "descriptors", "_guardian", "_tethered"),
-    ("process", "foreign", "asking", "topology"),
+    ("process", "foreign", "asking", "topology", "exposition"),
     ("masters", "discovery", "supervisor"),
     ("pool_lookups",),
     ("reachability", "status", "up"),

@@ -221,6 +221,8 @@ class StoreNode(_AnyNode, frozen=True, kw_only=True, tag="store"):
     segment_size: ByteSize
     port: Port = 0
     """Its segment is named `host:port`. With `transfer.client: host`, its `mooncake_client` listens here."""
+    metrics_port: Port | None = None
+    """Where it answers `/health` and `/metrics`. None: it takes no questions."""
     threads: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     """How many calls its `mooncake_client` works on at once; 0 means as many as the engines of its host can have under way."""
 
