@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+import pd_cache
+from launch.status.look import cluster_status
+from launch.status.node_status import ClusterStatus
 from launch.up import LocalCluster
 from tests.support.cluster import CHUNK, OUTAGES, complete, kill, started
 from tests.support.needs import needs_tool, tool
@@ -51,6 +54,8 @@ def filled_in(query: str) -> str:
 class Watched(NamedTuple):
     cluster: LocalCluster
     prometheus: Prometheus
+    status: ClusterStatus
+    """Before anything was lost."""
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +74,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         try:
             prometheus.start()
             wait_for(lambda: prometheus.get("query", query='up{job="pd-cache"} == 1')["result"][5:], what="6 nodes up")
+            status = cluster_status(cluster.config)
             _use(cluster, prometheus)
-            yield Watched(cluster, prometheus)
+            yield Watched(cluster, prometheus, status)
         finally:
             prometheus.stop()
 
@@ -137,6 +143,14 @@ def test_a_master_that_dies_sets_off_the_alerts_for_it(watched: Watched) -> None
     rules = [rule for group in watched.prometheus.get("rules")["groups"] for rule in group["rules"]]
     assert len(rules) == len(RULES)
     assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []
+
+
+@needs_tool("prometheus")
+def test_status_asks_a_store_that_takes_questions(watched: Watched) -> None:
+    (store,) = [row for row in watched.status.nodes if row.record.role == "store"]
+    assert (store.state, store.asked, store.well) == ("up", True, True)
+    assert store.up_since is not None
+    assert store.record.version == pd_cache.__version__
 
 
 @needs_tool("promtool")
