@@ -19,14 +19,28 @@ from pd_cache.cluster import (
 from pd_cache.vllm.namespace_file import NAMESPACE_FILE, TellNamespace
 from pd_cache.vllm.report_file import TellRequests
 
+_TRACES = "otlp-traces-endpoint"
 
-def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path, namespace_file: Path) -> list[str]:
-    """Returns the command `vllm serve` for a node of `file`. `environment` has its secrets. Raises RoleError if there is no vLLM."""
+
+def command(
+    engine: VllmEngineConfig,
+    node: PrefillNode | DecodeNode,
+    file: Path,
+    namespace_file: Path,
+    traces: str | None = None,
+) -> list[str]:
+    """Returns the command `vllm serve` for a node of `file`. `environment` has its secrets. Raises RoleError if there is no vLLM.
+
+    `traces`: the collector's endpoint, if the file has one. vLLM then sends its own spans there, and tells the connector under which trace
+    context a request came. It does so only with this option.
+    """
     arguments = {
         name: value
         for name, value in _arguments(engine, node).items()
         if name not in SECRET_VARIABLES or isinstance(value, bool)
     }
+    if traces is not None:
+        arguments.setdefault(_TRACES, traces)
     connector = {
         "kv_connector": "PdCacheConnector",
         "kv_connector_module_path": "pd_cache.vllm.connector",
@@ -51,15 +65,25 @@ def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path
     ]
 
 
-def environment(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, namespace_file: Path) -> dict[str, str]:
-    """Returns what is added to the environment of a node's vLLM: the file's own, and the secrets of its arguments."""
+def environment(
+    engine: VllmEngineConfig, node: PrefillNode | DecodeNode, namespace_file: Path, traces: str | None = None
+) -> dict[str, str]:
+    """Returns what is added to the environment of a node's vLLM: the file's own, and the secrets of its arguments. `traces` as of `command`."""
     arguments = _arguments(engine, node)
     secrets = {}
     for name, variable in SECRET_VARIABLES.items():
         value = arguments.get(name)
         if value is not None and not isinstance(value, bool):  # true is vLLM's word for the token of `hf auth login`
             secrets[variable] = str(value[0] if isinstance(value, list) else value)
-    return {**engine.env, **node.env, **secrets, NAMESPACE_FILE: str(namespace_file)}
+    # vLLM would send over gRPC, which is another port of a collector
+    spans = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": f"vllm-{node.role}"}
+    return {
+        **(spans if traces is not None else {}),
+        **engine.env,
+        **node.env,
+        **secrets,
+        NAMESPACE_FILE: str(namespace_file),
+    }
 
 
 def _arguments(engine: VllmEngineConfig, node: PrefillNode | DecodeNode) -> dict[str, Argument]:

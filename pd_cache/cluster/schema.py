@@ -8,7 +8,16 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from pd_cache.config import MAX_SHARDS, CacheConfig, LineOrEmpty, NodeSettings, Seconds, Section, ServerSettings
+from pd_cache.config import (
+    MAX_SHARDS,
+    CacheConfig,
+    LineOrEmpty,
+    NodeSettings,
+    Seconds,
+    Section,
+    ServerSettings,
+    TracingConfig,
+)
 from pd_cache.runtime import runtime_folder
 from transfer.settings import ByteSize, Positive, TransferSettings
 
@@ -440,6 +449,7 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     masters: MastersConfig = msgspec.field(name="master", default=MastersConfig())
     supervisor: SupervisorConfig = SupervisorConfig()
     bench: BenchConfig = BenchConfig()
+    tracing: TracingConfig = TracingConfig()
     nodes: Annotated[tuple[Node, ...], msgspec.Meta(min_length=1)]
 
     @property
