@@ -36,7 +36,7 @@ _QUIET_S = 60.0
 """An exporter's complaint is logged once in this time."""
 
 
-class Span(Protocol):
+class TraceSpan(Protocol):
     """Work of one request. Ends with its `with` block, or with `end`."""
 
     @property
@@ -49,7 +49,7 @@ class Span(Protocol):
     def end(self, error: str = "") -> None:
         """Ends it. Further calls do nothing. `error`: why it failed, if it did."""
 
-    def __enter__(self) -> Span: ...
+    def __enter__(self) -> TraceSpan: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -68,8 +68,8 @@ class Tracing:
         *,
         kind: SpanKind = "internal",
         **attributes: Attribute,
-    ) -> Span:
-        """Returns a span that has begun. `parent`: the headers of the request, or `Span.headers`. Never raises."""
+    ) -> TraceSpan:
+        """Returns a span that has begun. `parent`: the headers of the request, or `TraceSpan.headers`. Never raises."""
         return _Untraced(parent or {})
 
     def close(self, timeout: float = 2.0) -> None:
@@ -89,7 +89,7 @@ class _Untraced:
     def end(self, error: str = "") -> None:
         return
 
-    def __enter__(self) -> Span:
+    def __enter__(self) -> TraceSpan:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -161,7 +161,7 @@ class _SdkTracing(Tracing):
         *,
         kind: SpanKind = "internal",
         **attributes: Attribute,
-    ) -> Span:
+    ) -> TraceSpan:
         # an empty context: not that of whatever else traces in this thread
         from opentelemetry.context import Context
 
@@ -201,7 +201,7 @@ class _SdkSpan:
             self._span.set_status(Status(StatusCode.ERROR, error))
         self._span.end()
 
-    def __enter__(self) -> Span:
+    def __enter__(self) -> TraceSpan:
         return self
 
     def __exit__(

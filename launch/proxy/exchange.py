@@ -13,7 +13,7 @@ from launch.proxy.budget import RetryBudget
 from launch.proxy.connections import Connections
 from launch.proxy.trips import HopReport, Trip
 from pd_cache.reports import RequestReport
-from pd_cache.tracing import UNTRACED, Span, Tracing, trace_headers
+from pd_cache.tracing import UNTRACED, TraceSpan, Tracing, trace_headers
 
 ID_HEADER = "X-Request-Id"
 _TO_NODE = ("Authorization", "Traceparent", "Tracestate")
@@ -47,7 +47,7 @@ class Exchange:
         self.response: web.StreamResponse | None = None
         """Set when the first byte is about to be sent."""
         self.tracing = UNTRACED
-        self.span: Span = UNTRACED.begin("request")
+        self.span: TraceSpan = UNTRACED.begin("request")
         """The proxy's own span for the request."""
         self._trace: Mapping[str, str] = {}
         """The trace context for nodes: that of the hop under way. Empty: the client's own."""
@@ -60,7 +60,7 @@ class Exchange:
         parts = {**({"client": self.client} if self.client else {}), **self.nodes, **missed}
         return " ".join(f"{name}={value}" for name, value in parts.items())
 
-    def begin_span(self, tracing: Tracing) -> Span:
+    def begin_span(self, tracing: Tracing) -> TraceSpan:
         """Begins the request's span, under the client's trace context."""
         self.tracing = tracing
         self.span = tracing.begin(
@@ -69,7 +69,7 @@ class Exchange:
         return self.span
 
     @contextmanager
-    def hop_span(self, hop: str, node: str) -> Iterator[Span]:
+    def hop_span(self, hop: str, node: str) -> Iterator[TraceSpan]:
         """A span for a request to a node. What is sent while it lasts has the span as its parent."""
         if not self.tracing.on:
             yield self.span

@@ -24,7 +24,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.misses import MissReason
 from pd_cache.reports import KEY, RequestReport
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, fold_names, root, stride_hashes
-from pd_cache.tracing import UNTRACED, Attribute, Span, Tracing
+from pd_cache.tracing import UNTRACED, Attribute, TraceSpan, Tracing
 from pd_cache.vllm.adapters import Adapter, Adapters
 from pd_cache.vllm.layers import KeptLayers, own_hit
 from pd_cache.vllm.outcome import PromptOutcome
@@ -101,9 +101,9 @@ class _Tracked:
         self.at_hand = 0
         """Tokens that vLLM's own cache had."""
         self.outcome = PromptOutcome()
-        self.looking: Span | None = None
+        self.looking: TraceSpan | None = None
         """The span of the lookup, while the request waits for what it finds."""
-        self.loading: Span | None = None
+        self.loading: TraceSpan | None = None
         """The span of the load under way."""
         self.undrafted: int | None = None
         """Tokens from this one on were computed without the draft model."""
@@ -169,7 +169,7 @@ class SchedulerSide:
         `adapters`. `on_report` is called with the id of each request that ends, and with its report. `tracing` is closed with this."""
         self._clock = clock
         self._tracing = tracing
-        self._storing_spans: dict[int, Span] = {}
+        self._storing_spans: dict[int, TraceSpan] = {}
         """The spans of stores under way, by job."""
         self._settings = settings
         self._options = settings.connector
@@ -824,7 +824,7 @@ class SchedulerSide:
             self._storing_spans[number] = self._span("pd_cache.store", tracked.request, asked=len(job.names))
         return StoreOp(number, GroupChunks(job.group, job.names, job.blocks), self._epoch)
 
-    def _span(self, name: str, request: Request, **attributes: Attribute) -> Span:
+    def _span(self, name: str, request: Request, **attributes: Attribute) -> TraceSpan:
         """Begins a span under the trace context that vLLM has taken from the request. vLLM hands it on only with `--otlp-traces-endpoint`."""
         span = self._tracing.begin(name, getattr(request, "trace_headers", None), request_id=request.request_id)
         span.note(**attributes)
@@ -862,7 +862,7 @@ class SchedulerSide:
                 tracked.found = _FoundPrefix(tracked.found.start, end)  # useful if the request is preempted
 
 
-def _end_span(span: Span | None, why: str) -> None:
+def _end_span(span: TraceSpan | None, why: str) -> None:
     if span is not None:
         span.end(why)
 

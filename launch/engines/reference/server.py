@@ -28,7 +28,7 @@ from launch.engines.reference.protocol import (
 from launch.engines.reference.request import GenerationRequest
 from launch.openai import error_body
 from pd_cache.reports import RecentReports, RequestReport
-from pd_cache.tracing import UNTRACED, Span, Tracing, trace_headers
+from pd_cache.tracing import UNTRACED, TraceSpan, Tracing, trace_headers
 
 _logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class _Handlers:
         return web.json_response({"reports": [msgspec.to_builtins(report)]})
 
     async def _complete(
-        self, http: web.Request, arrival: float, identifier: str, known_as: str, span: Span
+        self, http: web.Request, arrival: float, identifier: str, known_as: str, span: TraceSpan
     ) -> web.StreamResponse:
         try:
             request, generation = await self._submit(http, arrival, span)
@@ -182,7 +182,7 @@ class _Handlers:
         finally:
             self._reading -= 1
 
-    async def _submit(self, http: web.Request, arrival: float, span: Span) -> tuple[CompletionRequest, Generation]:
+    async def _submit(self, http: web.Request, arrival: float, span: TraceSpan) -> tuple[CompletionRequest, Generation]:
         request, tokens = await self._read(http)
         asked = GenerationRequest(
             prompt=tokens,
