@@ -12,7 +12,7 @@ import pytest
 
 from pd_cache.config import TracingConfig
 from pd_cache.errors import ConfigError
-from pd_cache.tracing import UNTRACED, open_tracing
+from pd_cache.tracing import UNTRACED, open_tracing, read_traceparent
 from tests.support.collector import collecting
 from tests.support.waiting import wait_for
 from tests.test_architecture import ROOT
@@ -80,11 +80,70 @@ def test_a_collector_that_takes_nothing_bounds_the_queue_the_log_and_the_end(cap
         caplog.set_level(logging.DEBUG)
         for _ in range(10_000):
             tracing.begin("work", PARENT).end()
-        (processor,) = tracing._provider._active_span_processor._span_processors  # type: ignore[attr-defined]
-        assert len(processor._batch_processor._queue) <= 2048
+        assert len(tracing._processor._batch_processor._queue) <= 2048  # type: ignore[attr-defined]
         tracing.close(timeout=0.2)  # returns, although the exporter still waits for an answer
         complaints = [record for record in caplog.records if "traces are not sent" in record.getMessage()]
         assert len(complaints) <= 2, "one of the SDK, one of the exporter"
+
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.mark.parametrize(
+    ("text", "sampled"),
+    [
+        (f"00-{TRACE}-{SPAN}-01", True),
+        (f" 00-{TRACE}-{SPAN}-00\t", False),
+        (f"00-{TRACE}-{SPAN}-03", True),
+        (f"01-{TRACE}-{SPAN}-01-what-comes-later", True),
+        (f"00-{TRACE}-{SPAN}-01-more", None),
+        (f"ff-{TRACE}-{SPAN}-01", None),
+        (f"00-{TRACE.upper()}-{SPAN}-01", None),
+        (f"00-{'0' * 32}-{SPAN}-01", None),
+        (f"00-{TRACE}-{'0' * 16}-01", None),
+        (f"00-{TRACE}-{SPAN}-01\n", None),
+        (f"00-{TRACE}-{SPAN}", None),
+        ("", None),
+    ],
+)
+def test_a_traceparent_is_read_as_the_recommendation_says_and_as_the_sdk_does(text: str, sampled: bool | None) -> None:
+    read = read_traceparent(text)
+    assert (None if read is None else read.sampled) is sampled
+    assert read is None or (f"{read.trace:032x}", f"{read.span:016x}") == (TRACE, SPAN)
+    propagation = pytest.importorskip("opentelemetry.trace.propagation.tracecontext", reason="no OpenTelemetry")
+    from opentelemetry.trace import get_current_span
+
+    context = get_current_span(
+        propagation.TraceContextTextMapPropagator().extract({"traceparent": text})
+    ).get_span_context()
+    if text == text.strip():  # the SDK does not allow for spaces
+        assert (context.trace_flags.sampled if context.is_valid else None) is sampled
+
+
+@pytest.mark.usefixtures("sdk")
+def test_a_root_that_is_not_sampled_decides_for_the_whole_trace() -> None:
+    with collecting() as collector:
+        tracing = open_tracing(TracingConfig(endpoint=collector.endpoint, sample_ratio=0), "proxy", "p")
+        with tracing.begin("root") as root:
+            context = read_traceparent(root.headers["traceparent"])
+            assert context is not None
+            assert not context.sampled
+            tracing.begin("child", root.headers).end()
+        tracing.begin("other", PARENT).end()
+        tracing.close()
+        wait_for(lambda: collector.spans)
+        assert [span.name for span in collector.spans] == ["other"]
+
+
+@pytest.mark.usefixtures("sdk")
+def test_a_state_that_is_none_and_an_error_without_end_are_sent_all_the_same() -> None:
+    with collecting() as collector:
+        tracing = open_tracing(TracingConfig(endpoint=collector.endpoint), "proxy", "p")
+        span = tracing.begin("work", {**PARENT, "tracestate": "\x01=;,," * 40})
+        span.end("x" * 100_000)
+        tracing.close()
+        wait_for(lambda: collector.spans)
+        assert collector.spans[0].failed
 
 
 @pytest.mark.parametrize(
