@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import json
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from pd_cache.cluster import read_config
+from pd_cache.cluster import ClusterConfig, read_config
 from tests.support.cluster import ENGINE, complete
 from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd, needs_tool, tool
@@ -43,6 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "config": {
             "engine": {"kind": "vllm", "model": "/models/m", "name": "m"},
             "proxy": {"api_keys_file": "/etc/pd-cache-keys/keys"},
+            "tracing": {"endpoint": "http://collector:4318/v1/traces"},
         },
     },
     "rdma": {"rdma": True, "hostNetwork": True, "store": {"enabled": False}, "master": {"replicas": 1}},
@@ -188,6 +190,12 @@ def test_the_schema_refuses_values_that_cannot_work(tmp_path: Path, values: dict
     done = helm("template", "try", str(CHART), "--values", str(file))
     assert done.returncode != 0
     assert message in done.stderr
+
+
+def test_the_schema_knows_every_section_of_a_file_that_the_chart_does_not_write() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    sections = set(ClusterConfig.__struct_encode_fields__) - {"name", "master", "discovery", "nodes"}
+    assert set(schema["properties"]["config"]["properties"]) == sections
 
 
 @needs_tool("helm")
