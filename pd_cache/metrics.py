@@ -10,17 +10,20 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from pd_cache.misses import MissReason
 from pd_cache.sparse_log import SparseLog
 from transfer.errors import Status
 
 if TYPE_CHECKING:
     from pd_cache.reports import RequestReport
+    from transfer.staging import StagingPool
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,21 @@ _MOST_GROUPS = 64
 """The most groups of layers whose bytes are counted apart; those of further ones are counted as of `others`. Engines choose their names, and
 a cache server never forgets a counter."""
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+POOL_UP = "1 while calls go to the pool, 0 while its breaker is open or its client is not open yet"
+
+
+class WatchedPool(Protocol):
+    """A pool whose state is shown as it is at each scrape."""
+
+    @property
+    def available(self) -> bool:
+        """Whether calls go to the pool now."""
+
+    @property
+    def staging(self) -> StagingPool:
+        """The memory through which its chunks pass."""
 
 
 class TierMetrics:
@@ -40,6 +58,25 @@ class TierMetrics:
         self._bytes = owner._tier_bytes.labels(tier)
         self._evictions = owner._tier_evictions.labels(tier)
         self._off = owner._tier_off.labels(tier)
+        # shown from the start, so that the first event is an increase
+        owner._tier_healed.labels(tier)
+        self._pools: weakref.WeakSet[WatchedPool] = weakref.WeakSet()
+
+    def watch(self, pool: WatchedPool) -> None:
+        """Shows the pool's state and how much of its staging memory is in use, as long as the pool lives and until `unwatch`."""
+        self._pools.add(pool)
+        pools = self._pools
+        self._owner._pool_up.labels(self.tier).set_function(lambda: all(one.available for one in list(pools)))
+        for gauge, bytes_of in (
+            (self._owner._staging_used, lambda staging: staging.taken * staging.stride_of(staging.slot_bytes)),
+            (self._owner._staging_size, lambda staging: staging.slots * staging.stride_of(staging.slot_bytes)),
+            (self._owner._staging_lost, lambda staging: staging.forfeited_bytes),
+        ):
+            gauge.labels(self.tier).set_function(_total_of(pools, bytes_of))
+
+    def unwatch(self, pool: WatchedPool) -> None:
+        """Forgets a pool that is closed."""
+        self._pools.discard(pool)
 
     def hit(self, chunks: int = 1) -> None:
         """Counts chunks that were read from this tier."""
@@ -97,6 +134,10 @@ class TierMetrics:
     def switched_on(self) -> None:
         """Notes that the tier is in use."""
         self._off.set(0)
+
+
+def _total_of(pools: weakref.WeakSet[WatchedPool], of: Callable[[StagingPool], int]) -> Callable[[], int]:
+    return lambda: sum(of(one.staging) for one in list(pools))
 
 
 class CacheMetrics:
@@ -159,6 +200,9 @@ class CacheMetrics:
             ["reason"],
             registry=self.registry,
         )
+        for reason in get_args(MissReason):  # shown from the start, so that the first of each is an increase
+            self._requests.labels(reason)
+            self._missed_tokens.labels(reason)
         self.changes = 0
         """Increases whenever something was counted."""
         tier, registry = ["tier"], self.registry
@@ -192,6 +236,20 @@ class CacheMetrics:
         )
         self._tier_ignored = Counter(
             "pd_cache_tier_ignored_files", "Files that are no whole objects", ["tier", "kind"], registry=registry
+        )
+        self._pool_up = Gauge("pd_cache_pool_up", POOL_UP, tier, registry=registry)
+        self._staging_used = Gauge(
+            "pd_cache_staging_used_bytes",
+            "Staging memory that is leased or quarantined, with what a local tier keeps there",
+            tier,
+            registry=registry,
+        )
+        self._staging_size = Gauge("pd_cache_staging_bytes", "Staging memory", tier, registry=registry)
+        self._staging_lost = Gauge(
+            "pd_cache_staging_forfeited_bytes",
+            "Staging memory given up since the start, because a transfer may still write to it",
+            tier,
+            registry=registry,
         )
         self._tiers: dict[str, TierMetrics] = {}
         self._log = SparseLog()

@@ -19,6 +19,8 @@ from pd_cache.cluster import (
 from pd_cache.vllm.namespace_file import NAMESPACE_FILE, TellNamespace
 from pd_cache.vllm.report_file import TellRequests
 
+_TRACES = "otlp-traces-endpoint"
+
 
 def command(
     engine: VllmEngineConfig,
@@ -26,14 +28,20 @@ def command(
     file: Path,
     namespace_file: Path,
     events: tuple[str, str] | None = None,
+    traces: str | None = None,
 ) -> list[str]:
-    """Returns the command `vllm serve` for a node of `file`. `environment` has its secrets. `events`: where it publishes KV events and
-    sends them again. Raises RoleError if there is no vLLM."""
+    """Returns the command `vllm serve` for a node of `file`. `environment` has its secrets. Raises RoleError if there is no vLLM.
+
+    `events`: where it publishes KV events and sends them again. `traces`: the collector's endpoint, if the file has one. vLLM then sends its
+    own spans there, and tells the connector under which trace context a request came. It does so only with this option.
+    """
     arguments = {
         name: value
         for name, value in _arguments(engine, node).items()
         if name not in SECRET_VARIABLES or isinstance(value, bool)
     }
+    if traces is not None:
+        arguments.setdefault(_TRACES, traces)
     connector = {
         "kv_connector": "PdCacheConnector",
         "kv_connector_module_path": "pd_cache.vllm.connector",
@@ -69,8 +77,10 @@ def _events_config(stream: str, replay: str) -> dict[str, str | bool]:
     return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": stream, "replay_endpoint": replay}
 
 
-def environment(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, namespace_file: Path) -> dict[str, str]:
-    """Returns what is added to the environment of a node's vLLM: the file's own, and the secrets of its arguments."""
+def environment(
+    engine: VllmEngineConfig, node: PrefillNode | DecodeNode, namespace_file: Path, traces: str | None = None
+) -> dict[str, str]:
+    """Returns what is added to the environment of a node's vLLM: the file's own, and the secrets of its arguments. `traces` as of `command`."""
     arguments = _arguments(engine, node)
     secrets = {}
     for name, variable in SECRET_VARIABLES.items():
@@ -79,7 +89,16 @@ def environment(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, namesp
             secrets[variable] = str(value[0] if isinstance(value, list) else value)
     # events with whole hashes, from which the pool's publisher knows the names of chunks
     events = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"} if node.events_port else {}
-    return {**events, **engine.env, **node.env, **secrets, NAMESPACE_FILE: str(namespace_file)}
+    # vLLM would send over gRPC, which is another port of a collector
+    spans = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": f"vllm-{node.role}"}
+    return {
+        **events,
+        **(spans if traces is not None else {}),
+        **engine.env,
+        **node.env,
+        **secrets,
+        NAMESPACE_FILE: str(namespace_file),
+    }
 
 
 def _arguments(engine: VllmEngineConfig, node: PrefillNode | DecodeNode) -> dict[str, Argument]:

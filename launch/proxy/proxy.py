@@ -28,6 +28,7 @@ from launch.proxy.query import CacheQuery
 from launch.proxy.requests import Requests
 from launch.proxy.watched_files import WatchedFiles
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
+from pd_cache.tracing import UNTRACED, Tracing
 
 _FEW_RETRIES = 100
 
@@ -44,11 +45,12 @@ class Proxy:
         files: WatchedFiles | None = None,
         peers: Peers | None = None,
         connections: Connections | None = None,
+        tracing: Tracing = UNTRACED,
     ) -> None:
         """Makes a proxy that knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node; by default all need one.
 
         `master` returns the address of the pool's master, for lookups. `files` watches the key files. `peers` returns the content of
-        `/peers`. `connections`: those of the listener, if it counts them. Raises ConfigError if a key file cannot be used.
+        `/peers`. `connections`: those of the listener, if it counts them. The caller closes `tracing`. Raises ConfigError if a key file cannot be used.
         """
         self.metrics = ProxyMetrics()
         self.connections = Connections(0) if connections is None else connections
@@ -75,6 +77,7 @@ class Proxy:
             connections=self.connections,
             deliveries=self.deliveries,
             metrics=self.metrics,
+            tracing=tracing,
         )
         self._query = CacheQuery(self._direct, self._node_pools.caches, self._keys)
         self._overview = Overview(self._node_pools, self._keys, self._admission, self.metrics, completions.trips, peers)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from launch.discovery import Member
 from launch.foreign import ForeignProgram, wheel_program
@@ -70,7 +71,10 @@ def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Callable[[st
             env=host_environment(config.transfer, election),
             stdout=subprocess.DEVNULL,
         )
-        with ForeignProgram("mooncake_client", spawn, settings.stop_grace_s) as client:
+        with (
+            _questions(node, lambda: _listening(f"{node.host}:{node.port}") or None),
+            ForeignProgram("mooncake_client", spawn, settings.stop_grace_s) as client,
+        ):
             try:
                 client.run(
                     stop,
@@ -92,8 +96,11 @@ def _run_segment(config: ClusterConfig, node: StoreNode, ready: Callable[[str], 
 
     settings = config.settings_of(node)
     named = f"{settings.host}:{node.port}" if node.port else settings.host
+    mounted: list[MooncakeStore] = []
     with (
         stop_on_signals() as stop,
+        # first, so that a store that waits for its master says so
+        _questions(node, lambda: mounted[0].available if mounted else None),
         MooncakeStore(
             settings.transfer, master=settings.master, host=named, segment_size=settings.segment_size
         ) as store,
@@ -106,9 +113,39 @@ def _run_segment(config: ClusterConfig, node: StoreNode, ready: Callable[[str], 
                 if time.monotonic() > deadline:
                     raise
             else:
+                mounted.append(store)
                 ready(store.hostname)
                 stop.wait()
                 member.leave()  # before Mooncake's close(), which holds the GIL for longer than a lease may last
+
+
+@contextlib.contextmanager
+def _questions(node: StoreNode, available: Callable[[], bool | None]) -> Iterator[None]:
+    """Answers `/health` and `/metrics` while the block runs, if the file has a port for them.
+
+    `available` returns whether the pool answers, or None as long as the node gives no memory.
+    """
+    if node.metrics_port is None:
+        yield
+        return
+    from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
+
+    from launch.exposition import RoleHealth, exposed, health_of
+    from pd_cache.metrics import POOL_UP
+
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    given = Gauge("pd_cache_store_segment_bytes", "Memory that this node gives to the pool", registry=registry)
+    given.set_function(lambda: 0 if available() is None else int(node.segment_size))
+    pool = Gauge("pd_cache_pool_up", POOL_UP, ["tier"], registry=registry).labels("mooncake")
+    pool.set_function(lambda: bool(available()))
+
+    def health() -> RoleHealth:
+        up = available()
+        return RoleHealth("starting") if up is None else health_of(up)
+
+    with exposed(node.host, node.metrics_port, registry, health):
+        yield
 
 
 def _listening(address: str) -> bool:

@@ -8,7 +8,16 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from pd_cache.config import MAX_SHARDS, CacheConfig, LineOrEmpty, NodeSettings, Seconds, Section, ServerSettings
+from pd_cache.config import (
+    MAX_SHARDS,
+    CacheConfig,
+    LineOrEmpty,
+    NodeSettings,
+    Seconds,
+    Section,
+    ServerSettings,
+    TracingConfig,
+)
 from pd_cache.runtime import runtime_folder
 from transfer.settings import ByteSize, Positive, TransferSettings
 
@@ -230,6 +239,8 @@ class StoreNode(_AnyNode, frozen=True, kw_only=True, tag="store"):
     segment_size: ByteSize
     port: Port = 0
     """Its segment is named `host:port`. With `transfer.client: host`, its `mooncake_client` listens here."""
+    metrics_port: Port | None = None
+    """Where it answers `/health` and `/metrics`. None: it takes no questions."""
     threads: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     """How many calls its `mooncake_client` works on at once; 0 means as many as the engines of its host can have under way."""
 
@@ -454,6 +465,7 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     masters: MastersConfig = msgspec.field(name="master", default=MastersConfig())
     supervisor: SupervisorConfig = SupervisorConfig()
     bench: BenchConfig = BenchConfig()
+    tracing: TracingConfig = TracingConfig()
     nodes: Annotated[tuple[Node, ...], msgspec.Meta(min_length=1)]
 
     @property

@@ -49,6 +49,7 @@ from pd_cache.layout import PageKind
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.misses import ChunkHistory
+from pd_cache.tracing import open_tracing
 from pd_cache.vllm.adapters import Adapters
 from pd_cache.vllm.cache import WorkerCache, WorkerGroup, engine_name, open_cache
 from pd_cache.vllm.compat import check_version
@@ -159,6 +160,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 adapters=Adapters(adapter_settings(vllm_config)),
                 metrics=self._metrics,
                 on_report=None if reports is None else reports.write,
+                tracing=open_tracing(settings.tracing, settings.role, settings.name or settings.node.host),
             )
 
     @property

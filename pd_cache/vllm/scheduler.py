@@ -24,6 +24,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.misses import MissReason
 from pd_cache.reports import KEY, RequestReport
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, fold_names, root, stride_hashes
+from pd_cache.tracing import UNTRACED, Attribute, TraceSpan, Tracing
 from pd_cache.vllm.adapters import Adapter, Adapters
 from pd_cache.vllm.hiding import HiddenBlocks
 from pd_cache.vllm.layers import KeptLayers, own_hit
@@ -107,6 +108,10 @@ class _Tracked:
         self.at_hand = 0
         """Tokens that vLLM's own cache had."""
         self.outcome = PromptOutcome()
+        self.looking: TraceSpan | None = None
+        """The span of the lookup, while the request waits for what it finds."""
+        self.loading: TraceSpan | None = None
+        """The span of the load under way."""
         self.undrafted: int | None = None
         """Tokens from this one on were computed without the draft model."""
         self.planned: dict[int, int] = {}
@@ -162,13 +167,17 @@ class SchedulerSide:
         adapters: Adapters,
         metrics: CacheMetrics,
         on_report: Callable[[str, RequestReport], None] | None = None,
+        tracing: Tracing = UNTRACED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`stores` is false for a consumer. `layers` is what `kept_layers` returns. `hash_block_size` is the number of tokens of each of a
         request's block hashes. `retention` is vLLM's `prefix_cache_retention_interval`. `drafted_up_to` is the most tokens that any request
         of a step may have if the draft model is to run in that step. `describe` is None if the engine's KV events are off. This closes
-        `adapters`. `on_report` is called with the id of each request that ends, and with its report."""
+        `adapters`. `on_report` is called with the id of each request that ends, and with its report. `tracing` is closed with this."""
         self._clock = clock
+        self._tracing = tracing
+        self._storing_spans: dict[int, TraceSpan] = {}
+        """The spans of stores under way, by job."""
         self._settings = settings
         self._options = settings.connector
         self._stores = stores
@@ -234,6 +243,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Closes the lookup client and the adapters. Idempotent."""
         self._adapters.close()
+        self._tracing.close()
         lookup, self._lookup = self._lookup, None
         if lookup is not None:
             lookup.close()
@@ -295,6 +305,8 @@ class SchedulerSide:
             tracked.hidden = HiddenBlocks(self._manager, request, self._layers[0], proposed.start)
         tracked.loaded = external
         tracked.outcome.began_load(external, keeps_part=bool(failing))
+        _end_span(tracked.loading, "given up")
+        tracked.loading = self._span("pd_cache.load", request, asked=external)
         self._holding[request.request_id] = self._needed_blocks(request, proposed.end)
         for place in range(len(self._layers)):
             if first <= tracked.planned.get(place, 0):
@@ -349,6 +361,10 @@ class SchedulerSide:
                 if tracked.in_step:
                     tracked.in_step = False
                     self._unhide(tracked)
+                if tracked.loading is not None:
+                    tracked.loading.note(loaded=restored.chunks * self._chunk, reason=restored.reason)
+                    tracked.loading.end("failed" if request_id in report.failed_loads else "")
+                    tracked.loading = None
         for request_id in report.failed_loads:
             tracked = self._requests.get(request_id)
             if tracked is not None:
@@ -367,6 +383,9 @@ class SchedulerSide:
         tracked = self._requests.pop(request.request_id, None)
         self._holding.pop(request.request_id, None)
         self.pace.forget(request.request_id)
+        if tracked is not None:
+            _end_span(tracked.looking, "the request ended")
+            _end_span(tracked.loading, "the request ended")
         if tracked is None or self._database is None:
             return None
         computed = request.num_computed_tokens - request.num_in_flight_tokens
@@ -568,12 +587,18 @@ class SchedulerSide:
         request = tracked.request
         names = self._names(tracked, self._most_chunks(request))
         tracked.looked_up = True
+        if tracked.looking is None:
+            tracked.looking = self._span("pd_cache.lookup", request, asked=len(names) * self._chunk, announced=awaited)
         reach = lookup.survey(names, request.request_id, at_hand=at_hand)
         if reach.epoch is not None and reach.epoch != self._epoch:
             self._begin_epoch(reach.epoch)
         end = reach.chunks * self._chunk
         self._note_lookup(tracked, end, reach.reason)
         tracked.found = _FoundPrefix(at_hand, end, reach.leading * self._chunk if reach.leading > reach.chunks else 0)
+        if end >= awaited:
+            tracked.looking.note(found=end, reason=reach.reason)
+            tracked.looking.end()
+            tracked.looking = None
         if end < awaited:
             tracked.next_poll = self._clock() + tracked.poll_s
             tracked.poll_s = min(2 * tracked.poll_s, _LONGEST_POLL_S)
@@ -846,7 +871,15 @@ class SchedulerSide:
         self._next_job += 1
         self._chunks_under_way += len(job.names)
         self._jobs[number] = (job, self._ranks, [StoreOutcome.BEFORE] * len(job.names))
+        if self._tracing.on and (tracked := self._requests.get(job.request_id)) is not None:
+            self._storing_spans[number] = self._span("pd_cache.store", tracked.request, asked=len(job.names))
         return StoreOp(number, GroupChunks(job.group, job.names, job.blocks), self._epoch)
+
+    def _span(self, name: str, request: Request, **attributes: Attribute) -> TraceSpan:
+        """Begins a span under the trace context that vLLM has taken from the request. vLLM hands it on only with `--otlp-traces-endpoint`."""
+        span = self._tracing.begin(name, getattr(request, "trace_headers", None), request_id=request.request_id)
+        span.note(**attributes)
+        return span
 
     def _advance(self, number: int, ranks: int, outcomes: Sequence[StoreOutcome]) -> None:
         """Notes that `ranks` more ranks are done with a job. When all are, gives its blocks back."""
@@ -858,6 +891,9 @@ class SchedulerSide:
             self._jobs[number] = (job, remaining - ranks, both)
             return
         del self._jobs[number]
+        if (span := self._storing_spans.pop(number, None)) is not None:
+            span.note(stored=both.count(StoreOutcome.NEW), missing=both.count(StoreOutcome.NOT))
+            span.end()
         self._chunks_under_way -= len(job.names)
         pool = self._pool()
         # the last block first: vLLM evicts first what was freed first, and a prefix is worth more than what follows it
@@ -875,6 +911,11 @@ class SchedulerSide:
             start, end = job.first * self._chunk, (job.first + len(job.names)) * self._chunk
             if start <= tracked.found.end < end:
                 tracked.found = _FoundPrefix(tracked.found.start, end)  # useful if the request is preempted
+
+
+def _end_span(span: TraceSpan | None, why: str) -> None:
+    if span is not None:
+        span.end(why)
 
 
 def _isolation(tracked: _Tracked) -> tuple[ExtraKey, ...]:
