@@ -10,11 +10,13 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from pd_cache.sparse_log import SparseLog
 from transfer.errors import Status
@@ -28,6 +30,62 @@ _MOST_GROUPS = 64
 """The most groups of layers whose bytes are counted apart; those of further ones are counted as of `others`. Engines choose their names, and
 a cache server never forgets a counter."""
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+class BackendLevels(NamedTuple):
+    """What a backend has in use at the moment. Sizes are bytes."""
+
+    staging: int
+    """The memory between paged caches and tiers, without what local tiers keep in it."""
+    staging_used: int
+    pool_up: bool | None
+    """Whether calls go to the pool: its client is open and its breaker closed. None without a pool."""
+    segment: str = ""
+    """The name of the segment that this process gives to the pool; empty if there is none."""
+    segment_bytes: int = 0
+
+
+class LevelCollector(Collector):
+    """Asks the backends of one process for their levels whenever the metrics are read."""
+
+    def __init__(self) -> None:
+        self._sources: list[Callable[[], BackendLevels | None]] = []
+        self._lock = threading.Lock()
+
+    def add(self, source: Callable[[], BackendLevels | None]) -> None:
+        """Asks `source`, too, until it returns None: its backend is closed."""
+        with self._lock:
+            self._sources.append(source)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        with self._lock:
+            sources = list(self._sources)
+        levels = {source: source() for source in sources}
+        with self._lock:
+            self._sources = [source for source in self._sources if levels.get(source, ()) is not None]
+        found = [one for one in levels.values() if one is not None]
+        if not found:
+            return
+        yield GaugeMetricFamily(
+            "pd_cache_staging_bytes",
+            "Staging memory, without what local tiers keep in it",
+            sum(one.staging for one in found),
+        )
+        yield GaugeMetricFamily(
+            "pd_cache_staging_used_bytes",
+            "Staging memory that is leased or quarantined",
+            sum(one.staging_used for one in found),
+        )
+        pools = [one.pool_up for one in found if one.pool_up is not None]
+        if pools:
+            yield GaugeMetricFamily("pd_cache_pool_up", "0 while calls do not go to the pool", float(all(pools)))
+        segments = GaugeMetricFamily(
+            "pd_cache_segment_bytes", "Memory given to the pool, by the segment's name", labels=["segment"]
+        )
+        for one in found:
+            if one.segment:
+                segments.add_metric([one.segment], one.segment_bytes)
+        yield segments
 
 
 class TierMetrics:
@@ -192,6 +250,9 @@ class CacheMetrics:
         self._tier_ignored = Counter(
             "pd_cache_tier_ignored_files", "Files that are no whole objects", ["tier", "kind"], registry=registry
         )
+        self.levels = LevelCollector()
+        """Reports on the backends that are counted here."""
+        self.registry.register(self.levels)
         self._tiers: dict[str, TierMetrics] = {}
         self._log = SparseLog()
         self._lock = threading.Lock()

@@ -51,10 +51,10 @@ LAUNCH_LAYERS = (
     ("errors", "signals", "access", "openai", "descriptors", "_guardian", "_tethered"),
     ("process", "foreign", "asking", "topology"),
     ("masters", "discovery", "supervisor"),
-    ("pool_lookups",),
+    ("pool_lookups", "figures"),
     ("reachability", "status", "up"),
     ("engines", "proxy"),
-    ("roles", "doctor", "demo", "reset", "explain"),
+    ("roles", "doctor", "demo", "reset", "explain", "top"),
     ("cli", "__main__"),
 )
 """The same inside launch."""
@@ -65,7 +65,7 @@ STRANGERS = (
     {"client", "server"},
     {"reachability", "status", "up"},
     {"engines", "proxy"},
-    {"roles", "doctor", "demo", "reset", "explain"},
+    {"roles", "doctor", "demo", "reset", "explain", "top"},
 )
 """Modules and packages of one layer that never import one another."""
 
