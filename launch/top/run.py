@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 
 from rich.console import Console
@@ -16,6 +17,8 @@ from launch.top.terminal import keyboard
 from launch.top.watched import Watched
 from pd_cache.cluster import ClusterConfig
 
+_NO_READER = (errno.EIO, errno.EPIPE)
+"""The terminal was closed, or the pipe's other end."""
 _SYNC_S = 5.0
 _TICK_S = 0.1
 _REDRAW_S = 0.5
@@ -35,10 +38,14 @@ def top(config: ClusterConfig, *, once: bool = False, interval_s: float = 2.0) -
         contextlib.suppress(KeyboardInterrupt),
     ):
         directory.wait_synced(_SYNC_S)
-        if once or not console.is_terminal:
-            _print_once(console, directory, asker, interval_s, _source(config))
-        else:
-            _follow(console, directory, asker, _source(config))
+        try:
+            if once or not console.is_terminal:
+                _print_once(console, directory, asker, interval_s, _source(config))
+            else:
+                _follow(console, directory, asker, _source(config))
+        except OSError as error:
+            if error.errno not in _NO_READER:
+                raise
 
 
 def _source(config: ClusterConfig) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.console import Group
 from rich.text import Text
 
 from launch.figures.readings import TIMINGS
-from launch.top.watched import ORDERS, NodeRow, Watched
+from launch.top.watched import NodeRow, Watched
 from pd_cache.cluster.memory import shown_bytes
 from pd_cache.misses import MEANINGS
 
@@ -18,18 +18,22 @@ _BARS = "▁▂▃▄▅▆▇█"
 _GAP = 1
 _STYLES = {"up": "green", "ill": "yellow", "silent": "red", "asking": "dim", "-": "dim"}
 _HELP = (
-    "↑ ↓ or k j   select a node            Enter or f   follow it, and back",
-    "s            next order               r            the other way round",
-    "h or ?       this help                q            end",
+    "↑ ↓ or k j    select a node           Enter or f   follow it, and back",
+    "s             next order              r            the other way round",
+    "h or ?        this help               q            end",
     "",
-    "hit          part of the last minute's prompt tokens that were not computed; engine: the engine's own cache,",
-    "             memory, disk, pool: the tiers. At the top: at the prefill nodes, which prompts reach first",
-    "load store   bytes a second that the cache loaded into the engine, and stored",
-    "p50 p99      of the last minute: first byte (proxies), first token (engines), lookups (others)",
-    "queue        requests that wait + that run",
-    "staging      memory between paged caches and tiers: used of all",
-    "pool         up, or down while calls do not go there (its breaker)",
-    "why computed the last minute's reasons, the latest first; docs/explain.md explains each",
+    "hit           prompt tokens of the last minute that were not computed;",
+    "              in the first line: at the prefill nodes",
+    "engine        the part that was in the engine's own cache",
+    "memory …pool  the parts that were loaded from each tier",
+    "load store    bytes a second that the cache gave to the engine, and took",
+    "p50 p99       of the last minute; the first byte at proxies, the first",
+    "              token at engines, lookups at others",
+    "queue         requests that wait + requests that run",
+    "staging       the part in use of the memory between engine and tiers",
+    "breaker       up; DOWN while calls do not go to the pool",
+    "gives         the part in use of the memory that it gives to the pool",
+    "why computed  the last minute's reasons, the latest first",
 )
 
 
@@ -103,7 +107,7 @@ class ScreenColumn(NamedTuple):
 def _pair(timing: str) -> Callable[[NodeRow], str]:
     def cell(row: NodeRow) -> str:
         found = None if row.rates is None else row.rates.quantiles.get(timing)
-        return "" if found is None else f"{seconds(found[0])} {seconds(found[1])}"
+        return "" if found is None else f"{seconds(found[0]):>5} {seconds(found[1]):>5}"
 
     return cell
 
@@ -118,6 +122,11 @@ def _source(name: str) -> Callable[[NodeRow], str]:
         return "" if found is None else "-" if found == 0 else percent(found)
 
     return cell
+
+
+def _moved(what: Literal["load", "store", "lookups"]) -> Callable[[NodeRow], str]:
+    """Proxies and masters move nothing."""
+    return lambda row: rate(None if row.rates is None or row.role in ("proxy", "master") else getattr(row.rates, what))
 
 
 def _queue(row: NodeRow) -> str:
@@ -167,9 +176,9 @@ COLUMNS = (
     ScreenColumn("memory", 6, 6, _source("memory")),
     ScreenColumn("disk", 4, 6, _source("disk")),
     ScreenColumn("pool", 4, 6, _source("pool")),
-    ScreenColumn("load/s", 6, 0, lambda row: rate(None if row.rates is None else row.rates.load), order="load"),
-    ScreenColumn("store/s", 7, 0, lambda row: rate(None if row.rates is None else row.rates.store), order="store"),
-    ScreenColumn("look/s", 6, 0, lambda row: rate(None if row.rates is None else row.rates.lookups), order="lookups"),
+    ScreenColumn("load/s", 6, 0, _moved("load"), order="load"),
+    ScreenColumn("store/s", 7, 0, _moved("store"), order="store"),
+    ScreenColumn("look/s", 6, 0, _moved("lookups"), order="lookups"),
     ScreenColumn("p50   p99", 11, 0, _main_pair, order="p99"),
     ScreenColumn("lookup 50 99", 12, 7, _pair("lookup")),
     ScreenColumn("queue", 6, 0, _queue, order="queue"),
@@ -210,6 +219,7 @@ def _head(columns: Iterable[ScreenColumn], watched: Watched) -> Text:
         title = column.title
         chosen = bool(column.order) and column.order == watched.order
         line.append(_fitted(title, column.width, column.left) + " " * _GAP, "bold underline" if chosen else "bold")
+    line.right_crop(_GAP)
     return line
 
 
@@ -259,7 +269,7 @@ def details(row: NodeRow, width: int, height: int) -> list[Text]:
     if rates is not None and rates.sources is not None:
         parts = "  ".join(f"{name} {percent(part)}" for name, part in rates.sources.items() if part)
         lines.append(Text(f"tokens   {parts}"))
-    timings = [f"{name} {_pair(name)(row).replace(' ', ' / ')}" for name in TIMINGS if _pair(name)(row)]
+    timings = [f"{name} {' / '.join(_pair(name)(row).split())}" for name in TIMINGS if _pair(name)(row)]
     if timings:
         lines += _wrapped("p50/p99  ", timings, width)
     if reading is not None and reading.staging:
@@ -398,6 +408,3 @@ def snapshot(watched: Watched, width: int, now: float, source: str) -> Group:
     for line in lines:
         line.rstrip()
     return Group(*lines)
-
-
-assert set(ORDERS) >= {column.order for column in COLUMNS if column.order}
