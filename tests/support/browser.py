@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import shutil
 import signal
@@ -35,6 +36,8 @@ class Browser:
         self._socket = socket
         self._number = 0
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._password = ""
+        self._replies: set[asyncio.Task[Any]] = set()
         self.events: list[dict[str, Any]] = []
         """What the browser said without being asked: requests, violations of policies, exceptions."""
 
@@ -46,6 +49,25 @@ class Browser:
                 waiting.set_result(said)
             else:
                 self.events.append(said)
+                self._reply(said)
+
+    def _reply(self, said: dict[str, Any]) -> None:
+        number = said.get("params", {}).get("requestId", "")
+        if said["method"] == "Fetch.authRequired":
+            answer = {"response": "ProvideCredentials", "username": "anyone", "password": self._password}
+            replying = self.call("Fetch.continueWithAuth", requestId=number, authChallengeResponse=answer)
+        elif said["method"] == "Fetch.requestPaused":
+            replying = self.call("Fetch.continueRequest", requestId=number)
+        else:
+            return
+        task = asyncio.create_task(replying)
+        self._replies.add(task)
+        task.add_done_callback(self._replies.discard)
+
+    async def type_password(self, password: str) -> None:
+        """Answers with this password, from now on, as a user does whom the browser asks for one."""
+        self._password = password
+        await self.call("Fetch.enable", handleAuthRequests=True)
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Calls a method of the protocol."""
@@ -70,8 +92,9 @@ class Browser:
         """Waits until an expression is true on the page, and returns it."""
         deadline = asyncio.get_running_loop().time() + PATIENCE_S
         while True:
-            if found := await self.evaluate(expression):
-                return found
+            with contextlib.suppress(AssertionError):  # between two pages there is nothing to ask
+                if found := await self.evaluate(expression):
+                    return found
             assert asyncio.get_running_loop().time() < deadline, f"never true: {expression}"
             await asyncio.sleep(0.05)
 

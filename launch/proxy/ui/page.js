@@ -33,7 +33,7 @@ function short(value) {
   }
   return value.toExponential(0);
 }
-const bytes = (value) => (known(value) ? short(value) + "B" : "");
+const bytes = (value) => (known(value) ? short(value).replace(/[kMGT]?$/, " $&B") : "");
 const rate = (value) => (known(value) ? (value < 0.5 ? "–" : bytes(value) + "/s") : "");
 const percent = (part) => (known(part) ? Math.round(part * 100) + " %" : "");
 function seconds(value) {
@@ -58,7 +58,7 @@ function drawFigures(state) {
   const tiles = [
     [percent(hit(last)) || "–", "hit, last 5 minutes"],
     [percent(hit(hour)) || "–", "hit, last hour"],
-    [short(sum(last, "requests") / 5), "requests a minute"],
+    [state.proxy.requests_s < 9.95 ? state.proxy.requests_s.toFixed(1) : short(state.proxy.requests_s), "requests a second"],
     [String(state.proxy.running), "in flight"],
     [rate(sum(state.nodes, "load")) || "–", "loaded"],
     [rate(sum(state.nodes, "store")) || "–", "stored"],
@@ -66,7 +66,7 @@ function drawFigures(state) {
   $("figures").replaceChildren(...tiles.map(([value, what]) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, what))));
   const silent = state.nodes.filter((node) => node.state === "silent").length;
   const parts = [`${state.proxy.asked} nodes`];
-  if (silent) parts.push(`${silent} do not answer`);
+  if (silent) parts.push(`${silent} without an answer`);
   if (state.left_out) parts.push(`${state.left_out} not shown`);
   $("line").textContent = parts.join(" · ") + ` · version ${state.version}`;
 }
@@ -113,8 +113,8 @@ function drawPicture(state) {
       group.append(svg("text", { x: x + 8, y: y + 35, class: "q" }, (narrow ? moves[0] : moves.join("   ")) || "idle"));
       const hit = known(node.hit) ? "hit " + percent(node.hit) : "";
       const wait = known(node.queued) && node.queued > 0 ? `${short(node.queued)} wait` : "";
-      group.append(svg("text", { x: x + 8, y: y + 50, class: "q" }, [hit, narrow ? "" : wait].filter((text) => text).join("   ")));
-      if (narrow && moves[1]) group.append(svg("text", { x: x + 8, y: y + 62, class: "q" }, moves[1]));
+      const rest = narrow ? [moves[1], hit].filter((text) => text) : [[hit, wait].filter((text) => text).join("   ")];
+      rest.forEach((text, index) => group.append(svg("text", { x: x + 8, y: y + (narrow ? 48 : 50) + 13 * index, class: "q" }, text)));
     }
     cards.append(title(group, `${node.name} (${node.role}) ${node.state} ${node.why}`));
   }
@@ -129,7 +129,7 @@ function drawPicture(state) {
   cards.append(svg("rect", { x: columns.pool, y: poolTop, width: card.w, height: poolHeight, rx: 7, class: "card" }));
   const used = sum(segments, "used");
   const size = sum(segments, "size");
-  cards.append(svg("text", { x: columns.pool + 8, y: poolTop + 18, class: "name" }, cut(size ? `${bytes(used)} of ${bytes(size)}` : "no segment known", letters + 3)));
+  cards.append(svg("text", { x: columns.pool + 8, y: poolTop + 18, class: "name" }, cut(!size ? "no segment known" : narrow ? `${percent(used / size)} used` : `${bytes(used)} of ${bytes(size)}`, letters + 3)));
   segments.forEach((segment, index) => {
     const y = poolTop + 28 + index * segmentHeight;
     const inner = card.w - 16;
@@ -146,7 +146,7 @@ function drawPicture(state) {
   const most = Math.max(1, ...state.nodes.map((node) => Math.max(node.load || 0, node.store || 0)));
   const thick = (value, all) => 1 + 7 * Math.sqrt(value / all);
   const curve = (x1, y1, x2, y2) => `M${x1} ${y1}C${(x1 + x2) / 2} ${y1} ${(x1 + x2) / 2} ${y2} ${x2} ${y2}`;
-  const poolMiddle = (y) => Math.min(poolTop + poolHeight - 14, Math.max(poolTop + 14, y));
+  const poolMiddle = (y) => Math.min(poolTop + poolHeight - 22, Math.max(poolTop + 22, y));
   const line = (kind, value, all, d, text) => edges.append(title(svg("path", { d, class: `edge ${kind}`, "stroke-width": thick(value, all).toFixed(1) }), text));
   for (const role of ["prefill", "decode"]) {
     for (const node of shown[role]) {
@@ -155,8 +155,8 @@ function drawPicture(state) {
       const x1 = left ? at.x + card.w : at.x;
       const x2 = left ? columns.pool : columns.pool + card.w;
       const y = at.y + card.h / 2;
-      if (node.store >= 0.5) line("store", node.store, most, curve(x1, y - 7, x2, poolMiddle(y) - 7), `${node.name} stores ${rate(node.store)}`);
-      if (node.load >= 0.5) line("load", node.load, most, curve(x1, y + 7, x2, poolMiddle(y) + 7), `${node.name} loads ${rate(node.load)}`);
+      if (node.store >= 0.5) line("store", node.store, most, curve(x1, y - 14, x2, poolMiddle(y) - 14), `${node.name} stores ${rate(node.store)}`);
+      if (node.load >= 0.5) line("load", node.load, most, curve(x1, y + 14, x2, poolMiddle(y) + 14), `${node.name} loads ${rate(node.load)}`);
     }
   }
   const busiest = Math.max(1, ...state.flows.map((flow) => flow.tokens));
@@ -189,7 +189,7 @@ function table(columns, rows, cards) {
 
 function drawFlows(state) {
   const rows = state.flows.slice(0, 30);
-  if (!rows.length) return $("flows").replaceChildren(el("p", { class: "sub" }, "No prompt went through two nodes in the last minute."));
+  if (!rows.length) return $("flows").replaceChildren(el("p", { class: "sub" }, "No prompt went through both in the last minute."));
   const columns = [
     { name: "loads", cell: (flow) => flow.to, as: "break" },
     { name: "from", cell: (flow) => flow.from, as: "break" },
@@ -225,7 +225,8 @@ function drawSlow(state) {
     { name: "client", cell: (one) => one.client },
     { name: "nodes, and why tokens were computed", cell: where, as: "whole block" },
   ];
-  return $("slow").replaceChildren(table(columns, state.slow, true));
+  const named = state.slow.some((one) => one.client);
+  return $("slow").replaceChildren(table(columns.filter((column) => named || column.name !== "client"), state.slow, true));
 }
 
 function drawNodes(state) {

@@ -182,6 +182,7 @@ class UiPages:
             "proxy": {
                 "running": self._metrics.running._value.get(),
                 "followers": self.followers,
+                "requests_s": self._recent.requests_s(),
                 "asked": len(nodes),
             },
             "left_out": self._watch.left_out + max(0, len(nodes) - _MOST_SHOWN),
@@ -219,6 +220,7 @@ def _shown_node(node: SeenNode, now: float) -> dict[str, Any]:
     reading, rates = node.reading(), node.rates(now)
     state = "silent" if node.why else "-" if not node.url else "asking" if node.answered is None else "up"
     first = None if rates is None else rates.quantiles.get("first token")
+    moves = None if node.record.role == "master" else rates
     trouble = [] if reading is None else [*(f"tier {tier} off" for tier in reading.tiers_off)]
     if reading is not None and reading.pool_up is False:
         trouble.append("pool down")
@@ -228,9 +230,9 @@ def _shown_node(node: SeenNode, now: float) -> dict[str, Any]:
         "state": "ill" if trouble and state == "up" else state,
         "why": node.why or ", ".join(trouble),
         "hit": None if rates is None else rates.hit,
-        "load": None if rates is None else rates.load,
-        "store": None if rates is None else rates.store,
-        "lookups": None if rates is None else rates.lookups,
+        "load": None if moves is None else moves.load,
+        "store": None if moves is None else moves.store,
+        "lookups": None if moves is None else moves.lookups,
         "p50": None if first is None else first[0],
         "p99": None if first is None else first[1],
         "evicted": None if rates is None else sum(rates.evictions.values()),

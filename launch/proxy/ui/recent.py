@@ -1,4 +1,4 @@
-"""What the proxy keeps of the last hour's requests: where their prompts were found, the slowest ones, and who loaded what whom had stored. Pure.
+"""What the proxy keeps of the last hour's requests: where their prompts were found, the slowest ones, and which decode node loaded from which prefill node. Pure.
 
 All of it has a bound: an hour of minutes, some requests for each ten minutes, a minute of flows between so many pairs of nodes.
 """
@@ -14,12 +14,12 @@ from launch.proxy.trips import Trip
 from pd_cache.reports import RequestReport
 
 MINUTES = 60
-SLOWEST = 20
+SLOWEST = 12
 """How many slow requests are kept of each ten minutes, and shown of the hour."""
 _MINUTE_S = 60.0
 _SLOW_SPAN_S = 600.0
-_FLOW_SPAN_S = 5.0
-_FLOW_SPANS = 12
+_SPAN_S = 5.0
+_SPANS = 12
 _MOST_PAIRS = 1024
 
 
@@ -77,6 +77,14 @@ class Flow(msgspec.Struct):
     """Tokens whose KV the decode node loaded."""
 
 
+class _Span(msgspec.Struct):
+    """A few seconds."""
+
+    number: int
+    requests: int = 0
+    flows: dict[tuple[str, str], Flow] = {}
+
+
 class RecentRequests:
     """The requests of the last hour."""
 
@@ -85,7 +93,7 @@ class RecentRequests:
         self._clock = clock
         self._minutes: deque[PromptMinute] = deque(maxlen=MINUTES)
         self._slow: deque[tuple[int, list[SlowRequest]]] = deque(maxlen=int(MINUTES * _MINUTE_S / _SLOW_SPAN_S) + 1)
-        self._flows: deque[tuple[int, dict[tuple[str, str], Flow]]] = deque(maxlen=_FLOW_SPANS + 1)
+        self._last: deque[_Span] = deque(maxlen=_SPANS)
 
     def note(self, request_id: str, seconds: float, first_byte_s: float | None, trip: Trip) -> None:
         """Takes in a request that has ended. Its prompt counts at the first node that worked on it."""
@@ -95,10 +103,16 @@ class RecentRequests:
             self._minutes.append(PromptMinute(number))
         self._minutes[-1].add(next((hop.report for hop in trip.hops), None))
         self._note_slow(SlowRequest(request_id, now, seconds, first_byte_s, trip), now)
+        span = self._span(now)
+        span.requests += 1
         nodes = {hop.hop: hop for hop in trip.hops}
         if "prefill" in nodes and "decode" in nodes:
             report = nodes["decode"].report
-            self._note_flow((nodes["prefill"].node, nodes["decode"].node), 0 if report is None else report.loaded, now)
+            pair = nodes["prefill"].node, nodes["decode"].node
+            if pair in span.flows or len(span.flows) < _MOST_PAIRS:
+                flow = span.flows.setdefault(pair, Flow())
+                flow.requests += 1
+                flow.tokens += 0 if report is None else report.loaded
 
     def minutes(self) -> list[PromptMinute | None]:
         """Returns the last hour, the present minute last. None stands for a minute without requests."""
@@ -123,15 +137,27 @@ class RecentRequests:
 
     def flows(self) -> dict[tuple[str, str], Flow]:
         """Returns the flows of the last minute, by the URLs of prefill and decode node."""
-        oldest = int(self._clock() // _FLOW_SPAN_S) - _FLOW_SPANS
         found: dict[tuple[str, str], Flow] = {}
-        for number, flows in self._flows:
-            if number > oldest:
-                for pair, flow in flows.items():
-                    whole = found.setdefault(pair, Flow())
-                    whole.requests += flow.requests
-                    whole.tokens += flow.tokens
+        for span in self._last_minute():
+            for pair, flow in span.flows.items():
+                whole = found.setdefault(pair, Flow())
+                whole.requests += flow.requests
+                whole.tokens += flow.tokens
         return found
+
+    def requests_s(self) -> float:
+        """Returns how many requests ended a second, over the last minute."""
+        return sum(span.requests for span in self._last_minute()) / (_SPANS * _SPAN_S)
+
+    def _last_minute(self) -> list[_Span]:
+        oldest = int(self._clock() // _SPAN_S) - _SPANS
+        return [span for span in self._last if span.number > oldest]
+
+    def _span(self, now: float) -> _Span:
+        number = int(now // _SPAN_S)
+        if not self._last or self._last[-1].number != number:
+            self._last.append(_Span(number))
+        return self._last[-1]
 
     def _note_slow(self, request: SlowRequest, now: float) -> None:
         number = int(now // _SLOW_SPAN_S)
@@ -144,13 +170,3 @@ class RecentRequests:
         quickest = min(range(len(kept)), key=lambda index: kept[index].waited)
         if request.waited > kept[quickest].waited:
             kept[quickest] = request
-
-    def _note_flow(self, pair: tuple[str, str], tokens: int, now: float) -> None:
-        number = int(now // _FLOW_SPAN_S)
-        if not self._flows or self._flows[-1][0] != number:
-            self._flows.append((number, {}))
-        flows = self._flows[-1][1]
-        if pair in flows or len(flows) < _MOST_PAIRS:
-            flow = flows.setdefault(pair, Flow())
-            flow.requests += 1
-            flow.tokens += tokens
