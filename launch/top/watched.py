@@ -96,7 +96,8 @@ class Watched:
         for record in listed:
             self._nodes[record.name].record = record
         if self.selected not in self._nodes:
-            self.selected, self.following = next(iter(self._nodes), ""), False
+            first = min(self._nodes.values(), key=_by_role, default=None)
+            self.selected, self.following = "" if first is None else first.record.name, False
 
     def take(self, answers: Iterable[NodeAnswer]) -> None:
         """Takes in what nodes answered. Ignores nodes that are gone."""
