@@ -216,6 +216,7 @@ def test_no_module_reads_the_environment_when_it_is_imported(file: Path) -> None
         ("launch.roles", ("torch", "mooncake", "aiohttp", "transformers", "grpc", "zmq", "prometheus_client", "rich")),
         ("launch.status", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
         ("launch.doctor", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
+        ("launch.top", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
         ("launch.explain", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
         ("launch.proxy.proxy", ("torch", "mooncake", "transformers", "grpc", "rich")),
         ("pd_cache.engine", ("mooncake", "triton", "zmq", "yaml", "aiohttp", "pd_cache.cluster")),
