@@ -20,8 +20,9 @@ _LONGEST_LINE = 8192
 _MOST = 2.0**62
 """More than any node can have counted; seconds and bytes are below it, too."""
 _LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*\s*=\s*"(?:[^"\\\n]|\\.)*"'
+# each part begins with a character with which the one before cannot go on, so that no line takes more than linear time
 _LINE = re.compile(
-    r"([a-zA-Z_:][a-zA-Z0-9_:]*)[ \t]*(?:\{[ \t]*((?:" + _LABEL + r"[ \t]*(?:,[ \t]*)?)*)\}[ \t]*|[ \t]+)([^ \t{}]+)"
+    r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:[ \t]*\{[ \t]*((?:" + _LABEL + r"[ \t]*(?:,[ \t]*)?)*)\}[ \t]*|[ \t]+)([^ \t{}]+)"
     r"(?:[ \t]+-?[0-9]+)?[ \t]*"
 )
 _PAIR = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\\n]|\\.)*)"')

@@ -25,6 +25,7 @@ TIMEOUT_S = 2.0
 _CONNECT_S = 1.0
 _LARGEST = 1 << 20
 _AT_A_TIME = 16
+_SILENT_AT_A_TIME = 8
 _LONGEST_PAUSE_S = 15.0
 _MOST_NODES = 500
 _ENGINES = ("prefill", "decode")
@@ -58,7 +59,8 @@ class SeenNode(msgspec.Struct):
 
 
 class NodeWatch:
-    """Asks each node every two seconds, silent ones less often. Each has its own deadline, and no more than sixteen are asked at a time."""
+    """Asks each node every two seconds, silent ones less often. Each has its own deadline, no more than sixteen are asked at a time,
+    and silent ones wait for one another only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.nodes: dict[str, SeenNode] = {}
@@ -82,7 +84,7 @@ class NodeWatch:
             node.history, node.answered, node.why, node.due = NodeHistory(), None, "", 0.0
         asking: dict[str, asyncio.Task[None]] = {}
         session = new_session(2 * _AT_A_TIME, _CONNECT_S)
-        places = asyncio.Semaphore(_AT_A_TIME)
+        well, silent = asyncio.Semaphore(_AT_A_TIME), asyncio.Semaphore(_SILENT_AT_A_TIME)
         reader = ThreadPoolExecutor(1, "pd-cache-ui")
         loop = asyncio.get_running_loop()
 
@@ -96,7 +98,7 @@ class NodeWatch:
                 answer.close()
 
         async def ask(node: SeenNode) -> None:
-            async with places:
+            async with silent if node.failures else well:
                 try:
                     raw = await asyncio.wait_for(get(node.url + "/metrics"), TIMEOUT_S)
                     at = self._clock()

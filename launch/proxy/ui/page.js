@@ -284,8 +284,11 @@ function drawHour(state) {
     canvas.append(svg("text", { x: back === 0 ? width : x, y: height - 12, class: "q", "text-anchor": back === 0 ? "end" : back === 60 ? "start" : "middle" }, back ? `−${back} min` : "now"));
   }
   const hour = state.minutes.filter((one) => one);
+  const all = sum(hour, "computed") + SOURCES.reduce((total, source) => total + sum(hour, source), 0);
+  const shares = [...SOURCES, "computed"].map((source) => [source, sum(hour, source)]).filter(([, tokens]) => tokens);
   const untold = sum(hour, "untold");
   room.replaceChildren(canvas);
+  if (all) room.append(el("p", {}, "The whole hour: " + shares.map(([source, tokens]) => `${source} ${percent(tokens / all)}`).join(", ") + "."));
   if (untold) room.append(el("p", { class: "sub" }, `${untold} of ${sum(hour, "requests")} requests came back without a report, and are not counted.`));
 }
 

@@ -194,7 +194,10 @@ class UiPages:
                     "size": one.size_bytes,
                     "used": one.allocator_used_bytes,
                 }
-                for one in self._watch.segments[:_MOST_SHOWN]
+                for one in sorted(
+                    self._watch.segments[:_MOST_SHOWN],
+                    key=lambda one: (owners.get(one.segment_name, ""), one.segment_name),
+                )
             ],
             "flows": [
                 {

@@ -44,9 +44,19 @@ def test_what_is_no_count_is_left_out(value: str) -> None:
         'pd_cache_x{a="1 2',
         'pd_cache_x{a="1"' + " " * 100_000 + "!",
         "pd_cache_x{" + 'a="1",' * 1300 + "!",
+        "pd_cache_x" + " " * 8000 + "{",
         "pd_cache_x 1\n" * 20_001,
     ],
-    ids=["a page", "no value", "no number", "no end", "spaces without end", "labels without end", "too many"],
+    ids=[
+        "a page",
+        "no value",
+        "no number",
+        "no end",
+        "spaces without end",
+        "labels without end",
+        "spaces before labels",
+        "too many",
+    ],
 )
 def test_anything_else_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"not a line|not a number|more than"):
