@@ -13,7 +13,9 @@ import aiohttp
 import msgspec
 import pytest
 
+from launch.discovery import View
 from launch.proxy.ui import node_watch, pages
+from pd_cache.cluster import NodeRecord
 from pd_cache.reports import RequestReport
 from tests.support.proxy import PARAMS, Behaviour, Cluster, answers, cluster, error_of, hangs, says, scenario, until
 
@@ -141,6 +143,29 @@ def test_a_node_that_does_not_answer_well_is_shown_as_such_and_delays_no_other(
                 event = await follower.until(lambda event: named(event, "prefill-0")["state"] == "silent")
                 assert why in named(event, "prefill-0")["why"]
                 await follower.until(lambda event: named(event, "decode-0")["load"])
+
+    run()
+
+
+def test_many_nodes_that_hang_delay_none_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_watch, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(node_watch, "_LONGEST_PAUSE_S", 0.0)
+
+    @scenario
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as mute:
+            url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+            async with cluster(prefill=0) as c:
+                c.decode[0].default = counting()
+                silent = [NodeRecord(name=f"mute-{number}", role="prefill", address=url) for number in range(60)]
+                c.proxy._watch.update(View((NodeRecord(name="well", role="decode", address=c.decode[0].url), *silent)))
+                async with follow(c) as response:
+                    follower = Follower(response)
+                    await follower.until(lambda event: sum(node["state"] == "silent" for node in event["nodes"]) == 60)
+                    asked = len(c.decode[0].paths)
+                    loads = [named(await follower.event(), "well")["load"] for _ in range(20)]
+                assert all(loads)
+                assert len(c.decode[0].paths) - asked > 5, "it is asked all the while"
 
     run()
 
