@@ -141,3 +141,32 @@ def test_what_is_kept_of_a_node_has_a_bound() -> None:
         found.add(read_node({}, float(second)))
     assert len(found.loads) == 240
     assert len(found._steps) == 120
+
+
+VLLM = """
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.1",model_name="m"} %(first)s
+vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="m"} %(first)s
+vllm:pd_cache_ops_total{engine="0",model_name="m",op="lookup"} %(lookups)s
+vllm:pd_cache_bytes_total{engine="0",model_name="m",op="retrieve"} %(load)s
+vllm:pd_cache_prompt_tokens_total{engine="0",model_name="m",source="at_hand"} %(at_hand)s
+vllm:pd_cache_prompt_tokens_total{engine="0",model_name="m",source="loaded"} %(loaded)s
+vllm:pd_cache_tier_hits_total{engine="0",model_name="m",tier="local"} %(loaded)s
+vllm:pd_cache_missed_tokens_total{engine="0",model_name="m",reason="evicted"} %(first)s
+"""
+
+
+def test_the_metrics_of_vllm_are_read_under_their_own_names() -> None:
+    before, after = dict.fromkeys(("first", "lookups", "load", "at_hand", "loaded"), 0), {
+        "first": 10, "lookups": 8, "load": 400, "at_hand": 30, "loaded": 10
+    }  # fmt: skip
+    nodes = history((0.0, VLLM % before), (2.0, VLLM % after))
+    found = nodes.rates(2.0)
+    assert found is not None
+    assert nodes.last is not None
+    assert (nodes.last.queued, nodes.last.running) == (2, 3)
+    assert (found.lookups, found.load, found.missed[0][0]) == (4.0, 200.0, "evicted")
+    assert found.quantiles["first token"] == (pytest.approx(0.05), pytest.approx(0.099))
+    assert found.sources == {"engine": 0.75, "memory": 0.25, "disk": 0.0, "pool": 0.0, "computed": 0.0}
