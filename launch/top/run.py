@@ -14,7 +14,7 @@ from launch.discovery import Directory, open_directory
 from launch.top.asker import TIMEOUT_S, Asker
 from launch.top.screen import draw, snapshot
 from launch.top.terminal import keyboard
-from launch.top.watched import Watched
+from launch.top.watched import WatchedCluster
 from pd_cache.cluster import ClusterConfig
 
 _NO_READER = (errno.EIO, errno.EPIPE)
@@ -54,7 +54,7 @@ def _source(config: ClusterConfig) -> str:
 
 def _print_once(console: Console, directory: Directory, asker: Asker, interval_s: float, source: str) -> None:
     """Asks every node twice, so that there are rates, and prints one table."""
-    watched = Watched()
+    watched = WatchedCluster()
     deadline = time.monotonic() + 2 * TIMEOUT_S + interval_s
     while True:
         records, now = directory.view().nodes, time.monotonic()
@@ -69,7 +69,7 @@ def _print_once(console: Console, directory: Directory, asker: Asker, interval_s
 
 
 def _follow(console: Console, directory: Directory, asker: Asker, source: str) -> None:
-    watched = Watched()
+    watched = WatchedCluster()
     drawn, size = 0.0, console.size
     with keyboard() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.text import Text
 
 from launch.figures.readings import TIMINGS
-from launch.top.watched import NodeRow, Watched
+from launch.top.watched import NodeRow, WatchedCluster
 from pd_cache.cluster.memory import shown_bytes
 from pd_cache.misses import MEANINGS
 
@@ -213,7 +213,7 @@ def _fitted(text: str, width: int, left: bool) -> str:
     return text.ljust(width) if left else text.rjust(width)
 
 
-def _head(columns: Iterable[ScreenColumn], watched: Watched) -> Text:
+def _head(columns: Iterable[ScreenColumn], watched: WatchedCluster) -> Text:
     line = Text(no_wrap=True)
     for column in columns:
         title = column.title
@@ -339,7 +339,7 @@ def _wrapped(label: str, parts: Sequence[str], width: int) -> list[Text]:
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
-def summary(watched: Watched, rows: Sequence[NodeRow], source: str, now: float) -> Text:
+def summary(watched: WatchedCluster, rows: Sequence[NodeRow], source: str, now: float) -> Text:
     """Returns the first line: the cluster as a whole."""
     silent = sum(row.state == "silent" for row in rows)
     line = Text(no_wrap=True)
@@ -361,7 +361,7 @@ def summary(watched: Watched, rows: Sequence[NodeRow], source: str, now: float) 
     return line
 
 
-def draw(watched: Watched, width: int, height: int, now: float, source: str = "") -> Group:
+def draw(watched: WatchedCluster, width: int, height: int, now: float, source: str = "") -> Group:
     """Returns the whole screen, of exactly `height` lines at most."""
     rows = watched.rows(now)
     keys = Text(
@@ -397,11 +397,11 @@ def _scrolled(rows: Sequence[NodeRow], selected: str, most: int) -> int:
     return max(0, min(at - most + 1, len(rows) - most)) if at >= most else 0
 
 
-def snapshot(watched: Watched, width: int, now: float, source: str) -> Group:
+def snapshot(watched: WatchedCluster, width: int, now: float, source: str) -> Group:
     """Returns the same once, for a file or a pipe: no keys, no selection, every node."""
     rows = watched.rows(now)
     columns = columns_for(width)
-    plain = Watched()
+    plain = WatchedCluster()
     plain.order = watched.order
     lines = [summary(watched, rows, source, now), _head(columns, plain)]
     lines += [_line(row, columns, False) for row in rows]

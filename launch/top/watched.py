@@ -74,7 +74,7 @@ _KEYS: dict[str, Callable[[NodeRow], float | None]] = {
 }
 
 
-class Watched:
+class WatchedCluster:
     """The nodes of the cluster, and what the user looks at."""
 
     def __init__(self) -> None:

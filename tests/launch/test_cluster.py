@@ -174,8 +174,6 @@ def test_status_tells_of_every_node(cluster: LocalCluster, prompt: Any, tmp_path
     assert "decode-0" in table.stdout
 
 
-@pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("more", [[], ["--model", "tiny", "--remove"]])
 def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster, prompt: Any, tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(dump_config(cluster.config))
@@ -205,6 +203,8 @@ def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster,
     assert states == {node.name: "-" if node.role == "store" else "up" for node in cluster.config.nodes}
 
 
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("more", [[], ["--model", "tiny", "--remove"]])
 def test_after_a_reset_a_prompt_is_computed_and_stored_again(
     cluster: LocalCluster, alone: Any, prompt: Any, tmp_path: Path, more: list[str]
 ) -> None:

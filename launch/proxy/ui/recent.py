@@ -77,7 +77,7 @@ class Flow(msgspec.Struct):
     """Tokens whose KV the decode node loaded."""
 
 
-class _Span(msgspec.Struct):
+class _FewSeconds(msgspec.Struct):
     """A few seconds."""
 
     number: int
@@ -93,7 +93,7 @@ class RecentRequests:
         self._clock = clock
         self._minutes: deque[PromptMinute] = deque(maxlen=MINUTES)
         self._slow: deque[tuple[int, list[SlowRequest]]] = deque(maxlen=int(MINUTES * _MINUTE_S / _SLOW_SPAN_S) + 1)
-        self._last: deque[_Span] = deque(maxlen=_SPANS)
+        self._last: deque[_FewSeconds] = deque(maxlen=_SPANS)
 
     def note(self, request_id: str, seconds: float, first_byte_s: float | None, trip: Trip) -> None:
         """Takes in a request that has ended. Its prompt counts at the first node that worked on it."""
@@ -149,14 +149,14 @@ class RecentRequests:
         """Returns how many requests ended a second, over the last minute."""
         return sum(span.requests for span in self._last_minute()) / (_SPANS * _SPAN_S)
 
-    def _last_minute(self) -> list[_Span]:
+    def _last_minute(self) -> list[_FewSeconds]:
         oldest = int(self._clock() // _SPAN_S) - _SPANS
         return [span for span in self._last if span.number > oldest]
 
-    def _span(self, now: float) -> _Span:
+    def _span(self, now: float) -> _FewSeconds:
         number = int(now // _SPAN_S)
         if not self._last or self._last[-1].number != number:
-            self._last.append(_Span(number))
+            self._last.append(_FewSeconds(number))
         return self._last[-1]
 
     def _note_slow(self, request: SlowRequest, now: float) -> None:

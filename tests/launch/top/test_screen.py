@@ -14,15 +14,15 @@ from launch.masters import Segment
 from launch.top.asker import NodeAnswer
 from launch.top.screen import columns_for, draw, seconds, short, snapshot, sparkline
 from launch.top.terminal import Keyboard, read_keys
-from launch.top.watched import Watched
+from launch.top.watched import WatchedCluster
 from pd_cache.cluster import NodeRecord
 
 ROLES = ("proxy", "prefill", "decode", "cache-server", "store", "master")
 
 
-def cluster(count: int = 12, long: bool = False) -> Watched:
+def cluster(count: int = 12, long: bool = False) -> WatchedCluster:
     """A cluster with something in every column, and a node that is silent."""
-    watched = Watched()
+    watched = WatchedCluster()
     tail = "-with-a-name-that-is-longer-than-any-column" * long
     records = [
         NodeRecord(
@@ -53,7 +53,7 @@ def cluster(count: int = 12, long: bool = False) -> Watched:
     return watched
 
 
-def shown(watched: Watched, width: int, height: int) -> list[str]:
+def shown(watched: WatchedCluster, width: int, height: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
     with console.capture() as captured:
         console.print(draw(watched, width, height, 5.0, "source"))
