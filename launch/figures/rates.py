@@ -100,11 +100,15 @@ class NodeHistory:
         for trend in (self.loads, self.stores, self.lookups):
             trend.append(0.0)
 
+    def recent(self, now: float) -> list[_Increment]:
+        """Returns the increments of the last minute."""
+        return [step for step in self._steps if now - step.at <= LONGEST_WINDOW_S]
+
     def rates(self, now: float) -> Rates | None:
         """Returns what the node has done of late; None before its second reading."""
         if not self._steps:
             return None
-        recent = [step for step in self._steps if now - step.at <= LONGEST_WINDOW_S]
+        recent = self.recent(now)
         latest = self._steps[-1]
         return Rates(
             load=_rate(latest, "bytes", "retrieve"),
@@ -114,15 +118,25 @@ class NodeHistory:
             evictions={
                 label: value / latest.seconds for (kind, label), value in latest.counts.items() if kind == "evictions"
             },
-            sources=_sources(recent),
+            sources=_shares(_tokens(recent, self.last)),
             quantiles=_quantiles(recent),
             missed=_missed(recent, now),
         )
 
 
-def merged_sources(nodes: Iterable[tuple[NodeHistory, float]]) -> dict[str, float] | None:
-    """Returns the sources of several nodes' prompt tokens together, at one time for each."""
-    return _sources([step for history, now in nodes for step in history._steps if now - step.at <= LONGEST_WINDOW_S])
+def merged_sources(nodes: Iterable[NodeHistory], servers: Iterable[NodeHistory], now: float) -> dict[str, float] | None:
+    """Returns the sources of several nodes' prompt tokens together. `servers`: cache servers, which know the tiers of what their engines
+    loaded."""
+    tokens = dict.fromkeys(SOURCES, 0.0)
+    for history in nodes:
+        for source, count in _tokens(history.recent(now), history.last).items():
+            tokens[source] += count
+    parts = _parts([step for history in servers for step in history.recent(now)])
+    for tier, part in parts.items():
+        tokens[tier] += tokens["loaded"] * part
+    if parts:
+        tokens["loaded"] = 0.0
+    return _shares(tokens)
 
 
 def _increase(before: Mapping[K, float], after: Mapping[K, float]) -> dict[K, float]:
@@ -143,21 +157,29 @@ def _sums(steps: list[_Increment], kind: str) -> dict[str, float]:
     return found
 
 
-def _sources(steps: list[_Increment]) -> dict[str, float] | None:
-    """Loaded tokens are split as the chunks that were read from each tier."""
-    tokens, hits = _sums(steps, "tokens"), _sums(steps, "hits")
-    asked = sum(tokens.get(source, 0.0) for source in ("engine", "loaded", "computed"))
-    if not asked:
-        return None
-    loaded, read = tokens.get("loaded", 0.0), sum(hits.get(tier, 0.0) for tier in _TIERS)
-    parts = {tier: hits.get(tier, 0.0) / read if read else 0.0 for tier in _TIERS}
-    if (
-        not read
-    ):  # a node whose only tier is the pool does not count by tier, and neither does an engine with a cache server
-        parts["pool"] = 1.0
-    found = {tier: loaded * part for tier, part in parts.items()}
-    found |= {"engine": tokens.get("engine", 0.0), "computed": tokens.get("computed", 0.0)}
-    return {source: found[source] / asked for source in SOURCES}
+def _tokens(steps: list[_Increment], last: NodeReading | None) -> dict[str, float]:
+    """Returns how many tokens came from each source. Loaded ones are split as the chunks that were read from each tier."""
+    tokens = _sums(steps, "tokens")
+    found = {source: tokens.get(source, 0.0) for source in ("engine", "loaded", "computed")}
+    parts = _parts(steps)
+    if not parts and last is not None and len(last.tier_bytes) == 1:
+        parts = dict.fromkeys(last.tier_bytes, 1.0)  # a node with one tier does not count by tier
+    if parts and set(parts) <= set(_TIERS):
+        loaded = found.pop("loaded")
+        found |= {tier: loaded * part for tier, part in parts.items()}
+    return found
+
+
+def _parts(steps: list[_Increment]) -> dict[str, float]:
+    """Returns which part of the chunks was read from each tier; empty if none was."""
+    hits = _sums(steps, "hits")
+    read = sum(hits.get(tier, 0.0) for tier in _TIERS)
+    return {tier: hits.get(tier, 0.0) / read for tier in _TIERS} if read else {}
+
+
+def _shares(tokens: Mapping[str, float]) -> dict[str, float] | None:
+    asked = sum(tokens.values())
+    return {source: tokens.get(source, 0.0) / asked for source in SOURCES} if asked else None
 
 
 def _quantiles(steps: list[_Increment]) -> dict[str, tuple[float, float]]:

@@ -10,8 +10,8 @@ import msgspec
 from launch.figures.samples import Samples, total
 from pd_cache.decoding import one_line
 
-SOURCES = ("engine", "memory", "disk", "pool", "computed")
-"""Where the KV of a prompt's tokens came from: the engine's own cache, one of the tiers, or none of them."""
+SOURCES = ("engine", "memory", "disk", "pool", "loaded", "computed")
+"""Where the KV of a prompt's tokens came from: the engine's own cache, one of the tiers, a tier that the node does not name, or nowhere."""
 TIMINGS = ("lookup", "retrieve", "store", "first token", "first byte")
 
 _TIERS = {"local": "memory", "disk": "disk", "mooncake": "pool"}
@@ -96,7 +96,8 @@ def _by(samples: Samples, name: str, label: str, called: dict[str, str] | None =
     for labels, value in samples.get(name, ()):
         if label in labels:
             text = one_line(labels[label][:_LONGEST_LABEL])
-            yield (called or {}).get(text, text), value
+            # a second tier of a kind is called `disk-1`
+            yield text if called is None else called.get(text.partition("-")[0], text), value
 
 
 _tier = _TIERS

@@ -17,7 +17,6 @@ from launch.asking import fetch
 from launch.figures import NodeReading, read_node, read_samples
 from launch.masters import Segment, read_segments
 from pd_cache.cluster import NodeRecord
-from pd_cache.cluster.addresses import is_local
 from pd_cache.decoding import one_line
 from pd_cache.errors import PdCacheError
 
@@ -69,8 +68,7 @@ def ask_node(record: NodeRecord, access: Access, clock: Callable[[], float] = ti
 
 
 def _server_metrics(record: NodeRecord) -> str:
-    local = is_local(urllib.parse.urlsplit(record.metrics).hostname or "") if record.metrics else True
-    if record.metrics is not None and not local:
+    if record.metrics is not None and urllib.parse.urlsplit(record.metrics).port:
         return _get(record.metrics + "/metrics")
 
     from pd_cache.client.observer import server_status

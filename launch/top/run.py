@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import time
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.live import Live
@@ -68,10 +70,21 @@ def _print_once(console: Console, directory: Directory, asker: Asker, interval_s
     Console(width=width, highlight=False).print(snapshot(watched, width, now, source), soft_wrap=True)
 
 
+@contextlib.contextmanager
+def _no_log() -> Iterator[None]:
+    """Keeps lines of the log, such as those about discovery, off the screen, which shows the same."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 def _follow(console: Console, directory: Directory, asker: Asker, source: str) -> None:
     watched = WatchedCluster()
     drawn, size = 0.0, console.size
-    with keyboard() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+    with _no_log(), keyboard() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             view, now = directory.view(), time.monotonic()
             watched.update(view.nodes)

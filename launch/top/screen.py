@@ -118,8 +118,10 @@ def _main_pair(row: NodeRow) -> str:
 
 def _source(name: str) -> Callable[[NodeRow], str]:
     def cell(row: NodeRow) -> str:
-        found = None if row.rates is None or row.rates.sources is None else row.rates.sources[name]
-        return "" if found is None else "-" if found == 0 else percent(found)
+        sources = None if row.rates is None else row.rates.sources
+        if sources is None or (sources["loaded"] and name != "engine"):  # it does not say from which tier
+            return ""
+        return percent(sources[name]) if sources[name] else "-"
 
     return cell
 
@@ -351,7 +353,8 @@ def summary(watched: WatchedCluster, rows: Sequence[NodeRow], source: str, now: 
         parts = ", ".join(f"{name} {percent(part)}" for name, part in sources.items() if part and name != "computed")
         line.append(f"   hit {percent(1 - sources['computed'])}", "bold")
         line.append(f" ({parts})" if parts else "")
-    rates = [row.rates for row in rows if row.rates is not None]
+    # what engines load and store; a cache server moves the same bytes for them
+    rates = [row.rates for row in rows if row.rates is not None and row.role in ("prefill", "decode")]
     line.append(
         f"   load {rate(sum(one.load for one in rates))}B/s  store {rate(sum(one.store for one in rates))}B/s".replace(
             "-B", "0 B"

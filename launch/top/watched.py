@@ -127,9 +127,10 @@ class WatchedCluster:
     def sources(self, now: float) -> dict[str, float] | None:
         """Returns where the KV of the last minute's prompts came from, at the nodes that prompts reach first: prefill nodes, or if
         these had no prompts, decode nodes."""
+        servers = [node.history for node in self._nodes.values() if node.record.role == "cache-server"]
         for role in ("prefill", "decode"):
-            nodes = [(node.history, now) for node in self._nodes.values() if node.record.role == role]
-            if (found := merged_sources(nodes)) is not None:
+            nodes = [node.history for node in self._nodes.values() if node.record.role == role]
+            if (found := merged_sources(nodes, servers, now)) is not None:
                 return found
         return None
 

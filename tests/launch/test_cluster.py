@@ -198,7 +198,7 @@ def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster,
 
     done = CliRunner().invoke(main, ["top", "-c", str(file), "--interval", "0.5"])
     assert done.exit_code == 0, done.output
-    lines = done.output.splitlines()
+    lines = done.stdout.splitlines()
     states = {line.split()[0]: line.split()[2] for line in lines[2:]}
     assert states == {node.name: "-" if node.role == "store" else "up" for node in cluster.config.nodes}
 

@@ -55,13 +55,15 @@ function drawFigures(state) {
   const last = hour.slice(-5);
   const asked = (list) => sum(list, "computed") + SOURCES.reduce((total, source) => total + sum(list, source), 0);
   const hit = (list) => (asked(list) ? 1 - sum(list, "computed") / asked(list) : NaN);
+  // a cache server moves the same bytes for its engines
+  const engines = state.nodes.filter((node) => node.role === "prefill" || node.role === "decode");
   const tiles = [
     [percent(hit(last)) || "–", "hit, last 5 minutes"],
     [percent(hit(hour)) || "–", "hit, last hour"],
     [state.proxy.requests_s < 9.95 ? state.proxy.requests_s.toFixed(1) : short(state.proxy.requests_s), "requests a second"],
     [String(state.proxy.running), "in flight"],
-    [rate(sum(state.nodes, "load")) || "–", "loaded"],
-    [rate(sum(state.nodes, "store")) || "–", "stored"],
+    [rate(sum(engines, "load")) || "–", "loaded"],
+    [rate(sum(engines, "store")) || "–", "stored"],
   ];
   $("figures").replaceChildren(...tiles.map(([value, what]) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, what))));
   const silent = state.nodes.filter((node) => node.state === "silent").length;

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from launch.figures import NodeHistory, Rates, read_node, read_samples
-from launch.figures.rates import quantile
+from launch.figures.rates import merged_sources, quantile
 
 RECORDED = """
 # TYPE pd_cache_bytes_total counter
@@ -80,14 +80,29 @@ def test_a_reading_that_is_not_later_is_ignored() -> None:
 
 def test_prompt_tokens_are_split_by_where_their_kv_came_from() -> None:
     found = rates((0.0, text()), (2.0, text(at_hand=10, loaded=60, computed=30, memory=1, pool=2)))
-    assert found.sources == pytest.approx({"engine": 0.1, "memory": 0.2, "disk": 0.0, "pool": 0.4, "computed": 0.3})
+    assert found.sources == pytest.approx(
+        {"engine": 0.1, "memory": 0.2, "disk": 0.0, "pool": 0.4, "loaded": 0.0, "computed": 0.3}
+    )
     assert found.hit == pytest.approx(0.7)
 
 
-def test_loads_of_a_node_that_does_not_count_by_tier_are_the_pools() -> None:
-    assert rates((0.0, text()), (2.0, text(loaded=60, computed=40))).sources == {
-        "engine": 0.0, "memory": 0.0, "disk": 0.0, "pool": 0.6, "computed": 0.4,
-    }  # fmt: skip
+def test_loads_of_a_node_that_does_not_count_by_tier_are_those_of_its_only_tier() -> None:
+    only = 'pd_cache_tier_bytes{tier="mooncake"} 0\n'
+    found = rates((0.0, only + text()), (2.0, only + text(loaded=60, computed=40))).sources
+    assert found == {"engine": 0.0, "memory": 0.0, "disk": 0.0, "pool": 0.6, "loaded": 0.0, "computed": 0.4}
+
+
+def test_loads_of_an_engine_with_a_cache_server_are_split_as_the_server_read() -> None:
+    engine = history((0.0, text()), (2.0, text(loaded=60, computed=40)))
+    found = engine.rates(2.0)
+    assert found is not None
+    assert found.sources is not None
+    assert found.sources["loaded"] == 0.6, "the engine alone does not know"
+    server = history((0.0, text()), (2.0, text(memory=2, pool=1)))
+    assert merged_sources([engine], [server], 2.0) == pytest.approx(
+        {"engine": 0.0, "memory": 0.4, "disk": 0.0, "pool": 0.2, "loaded": 0.0, "computed": 0.4}
+    )
+    assert merged_sources([], [server], 2.0) is None
 
 
 def test_shares_are_of_the_last_minute_only() -> None:
@@ -169,4 +184,9 @@ def test_the_metrics_of_vllm_are_read_under_their_own_names() -> None:
     assert (nodes.last.queued, nodes.last.running) == (2, 3)
     assert (found.lookups, found.load, found.missed[0][0]) == (4.0, 200.0, "evicted")
     assert found.quantiles["first token"] == (pytest.approx(0.05), pytest.approx(0.099))
-    assert found.sources == {"engine": 0.75, "memory": 0.25, "disk": 0.0, "pool": 0.0, "computed": 0.0}
+    assert found.sources == {"engine": 0.75, "memory": 0.25, "disk": 0.0, "pool": 0.0, "loaded": 0.0, "computed": 0.0}
+
+
+def test_a_second_tier_of_a_kind_counts_as_that_kind() -> None:
+    two = 'pd_cache_tier_hits_total{tier="disk"} 1\npd_cache_tier_hits_total{tier="disk-1"} 2\n'
+    assert read_node(read_samples(two), 0.0).counts["hits", "disk"] == 3
