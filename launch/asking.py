@@ -27,10 +27,12 @@ class Answer(NamedTuple):
     body: bytes
 
 
-def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> bytes:
+def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY, *, most: int | None = None) -> bytes:
     """Returns the body of `ask`'s answer. Raises OSError (urllib's HTTPError for a status other than 2xx) or ValueError if there is
-    none."""
-    answer = ask(url, timeout, access)
+    none, or if it has more than `most` bytes."""
+    answer = ask(url, timeout, access, most=LARGEST_ANSWER if most is None else most + 1)
+    if most is not None and len(answer.body) > most:
+        raise ValueError(f"its answer has more than {most} bytes")
     if not 200 <= answer.status < 300:
         raise urllib.error.HTTPError(url, answer.status, answer.reason, answer.headers, io.BytesIO(answer.body))
     return answer.body
@@ -50,9 +52,10 @@ def ask(
     timeout: float = _ANSWER_S,
     access: Access = NOBODY,
     body: bytes | None = None,
-    largest: int = LARGEST_ANSWER,
+    *,
+    most: int = LARGEST_ANSWER,
 ) -> Answer:
-    """Returns the answer to a GET, or with a `body`, which is JSON, to a POST: its first `largest` bytes.
+    """Returns the answer to a GET, or with a `body`, which is JSON, to a POST: its first `most` bytes.
 
     `access`: key and certificates for the node.
 
@@ -84,7 +87,7 @@ def ask(
                 headers["Content-Type"] = "application/json"
             connection.request("GET" if body is None else "POST", path, body, headers)
             answer = connection.getresponse()
-            answered = answer.read(largest)
+            answered = answer.read(most)
         except http.client.HTTPException as error:
             if late.is_set():
                 raise TimeoutError(f"no whole answer within {timeout:g} s") from None

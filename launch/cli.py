@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import runpy
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -131,6 +132,33 @@ def status(file: Path, as_json: bool, watch: bool) -> None:
         Console().print(shown.status_table(found))
     if not found.well:
         raise SystemExit(1)
+
+
+@main.command()
+@click.option("-c", "--config", "file", type=_FILE, required=True, help="The cluster's YAML file.")
+@click.option("--once", is_flag=True, help="Print one table and end; the default where the output is no terminal.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.2, 60.0),
+    default=2.0,
+    show_default=True,
+    help="How often each node is asked, in seconds.",
+)
+def top(file: Path, once: bool, interval: float) -> None:
+    """Show live what the nodes do: hit rate by tier, bytes and lookups a second, latencies, queues, staging memory, evictions, misses.
+
+    `h` shows the keys, `q` ends.
+    """
+    from launch.signals import StoppedError, signals_as_exceptions
+    from launch.top import top as shown
+    from launch.up import running_config
+
+    config = running_config(file) or load_config(file)
+    try:
+        with signals_as_exceptions():
+            shown(config, once=once, interval_s=interval)
+    except StoppedError as stopped:
+        raise SystemExit(0 if stopped.args[0] == signal.SIGINT else 128 + stopped.args[0]) from None
 
 
 @main.command()

@@ -100,7 +100,7 @@ def keys_at(metrics: str, timeout: float, largest: int) -> list[bytes]:
     This gives no key a lease, as `/batch_query_keys` does not; `/query_key`, and every call of Mooncake's client, does. Raises OSError or
     ValueError if the master does not answer within `timeout` seconds, or if its list has more than `largest` bytes.
     """
-    answer = ask(f"{metrics}/get_all_keys", timeout, largest=largest + 1)
+    answer = ask(f"{metrics}/get_all_keys", timeout, most=largest + 1)
     if answer.status != 200:
         raise ValueError(f"status {answer.status}")
     if len(answer.body) > largest:

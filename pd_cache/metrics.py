@@ -10,12 +10,13 @@ import collections
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from pd_cache.misses import MissReason
 from pd_cache.sparse_log import SparseLog
@@ -23,7 +24,6 @@ from transfer.errors import Status
 
 if TYPE_CHECKING:
     from pd_cache.reports import RequestReport
-    from transfer.staging import StagingPool
 
 log = logging.getLogger(__name__)
 
@@ -33,19 +33,68 @@ a cache server never forgets a counter."""
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
-POOL_UP = "1 while calls go to the pool, 0 while its breaker is open or its client is not open yet"
+class BackendLevels(NamedTuple):
+    """What a backend has in use at the moment. Sizes are bytes."""
+
+    staging: int
+    """The memory between paged caches and tiers, without what local tiers keep in it."""
+    staging_used: int
+    staging_forfeited: int
+    """What was given up since the start, because a transfer may still write to it."""
+    pool_up: bool | None
+    """Whether calls go to the pool: its client is open and its breaker closed. None without a pool."""
+    segment: str = ""
+    """The name of the segment that this process gives to the pool; empty if there is none."""
+    segment_bytes: int = 0
 
 
-class WatchedPool(Protocol):
-    """A pool whose state is shown as it is at each scrape."""
+class LevelCollector(Collector):
+    """Asks the backends of one process for their levels whenever the metrics are read."""
 
-    @property
-    def available(self) -> bool:
-        """Whether calls go to the pool now."""
+    def __init__(self) -> None:
+        self._sources: list[Callable[[], BackendLevels | None]] = []
+        self._lock = threading.Lock()
 
-    @property
-    def staging(self) -> StagingPool:
-        """The memory through which its chunks pass."""
+    def add(self, source: Callable[[], BackendLevels | None]) -> None:
+        """Asks `source`, too, until it returns None: its backend is closed."""
+        with self._lock:
+            self._sources.append(source)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        with self._lock:
+            sources = list(self._sources)
+        levels = {source: source() for source in sources}
+        with self._lock:
+            self._sources = [source for source in self._sources if levels.get(source, ()) is not None]
+        found = [one for one in levels.values() if one is not None]
+        if not found:
+            return
+        if any(one.staging for one in found):
+            yield GaugeMetricFamily(
+                "pd_cache_staging_bytes",
+                "Staging memory, without what local tiers keep in it",
+                sum(one.staging for one in found),
+            )
+            yield GaugeMetricFamily(
+                "pd_cache_staging_used_bytes",
+                "Staging memory that is leased or quarantined",
+                sum(one.staging_used for one in found),
+            )
+            yield GaugeMetricFamily(
+                "pd_cache_staging_forfeited_bytes",
+                "Staging memory given up since the start, because a transfer may still write to it",
+                sum(one.staging_forfeited for one in found),
+            )
+        pools = [one.pool_up for one in found if one.pool_up is not None]
+        if pools:
+            yield GaugeMetricFamily("pd_cache_pool_up", "0 while calls do not go to the pool", float(all(pools)))
+        segments = GaugeMetricFamily(
+            "pd_cache_segment_bytes", "Memory given to the pool, by the segment's name", labels=["segment"]
+        )
+        for one in found:
+            if one.segment:
+                segments.add_metric([one.segment], one.segment_bytes)
+        yield segments
 
 
 class TierMetrics:
@@ -60,23 +109,6 @@ class TierMetrics:
         self._off = owner._tier_off.labels(tier)
         # shown from the start, so that the first event is an increase
         owner._tier_healed.labels(tier)
-        self._pools: weakref.WeakSet[WatchedPool] = weakref.WeakSet()
-
-    def watch(self, pool: WatchedPool) -> None:
-        """Shows the pool's state and how much of its staging memory is in use, as long as the pool lives and until `unwatch`."""
-        self._pools.add(pool)
-        pools = self._pools
-        self._owner._pool_up.labels(self.tier).set_function(lambda: all(one.available for one in list(pools)))
-        for gauge, bytes_of in (
-            (self._owner._staging_used, lambda staging: staging.taken * staging.stride_of(staging.slot_bytes)),
-            (self._owner._staging_size, lambda staging: staging.slots * staging.stride_of(staging.slot_bytes)),
-            (self._owner._staging_lost, lambda staging: staging.forfeited_bytes),
-        ):
-            gauge.labels(self.tier).set_function(_total_of(pools, bytes_of))
-
-    def unwatch(self, pool: WatchedPool) -> None:
-        """Forgets a pool that is closed."""
-        self._pools.discard(pool)
 
     def hit(self, chunks: int = 1) -> None:
         """Counts chunks that were read from this tier."""
@@ -134,10 +166,6 @@ class TierMetrics:
     def switched_on(self) -> None:
         """Notes that the tier is in use."""
         self._off.set(0)
-
-
-def _total_of(pools: weakref.WeakSet[WatchedPool], of: Callable[[StagingPool], int]) -> Callable[[], int]:
-    return lambda: sum(of(one.staging) for one in list(pools))
 
 
 class CacheMetrics:
@@ -237,20 +265,9 @@ class CacheMetrics:
         self._tier_ignored = Counter(
             "pd_cache_tier_ignored_files", "Files that are no whole objects", ["tier", "kind"], registry=registry
         )
-        self._pool_up = Gauge("pd_cache_pool_up", POOL_UP, tier, registry=registry)
-        self._staging_used = Gauge(
-            "pd_cache_staging_used_bytes",
-            "Staging memory that is leased or quarantined, with what a local tier keeps there",
-            tier,
-            registry=registry,
-        )
-        self._staging_size = Gauge("pd_cache_staging_bytes", "Staging memory", tier, registry=registry)
-        self._staging_lost = Gauge(
-            "pd_cache_staging_forfeited_bytes",
-            "Staging memory given up since the start, because a transfer may still write to it",
-            tier,
-            registry=registry,
-        )
+        self.levels = LevelCollector()
+        """Reports on the backends that are counted here."""
+        self.registry.register(self.levels)
         self._tiers: dict[str, TierMetrics] = {}
         self._log = SparseLog()
         self._lock = threading.Lock()

@@ -55,10 +55,10 @@ LAUNCH_LAYERS = (
     ("errors", "signals", "access", "openai", "descriptors", "_guardian", "_tethered"),
     ("process", "foreign", "asking", "topology", "exposition"),
     ("masters", "discovery", "supervisor"),
-    ("pool_lookups", "pool_events"),
+    ("pool_lookups", "pool_events", "figures"),
     ("reachability", "status", "up"),
     ("engines", "proxy"),
-    ("roles", "doctor", "demo", "reset", "explain"),
+    ("roles", "doctor", "demo", "reset", "explain", "top"),
     ("cli", "__main__"),
 )
 """The same inside launch."""
@@ -69,7 +69,7 @@ STRANGERS = (
     {"client", "server"},
     {"reachability", "status", "up"},
     {"engines", "proxy"},
-    {"roles", "doctor", "demo", "reset", "explain"},
+    {"roles", "doctor", "demo", "reset", "explain", "top"},
 )
 """Modules and packages of one layer that never import one another."""
 
@@ -221,6 +221,7 @@ def test_no_module_reads_the_environment_when_it_is_imported(file: Path) -> None
         ("launch.roles", ("torch", "mooncake", "aiohttp", "transformers", "grpc", "zmq", "prometheus_client", "rich")),
         ("launch.status", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
         ("launch.doctor", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
+        ("launch.top", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
         ("launch.explain", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
         ("launch.proxy.proxy", ("torch", "mooncake", "transformers", "grpc", "rich", "opentelemetry")),
         ("pd_cache.engine", ("mooncake", "triton", "zmq", "yaml", "aiohttp", "pd_cache.cluster", "opentelemetry")),

@@ -103,7 +103,8 @@ def test_the_wheel_has_all_that_runs_and_nothing_else(wheel: Path) -> None:
     modules = {str(file.relative_to(ROOT)) for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
     data = {f"launch/configs/{file.name}" for file in (ROOT / "configs").iterdir()}
     typed = {f"{package}/py.typed" for package in PACKAGES if (ROOT / package / "py.typed").exists()}
-    assert names == modules | data | typed
+    page = {f"launch/proxy/ui/page.{kind}" for kind in ("html", "css", "js")}
+    assert names == modules | data | typed | page
 
 
 def test_the_wheel_says_what_it_is(metadata: email.message.Message, unpacked: Path) -> None:

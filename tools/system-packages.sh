@@ -16,6 +16,7 @@ missing() {
     programs etcd || echo etcd-server
     { programs ip && programs tc; } || echo iproute2
     programs openssl || echo openssl
+    programs chromium || programs chromium-browser || programs google-chrome || echo chromium
     [ "$1" = test ] && return
     programs make || echo make
     "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv

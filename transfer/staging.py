@@ -222,11 +222,6 @@ class StagingPool:
         return self._closed
 
     @property
-    def taken(self) -> int:
-        """As `in_use`, without a lock: a slot that its holder forgot counts until the next lease looks for one."""
-        return max(0, len(self._places) - len(self._free))
-
-    @property
     def in_use(self) -> int:
         """The number of slots that are leased or quarantined."""
         with self._changed:

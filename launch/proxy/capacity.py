@@ -12,6 +12,10 @@ from pd_cache.cluster import ProxyConfig
 log = logging.getLogger(__name__)
 
 
+_UI_SHARE = 8
+"""One connection of so many may belong to a browser that follows `/ui`."""
+
+
 def fitted(config: ProxyConfig, descriptors: int) -> tuple[ProxyConfig, int]:
     """Returns the configuration with as many requests as `descriptors` allow, and the most connections of clients."""
     usable = descriptors - min(RESERVED, descriptors // 4)
@@ -25,4 +29,6 @@ def fitted(config: ProxyConfig, descriptors: int) -> tuple[ProxyConfig, int]:
             descriptors,
             descriptors_for(config.max_requests),
         )
-    return msgspec.structs.replace(config, max_requests=most), min(usable - 2 * most, 4 * most + 1024)
+    room = min(usable - 2 * most, 4 * most + 1024)
+    followers = min(config.ui_followers, room // _UI_SHARE)
+    return msgspec.structs.replace(config, max_requests=most, ui_followers=followers), room

@@ -24,6 +24,7 @@ from launch.proxy.prefixes import RoutedPrompt
 from launch.proxy.routing import Hop
 from launch.proxy.tokens import HopBody, PromptTokens
 from launch.proxy.trips import AnswerEnd, Trip, read_report
+from launch.proxy.ui import RecentRequests
 from pd_cache.cluster import LARGEST_BODY
 from pd_cache.reports import RecentReports, RequestReport
 
@@ -45,8 +46,15 @@ class Completions:
     """Serves completions and chats."""
 
     def __init__(
-        self, nodes: Nodes, pools: NodePools, direct: DirectRule, metrics: ProxyMetrics, prefill_timeout_s: float
+        self,
+        nodes: Nodes,
+        pools: NodePools,
+        direct: DirectRule,
+        metrics: ProxyMetrics,
+        prefill_timeout_s: float,
+        recent: RecentRequests,
     ) -> None:
+        self._recent = recent
         self.trips: RecentReports[Trip] = RecentReports()
         """The last requests."""
         self._nodes = nodes
@@ -72,7 +80,9 @@ class Completions:
             return await decoding
         finally:
             if exchange.nodes:
-                self.trips.note(exchange.id, exchange.trip())
+                trip = exchange.trip()
+                self.trips.note(exchange.id, trip)
+                self._recent.note(exchange.id, time.monotonic() - exchange.started, exchange.first_byte_s, trip)
 
     async def _prepare(self, exchange: Exchange, body: bytes) -> HopBody | Refusal:
         """Does the prefill hop. Returns the body for the decode node, or a prefill node's refusal."""
@@ -189,7 +199,8 @@ class Completions:
                             span.end(f"{error.reason}: {error}")
                         continue
                     attempts.answered(node, time.monotonic(), well=answer.status < 300)
-                    self._metrics.first_byte_seconds.observe(time.monotonic() - exchange.started)
+                    exchange.first_byte_s = time.monotonic() - exchange.started
+                    self._metrics.first_byte_seconds.observe(exchange.first_byte_s)
                     body = HopBody(b"")
                     exchange.forget_body()
                     return await self._relay(exchange, node, answer, first)

@@ -38,6 +38,8 @@ class Exchange:
         self.nodes: dict[str, str] = {}
         self.reports: dict[str, RequestReport] = {}
         """What nodes said of the prompt, by hop."""
+        self.first_byte_s: float | None = None
+        """How long the decode node's first byte took; None before it."""
         self.model: str | None = None
         """The model that the nodes must serve; None for any."""
         self.forget_body: Callable[[], None] = lambda: None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
@@ -26,6 +27,7 @@ from launch.proxy.nodes import Nodes
 from launch.proxy.overview import Overview, Peers
 from launch.proxy.query import CacheQuery
 from launch.proxy.requests import Requests
+from launch.proxy.ui import NodeWatch, RecentRequests, UiPages
 from launch.proxy.watched_files import WatchedFiles
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.tracing import UNTRACED, Tracing
@@ -65,7 +67,10 @@ class Proxy:
         self._direct = direct or DirectRule(0)
         self._node_pools = NodePools(config, self._direct, master)
         self._nodes = Nodes(self._node_pools.pools, self.metrics, lambda: self._keys.credentials)
-        completions = Completions(self._nodes, self._node_pools, self._direct, self.metrics, config.prefill_timeout_s)
+        recent, self._watch = RecentRequests(time.monotonic), NodeWatch()
+        completions = Completions(
+            self._nodes, self._node_pools, self._direct, self.metrics, config.prefill_timeout_s, recent
+        )
         self._requests = Requests(
             config,
             completions,
@@ -81,10 +86,12 @@ class Proxy:
         )
         self._query = CacheQuery(self._direct, self._node_pools.caches, self._keys)
         self._overview = Overview(self._node_pools, self._keys, self._admission, self.metrics, completions.trips, peers)
+        self._ui = UiPages(config.ui_followers, self._keys, self._watch, recent, self.metrics, self.connections)
 
     def update(self, view: View) -> None:
         """Uses the view's nodes from now on. Call it on the event loop's thread, once the loop runs."""
         self._node_pools.update(view)
+        self._watch.update(view)
 
     def app(self) -> web.Application:
         """Returns a new application. Run it with `handler_cancellation=True`; otherwise it notices late that clients went away."""
@@ -94,6 +101,7 @@ class Proxy:
         app.router.add_get("/v1/models", self._requests.list_models, allow_head=False)
         self._overview.add_to(app)
         self._query.add_to(app)
+        self._ui.add_to(app)
         app.cleanup_ctx.append(self._with_session)
         app.on_shutdown.append(self._drain)
         return app

@@ -55,6 +55,7 @@ def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Callable[[st
     """Runs a host's `mooncake_client` as a child that ends with this process, and unmounts its segment as it ends."""
     _, election = split_master(config.master_address)
     settings = config.supervisor
+    listens = f"{node.host}:{node.port}"
     with stop_on_signals() as stop:
         deadline = time.monotonic() + settings.ready_timeout_s
         # without a master, mooncake_client aborts; only it finds out whether one of several leads
@@ -72,14 +73,14 @@ def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Callable[[st
             stdout=subprocess.DEVNULL,
         )
         with (
-            _questions(node, lambda: _listening(f"{node.host}:{node.port}") or None),
+            _questions(node, lambda: _listening(listens) or None, lambda: listens),
             ForeignProgram("mooncake_client", spawn, settings.stop_grace_s) as client,
         ):
             try:
                 client.run(
                     stop,
-                    serving=lambda: _listening(f"{node.host}:{node.port}"),
-                    ready=lambda: ready(f"{node.host}:{node.port}"),
+                    serving=lambda: _listening(listens),
+                    ready=lambda: ready(listens),
                     deadline=deadline,
                     hint=lambda: (
                         f"is the port {node.port} of {node.host} free, and is there memory for {node.segment_size}?"
@@ -100,7 +101,7 @@ def _run_segment(config: ClusterConfig, node: StoreNode, ready: Callable[[str], 
     with (
         stop_on_signals() as stop,
         # first, so that a store that waits for its master says so
-        _questions(node, lambda: mounted[0].available if mounted else None),
+        _questions(node, lambda: mounted[0].available if mounted else None, lambda: mounted[0].hostname),
         MooncakeStore(
             settings.transfer, master=settings.master, host=named, segment_size=settings.segment_size
         ) as store,
@@ -120,25 +121,29 @@ def _run_segment(config: ClusterConfig, node: StoreNode, ready: Callable[[str], 
 
 
 @contextlib.contextmanager
-def _questions(node: StoreNode, available: Callable[[], bool | None]) -> Iterator[None]:
+def _questions(node: StoreNode, available: Callable[[], bool | None], segment: Callable[[], str]) -> Iterator[None]:
     """Answers `/health` and `/metrics` while the block runs, if the file has a port for them.
 
-    `available` returns whether the pool answers, or None as long as the node gives no memory.
+    `available` returns whether the pool answers, or None as long as the node gives no memory; `segment` the name of what it gives.
     """
     if node.metrics_port is None:
         yield
         return
-    from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
+    from prometheus_client import CollectorRegistry, ProcessCollector
 
     from launch.exposition import RoleHealth, exposed, health_of
-    from pd_cache.metrics import POOL_UP
+    from pd_cache.metrics import BackendLevels, LevelCollector
 
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    given = Gauge("pd_cache_store_segment_bytes", "Memory that this node gives to the pool", registry=registry)
-    given.set_function(lambda: 0 if available() is None else int(node.segment_size))
-    pool = Gauge("pd_cache_pool_up", POOL_UP, ["tier"], registry=registry).labels("mooncake")
-    pool.set_function(lambda: bool(available()))
+    levels = LevelCollector()
+    registry.register(levels)
+
+    def given() -> BackendLevels:
+        up = available()
+        return BackendLevels(0, 0, 0, bool(up), "" if up is None else segment(), int(node.segment_size))
+
+    levels.add(given)
 
     def health() -> RoleHealth:
         up = available()

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.live import Live
 
 from launch.access import NOBODY, Access, proxy_access
 from launch.asking import fetch
 from launch.discovery import Directory, View, open_directory
+from launch.figures import Samples, read_samples, total
 from launch.masters import LEADER, Segment, master_health, segments_at
 from launch.status.node_status import NO_ANSWER, NOT_ASKED, ClusterStatus, NodeStatus
 from launch.status.table import status_table
@@ -27,8 +27,6 @@ from pd_cache.errors import PdCacheError
 _SYNC_S = 5.0
 _TIMEOUT_S = 2.0
 _AT_A_TIME = 16
-_VLLM = "vllm:"
-"""The prefix of all metrics, ours included, that vLLM exports."""
 _IN_FLIGHT = (
     "pd_cache_reference_queue_length",
     "pd_cache_reference_running",
@@ -36,11 +34,6 @@ _IN_FLIGHT = (
     "num_requests_running",
     "num_requests_waiting",
 )
-_MOST = 2.0**62
-"""More than any node can have counted; seconds and bytes are below it, too."""
-
-
-Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
 def cluster_status(config: ClusterConfig) -> ClusterStatus:
@@ -128,7 +121,7 @@ def _ask_server(row: NodeStatus) -> None:
         and address.startswith("ipc://")
         and not is_local(urllib.parse.urlsplit(metrics).hostname or "")
     ):
-        _read_cache(_samples(_get(metrics, "/metrics")), row)
+        _read_cache(read_samples(_get(metrics, "/metrics")), row)
         return
     if address.endswith(":0"):
         raise ValueError("its address depends on a port that is 0 in this file, chosen by `up`")
@@ -136,7 +129,7 @@ def _ask_server(row: NodeStatus) -> None:
     from pd_cache.client.observer import server_status
 
     report = server_status(address, _TIMEOUT_S)
-    _read_cache(_samples(report.metrics), row)
+    _read_cache(read_samples(report.metrics), row)
     row.state = "up" if report.available or not report.workers else "degraded: its pool does not answer"
     row.up_since, row.in_flight = report.up_since, report.in_flight
     row.record = msgspec.structs.replace(row.record, version=report.software)
@@ -148,20 +141,20 @@ def _ask_master(row: NodeStatus) -> None:
         return
     health = master_health(_known(row.record.metrics), _TIMEOUT_S)
     row.leads = "leads, but does not serve yet" if health.role == LEADER and not health.service_ready else health.role
-    samples = _samples(_get(row.record.metrics, "/metrics"))
-    row.bytes_by_tier = {"mooncake": _total(samples, "master_allocated_bytes")}
-    refused = _total(samples, "master_put_start_alloc_failures_total")
+    samples = read_samples(_get(row.record.metrics, "/metrics"))
+    row.bytes_by_tier = {"mooncake": total(samples, "master_allocated_bytes")}
+    refused = total(samples, "master_put_start_alloc_failures_total")
     row.errors = {"store.no_space": refused} if refused else {}
 
 
 def _ask_store(metrics: str, row: NodeStatus) -> None:
     with _refusals(row, "/health", worst=500):
-        _read_store(_get(metrics, "/health"), _samples(_get(metrics, "/metrics")), row)
+        _read_store(_get(metrics, "/health"), read_samples(_get(metrics, "/metrics")), row)
 
 
 def _read_store(health: str, samples: Samples, row: NodeStatus) -> None:
     row.record = msgspec.structs.replace(row.record, version=read_about(health).version or row.record.version)
-    if not _total(samples, "pd_cache_pool_up"):
+    if not total(samples, "pd_cache_pool_up"):
         row.state = "degraded: its pool does not answer"
     _read_cache(samples, row)
 
@@ -177,10 +170,10 @@ def _ask_http(address: str, row: NodeStatus, access: Access) -> None:
 
 def read_metrics(text: str, row: NodeStatus) -> None:
     """Completes a row from an engine's or a proxy's `/metrics`. Raises ValueError for text that Prometheus could not read."""
-    samples = _samples(text)
+    samples = read_samples(text)
     _read_cache(samples, row)
     under_way = [name for name in _IN_FLIGHT if name in samples]
-    row.in_flight = int(sum(_total(samples, name) for name in under_way)) if under_way else None
+    row.in_flight = int(sum(total(samples, name) for name in under_way)) if under_way else None
 
 
 @contextlib.contextmanager
@@ -233,17 +226,3 @@ def _known(address: str) -> str:
     if address.endswith(":0"):
         raise ValueError("its port is 0 in this file, chosen by `up`")
     return address
-
-
-def _samples(text: str) -> Samples:
-    found: Samples = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if not 0 <= sample.value < _MOST:  # not a number, infinite, or negative: not one of our counts
-                continue
-            found.setdefault(sample.name.removeprefix(_VLLM), []).append((sample.labels, sample.value))
-    return found
-
-
-def _total(samples: Samples, name: str) -> float:
-    return sum(value for _, value in samples.get(name, ()))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pd_cache.backends.base import StorageBackend
 from pd_cache.backends.disk import LocalDiskBackend
 from pd_cache.backends.hybrid import HybridBackend, Tier
-from pd_cache.backends.local import open_local
+from pd_cache.backends.local import LocalBackend, open_local
 from pd_cache.backends.objects import TRAILER_BYTES
 from pd_cache.backends.pipelined import PipelinedBackend
 from pd_cache.backends.slots import ObjectMemory, slots_of
 from pd_cache.config import DiskTier, LocalTier, MooncakeTier, NodeSettings
-from pd_cache.metrics import CacheMetrics, TierMetrics
+from pd_cache.metrics import BackendLevels, CacheMetrics, TierMetrics
 from transfer.staging import Pin, StagingPool
+
+if TYPE_CHECKING:
+    from transfer.store import MooncakeStore
 
 
 def open_backend(
@@ -35,6 +40,7 @@ def open_backend(
             f"the staging memory holds no slot of {payload_bytes + TRAILER_BYTES} bytes; make it at least {slot} bytes"
         )
     opened: list[StorageBackend] = []
+    store: MooncakeStore | None = None
     try:
         names = _names([str(tier.__struct_config__.tag) for tier in tiers])
         pool = next((index for index, tier in enumerate(tiers) if isinstance(tier, MooncakeTier)), None)
@@ -43,12 +49,14 @@ def open_backend(
             from pd_cache.backends.mooncake import MooncakeBackend
 
             ahead, counts = cast(MooncakeTier, tiers[pool]).pipelined, metrics.tier(names[pool])
-            opened.append(
-                MooncakeBackend(settings, payload_bytes, pin=pin, reserve=reserve, read_ahead=ahead, metrics=counts)
+            mooncake = MooncakeBackend(
+                settings, payload_bytes, pin=pin, reserve=reserve, read_ahead=ahead, metrics=counts
             )
+            opened.append(mooncake)
+            memory, store = mooncake.memory, mooncake.store
             if len(tiers) == 1:
+                _report_levels(metrics, memory, 0, [], store)
                 return opened[0]
-            memory = opened[0].memory
         else:
             transfer = settings.transfer
             slots = StagingPool(
@@ -62,6 +70,7 @@ def open_backend(
         # without the slots in which local tiers keep objects
         staging = memory.pool.slots - reserve // StagingPool.stride_of(memory.object_bytes)
         parts: list[Tier] = []
+        shelves: list[LocalBackend[Any]] = []
         for tier, name in zip(tiers, names, strict=True):
             counts = metrics.tier(name)
             if isinstance(tier, MooncakeTier):
@@ -69,11 +78,43 @@ def open_backend(
                 continue
             opened.append(_open_tier(settings, tier, memory, staging, counts))
             parts.append(Tier(opened[-1], counts, tier.blocking, tier.promote))
+            if isinstance(tier, LocalTier) and tier.device == "cpu":
+                shelves.append(cast("LocalBackend[Any]", opened[-1]))
+        _report_levels(metrics, memory, reserve, shelves, store)
         return HybridBackend(parts, backlog=staging // 2, close_s=settings.transfer.timeouts.close_ms / 1000)
     except BaseException:
         for backend in opened:
             backend.close()
         raise
+
+
+def _report_levels(
+    metrics: CacheMetrics,
+    memory: ObjectMemory,
+    reserve: int,
+    shelves: Sequence[LocalBackend[Any]],
+    store: MooncakeStore | None,
+) -> None:
+    """Has the metrics report on the memory and on the pool for as long as the backend is open. `shelves`: the tiers that keep objects in
+    the memory, for which `reserve` bytes of it are mapped."""
+    opened, slot_bytes = weakref.ref(memory), StagingPool.stride_of(memory.object_bytes)
+    keeping = [weakref.ref(shelf) for shelf in shelves]
+    reached = None if store is None else weakref.ref(store)
+
+    def levels() -> BackendLevels | None:
+        memory, store = opened(), None if reached is None else reached()
+        if memory is None or memory.pool.closed:
+            return None
+        kept = sum(len(shelf.index) for one in keeping if (shelf := one()) is not None)
+        used = max(0, memory.pool.in_use - kept) * slot_bytes
+        total = memory.pool.slots * slot_bytes - reserve
+        forfeited = memory.pool.forfeited_bytes
+        if store is None:
+            return BackendLevels(total, used, forfeited, None)
+        segment = store.hostname if store.segment_size else ""
+        return BackendLevels(total, used, forfeited, store.available, segment, store.segment_size if segment else 0)
+
+    metrics.levels.add(levels)
 
 
 def _open_tier(

@@ -128,7 +128,6 @@ class MooncakeBackend(StorageBackend):
         self._puts = Quota(_PUTS * slots // _SHARE, headroom=slots // _SHARE)
         per_call = min(_BATCH_KEYS, _BATCH_BYTES // max(1, payload_bytes))
         self.batch_size = max(1, min(per_call, slots // (_SHARE * transfer.threads)))
-        self._metrics.watch(self)
 
     @functools.cached_property
     def epochs(self) -> EpochBook:
@@ -307,7 +306,6 @@ class MooncakeBackend(StorageBackend):
 
     def close(self) -> None:
         self._closed = True
-        self._metrics.unwatch(self)
         self.store.close()
         self.staging.close()
 

@@ -22,6 +22,8 @@ _LABELS = {
     "requests": ("reason",),
     "prompt_tokens": ("source",),
     "missed_tokens": ("reason",),
+    "tier_hits": ("tier",),
+    "tier_evictions": ("tier",),
 }
 _NAMES = {
     "tokens": ("tokens", "Tokens by what became of them in the cache"),
@@ -36,6 +38,8 @@ _NAMES = {
         "missed_tokens",
         "Tokens of prompts that were computed, by why the first of their chunks was not there",
     ),
+    "tier_hits": ("tier_hits", "Chunks read, by tier"),
+    "tier_evictions": ("tier_evictions", "Chunks evicted, by tier"),
 }
 
 

@@ -174,6 +174,35 @@ def test_status_tells_of_every_node(cluster: LocalCluster, prompt: Any, tmp_path
     assert "decode-0" in table.stdout
 
 
+def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster, prompt: Any, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(dump_config(cluster.config))
+    tokens = prompt(4 * CHUNK + 1)
+
+    def well(event: Any) -> bool:
+        nodes = {node["name"]: node for node in event["nodes"]}
+        told = all(nodes[name]["hit"] is not None for name in ("prefill-0", "decode-0"))
+        return told and bool(event["segments"]) and all(segment["size"] for segment in event["segments"])
+
+    with urllib.request.urlopen(url_of(cluster) + "/ui/events", timeout=PATIENCE_S) as events:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            line = events.readline()
+            if line.startswith(b"data: "):
+                if well(event := json.loads(line[6:])):
+                    break
+                assert time.monotonic() < deadline, event
+                complete(url_of(cluster), tokens)  # something to be counted between any two answers of the nodes
+    assert {flow["to"] for flow in event["flows"]} == {"decode-0"}
+    assert event["slow"][0]["hops"][0]["report"]["asked"]
+
+    done = CliRunner().invoke(main, ["top", "-c", str(file), "--interval", "0.5"])
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    states = {line.split()[0]: line.split()[2] for line in lines[2:]}
+    assert states == {node.name: "-" if node.role == "store" else "up" for node in cluster.config.nodes}
+
+
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("more", [[], ["--model", "tiny", "--remove"]])
 def test_after_a_reset_a_prompt_is_computed_and_stored_again(

@@ -359,3 +359,10 @@ def test_files_that_are_no_certificate_and_key_are_told_by_name(
     keys |= {**others, "cert": certs["server"]}
     with pytest.raises(ConfigError, match=message):
         ServerTls(ServerTlsConfig(cert_file=certs[cert], key_file=keys[key]), WatchedFiles())
+
+
+@pytest.mark.parametrize(("descriptors", "most"), [(64, 3), (100_000, 32)])
+def test_browsers_that_follow_the_page_leave_most_connections_to_clients(descriptors: int, most: int) -> None:
+    config, room = fitted(ProxyConfig(), descriptors)
+    assert config.ui_followers == most
+    assert most <= room / 8

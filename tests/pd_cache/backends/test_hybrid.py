@@ -578,3 +578,30 @@ def test_tiers_of_different_memories_are_refused(tmp_path: Path) -> None:
         HybridBackend([Tier(one, counts), Tier(other, counts)])
     with pytest.raises(ValueError, match="at least one tier"):
         HybridBackend([])
+
+
+def levels(metrics: CacheMetrics) -> dict[str, float]:
+    names = ("staging_bytes", "staging_used_bytes", "pool_up")
+    values = {name: metrics.registry.get_sample_value(f"pd_cache_{name}") for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def test_metrics_say_how_much_staging_memory_is_in_use_besides_what_local_tiers_keep_and_whether_the_pool_is_up(
+    pool: Pool,
+) -> None:
+    metrics = CacheMetrics()
+    tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
+    backend = open_backend(pool.settings(CacheConfig(tiers=tiers)), PAYLOAD, metrics=metrics)
+    try:
+        backend.wait_available(60)
+        staging = (16 << 20) // 8192 * 8192
+        assert levels(metrics) == {"staging_bytes": staging, "staging_used_bytes": 0, "pool_up": 1}
+        staged = backend.stage()
+        assert staged is not None
+        assert levels(metrics)["staging_used_bytes"] == 8192
+        assert isinstance(backend, HybridBackend)
+        assert backend.tiers[0].backend.batched_put(["kept"], [staged]).results() == [Status.OK]
+        assert levels(metrics)["staging_used_bytes"] == 0, "the local tier keeps it"
+    finally:
+        backend.close()
+    assert levels(metrics) == {}, "a closed backend has no levels"

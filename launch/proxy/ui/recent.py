@@ -1,0 +1,172 @@
+"""What the proxy keeps of the last hour's requests: where their prompts were found, the slowest ones, and which decode node loaded from which prefill node. Pure.
+
+All of it has a bound: an hour of minutes, some requests for each ten minutes, a minute of flows between so many pairs of nodes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from launch.proxy.trips import Trip
+from pd_cache.reports import RequestReport
+
+MINUTES = 60
+SLOWEST = 12
+"""How many slow requests are kept of each ten minutes, and shown of the hour."""
+_MINUTE_S = 60.0
+_SLOW_SPAN_S = 600.0
+_SPAN_S = 5.0
+_SPANS = 12
+_MOST_PAIRS = 1024
+
+
+class PromptMinute(msgspec.Struct):
+    """The prompts of one minute."""
+
+    number: int
+    """Minutes since the clock's zero."""
+    requests: int = 0
+    untold: int = 0
+    """How many of them came back without a report, such as streams of vLLM."""
+    engine: float = 0.0
+    memory: float = 0.0
+    disk: float = 0.0
+    pool: float = 0.0
+    computed: float = 0.0
+
+    def add(self, report: RequestReport | None) -> None:
+        self.requests += 1
+        if report is None:
+            self.untold += 1
+            return
+        self.engine += report.at_hand
+        self.computed += report.computed
+        read = report.memory + report.disk + report.pool
+        # the last token of a prompt is always computed, even if its chunk was read
+        scale = report.loaded / read if read else 0.0
+        self.memory += report.memory * scale
+        self.disk += report.disk * scale
+        self.pool += report.pool * scale if read else report.loaded
+
+
+class SlowRequest(msgspec.Struct, frozen=True):
+    """A request that took long."""
+
+    request_id: str
+    at: float
+    """When it ended, by the caller's clock."""
+    seconds: float
+    first_byte_s: float | None
+    """How long the client waited for the first byte; None if there was none."""
+    trip: Trip
+
+    @property
+    def waited(self) -> float:
+        """What it is compared by: a long answer is not slow."""
+        return self.seconds if self.first_byte_s is None else self.first_byte_s
+
+
+class Flow(msgspec.Struct):
+    """What one decode node took over from one prefill node."""
+
+    requests: int = 0
+    tokens: int = 0
+    """Tokens whose KV the decode node loaded."""
+
+
+class _FewSeconds(msgspec.Struct):
+    """A few seconds."""
+
+    number: int
+    requests: int = 0
+    flows: dict[tuple[str, str], Flow] = {}
+
+
+class RecentRequests:
+    """The requests of the last hour."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: seconds that never go back."""
+        self._clock = clock
+        self._minutes: deque[PromptMinute] = deque(maxlen=MINUTES)
+        self._slow: deque[tuple[int, list[SlowRequest]]] = deque(maxlen=int(MINUTES * _MINUTE_S / _SLOW_SPAN_S) + 1)
+        self._last: deque[_FewSeconds] = deque(maxlen=_SPANS)
+
+    def note(self, request_id: str, seconds: float, first_byte_s: float | None, trip: Trip) -> None:
+        """Takes in a request that has ended. Its prompt counts at the first node that worked on it."""
+        now = self._clock()
+        number = int(now // _MINUTE_S)
+        if not self._minutes or self._minutes[-1].number != number:
+            self._minutes.append(PromptMinute(number))
+        self._minutes[-1].add(next((hop.report for hop in trip.hops), None))
+        self._note_slow(SlowRequest(request_id, now, seconds, first_byte_s, trip), now)
+        span = self._span(now)
+        span.requests += 1
+        nodes = {hop.hop: hop for hop in trip.hops}
+        if "prefill" in nodes and "decode" in nodes:
+            report = nodes["decode"].report
+            pair = nodes["prefill"].node, nodes["decode"].node
+            if pair in span.flows or len(span.flows) < _MOST_PAIRS:
+                flow = span.flows.setdefault(pair, Flow())
+                flow.requests += 1
+                flow.tokens += 0 if report is None else report.loaded
+
+    def minutes(self) -> list[PromptMinute | None]:
+        """Returns the last hour, the present minute last. None stands for a minute without requests."""
+        last = int(self._clock() // _MINUTE_S)
+        known = {minute.number: minute for minute in self._minutes}
+        return [known.get(number) for number in range(last - MINUTES + 1, last + 1)]
+
+    def slowest(self, client: str | None = None) -> list[SlowRequest]:
+        """Returns the requests of the last hour that waited longest for their first byte. `client`: only that client's."""
+        oldest = self._clock() - MINUTES * _MINUTE_S
+        found = [
+            one
+            for _, kept in self._slow
+            for one in kept
+            if one.at >= oldest and (client is None or one.trip.client == client)
+        ]
+        return sorted(found, key=lambda one: -one.waited)[:SLOWEST]
+
+    def age_s(self, at: float) -> float:
+        """Returns how long ago `at` was."""
+        return max(0.0, self._clock() - at)
+
+    def flows(self) -> dict[tuple[str, str], Flow]:
+        """Returns the flows of the last minute, by the URLs of prefill and decode node."""
+        found: dict[tuple[str, str], Flow] = {}
+        for span in self._last_minute():
+            for pair, flow in span.flows.items():
+                whole = found.setdefault(pair, Flow())
+                whole.requests += flow.requests
+                whole.tokens += flow.tokens
+        return found
+
+    def requests_s(self) -> float:
+        """Returns how many requests ended a second, over the last minute."""
+        return sum(span.requests for span in self._last_minute()) / (_SPANS * _SPAN_S)
+
+    def _last_minute(self) -> list[_FewSeconds]:
+        oldest = int(self._clock() // _SPAN_S) - _SPANS
+        return [span for span in self._last if span.number > oldest]
+
+    def _span(self, now: float) -> _FewSeconds:
+        number = int(now // _SPAN_S)
+        if not self._last or self._last[-1].number != number:
+            self._last.append(_FewSeconds(number))
+        return self._last[-1]
+
+    def _note_slow(self, request: SlowRequest, now: float) -> None:
+        number = int(now // _SLOW_SPAN_S)
+        if not self._slow or self._slow[-1][0] != number:
+            self._slow.append((number, []))
+        kept = self._slow[-1][1]
+        if len(kept) < SLOWEST:
+            kept.append(request)
+            return
+        quickest = min(range(len(kept)), key=lambda index: kept[index].waited)
+        if request.waited > kept[quickest].waited:
+            kept[quickest] = request

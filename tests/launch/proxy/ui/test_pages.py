@@ -1,0 +1,320 @@
+"""`/ui` and its events: what they say, to whom, and what followers and nodes can do to the proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from launch.discovery import View
+from launch.proxy.ui import node_watch, pages
+from pd_cache.cluster import NodeRecord
+from pd_cache.reports import RequestReport
+from tests.support.proxy import PARAMS, Behaviour, Cluster, answers, cluster, error_of, hangs, says, scenario, until
+
+METRICS = b"""
+pd_cache_bytes_total{op="retrieve"} %d
+pd_cache_prompt_tokens_total{source="computed"} %d
+pd_cache_missed_tokens_total{reason="evicted"} %d
+"""
+KEY, OTHER, WATCHING = "sk-0123456789abcdef", "sk-fedcba9876543210", "watch-0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events and questions follow one another as fast as a test can read them."""
+    monkeypatch.setattr(pages, "_PUBLISH_S", 0.05)
+    monkeypatch.setattr(node_watch, "INTERVAL_S", 0.05)
+
+
+def counting() -> Behaviour:
+    """Metrics that grow with each question."""
+    asked = iter(range(1_000_000))
+
+    async def behaviour(request: Any) -> Any:
+        number = next(asked)
+        return await says(METRICS % (1000 * number, 10 * number, 10 * number))(request)
+
+    return behaviour
+
+
+class Follower:
+    """Reads events."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self.response = response
+
+    async def event(self) -> Any:
+        """The next event."""
+        while True:
+            line = await self.response.content.readline()
+            assert line, "the stream has ended"
+            if line.startswith(b"data: "):
+                return json.loads(line[6:])
+
+    async def until(self, condition: Any) -> Any:
+        while not condition(event := await self.event()):
+            pass
+        return event
+
+
+def follow(c: Cluster, **headers: str) -> Any:
+    return c.session.get(c.url + "/ui/events", headers=headers)
+
+
+def named(event: Any, name: str) -> Any:
+    return next(node for node in event["nodes"] if node["name"] == name)
+
+
+@scenario
+async def test_events_say_what_nodes_do_now_and_what_became_of_prompts() -> None:
+    async with cluster() as c:
+        told = RequestReport(asked=300, loaded=200, pool=256, computed=100, reason="evicted")
+        params = {**PARAMS, "pd_cache": {"report": msgspec.to_builtins(told)}}
+        decoded = {
+            "pd_cache": {"report": msgspec.to_builtins(RequestReport(asked=300, loaded=299, pool=299, computed=1))}
+        }
+        c.prefill[0].script = [answers(200, {"choices": [], "kv_transfer_params": params})]
+        c.decode[0].script = [answers(200, {"choices": [], **decoded})]
+        async with c.post(headers={"X-Request-Id": "mine"}) as response:
+            assert response.status == 200
+            await response.read()
+        c.prefill[0].default, c.decode[0].default = counting(), counting()
+        async with follow(c) as response:
+            assert response.headers["Content-Type"] == "text/event-stream"
+            event = await Follower(response).until(lambda event: named(event, "prefill-0")["load"])
+        node = named(event, "prefill-0")
+        assert (node["state"], node["hit"], node["missed"]) == ("up", 0.0, ["evicted"])
+        assert event["minutes"][-1] is None or event["minutes"][-1]["pool"] == 200
+        (slow,) = event["slow"]
+        assert (slow["id"], [hop["node"] for hop in slow["hops"]]) == ("mine", ["prefill-0", "decode-0"])
+        assert slow["hops"][0]["report"]["reason"] == "evicted"
+        assert slow["hops"][0]["meaning"].startswith("the node that looked had stored this chunk")
+        assert event["flows"] == [{"from": "prefill-0", "to": "decode-0", "requests": 1 / 60, "tokens": 299 / 60}]
+
+
+@scenario
+async def test_nodes_are_asked_only_while_somebody_follows() -> None:
+    async with cluster(prefill=0) as c:
+        c.decode[0].default = counting()
+        await asyncio.sleep(0.2)
+        assert c.decode[0].paths == []
+        async with follow(c) as response:
+            await Follower(response).until(lambda event: named(event, "decode-0")["state"] == "up")
+        await until(lambda: not c.proxy._ui.followers, "the proxy sees that the follower is gone")
+        await until(lambda: not c.proxy._ui._tasks, "nothing is asked any more")
+        asked = len(c.decode[0].paths)
+        await asyncio.sleep(0.2)
+        assert len(c.decode[0].paths) == asked
+        async with follow(c) as response:
+            event = await Follower(response).event()
+        assert named(event, "decode-0")["state"] == "asking", "what was known has grown old"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "why"),
+    [
+        (hangs, "no whole answer"),
+        (says(b"<html>no metrics</html>"), "not a line"),
+        (says(b"pd_cache_x " + b"1" * 5_000_000), ""),
+        (answers(500), "it answers 500"),
+    ],
+    ids=["hangs", "a page", "huge", "an error"],
+)
+def test_a_node_that_does_not_answer_well_is_shown_as_such_and_delays_no_other(
+    behaviour: Behaviour, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_watch, "TIMEOUT_S", 0.3)
+
+    @scenario
+    async def run() -> None:
+        async with cluster(prefill=1, decode=1) as c:
+            c.prefill[0].default, c.decode[0].default = behaviour, counting()
+            async with follow(c) as response:
+                follower = Follower(response)
+                await follower.until(lambda event: named(event, "decode-0")["load"])
+                event = await follower.until(lambda event: named(event, "prefill-0")["state"] == "silent")
+                assert why in named(event, "prefill-0")["why"]
+                await follower.until(lambda event: named(event, "decode-0")["load"])
+
+    run()
+
+
+def test_many_nodes_that_hang_delay_none_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_watch, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(node_watch, "_LONGEST_PAUSE_S", 0.0)
+
+    @scenario
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as mute:
+            url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+            async with cluster(prefill=0) as c:
+                c.decode[0].default = counting()
+                silent = [NodeRecord(name=f"mute-{number}", role="prefill", address=url) for number in range(60)]
+                c.proxy._watch.update(View((NodeRecord(name="well", role="decode", address=c.decode[0].url), *silent)))
+                async with follow(c) as response:
+                    follower = Follower(response)
+                    await follower.until(lambda event: sum(node["state"] == "silent" for node in event["nodes"]) == 60)
+                    asked = len(c.decode[0].paths)
+                    loads = [named(await follower.event(), "well")["load"] for _ in range(20)]
+                assert all(loads)
+                assert len(c.decode[0].paths) - asked > 5, "it is asked all the while"
+
+    run()
+
+
+@scenario
+async def test_odd_figures_and_texts_of_a_node_cannot_spoil_an_event() -> None:
+    odd = b'pd_cache_missed_tokens_total{reason="</script>\\n<b>"} %d\npd_cache_bytes_total{op="retrieve"} NaN\npd_cache_staging_bytes -1\n'
+    async with cluster(prefill=0) as c:
+        asked = iter(range(1, 1_000_000))
+
+        async def behaviour(request: Any) -> Any:
+            return await says(odd % next(asked))(request)
+
+        c.decode[0].default = behaviour
+        async with follow(c) as response:
+            event = await Follower(response).until(lambda event: named(event, "decode-0")["missed"])
+        assert named(event, "decode-0")["missed"] == ["</script>\\n<b>"], "a text on one line"
+        assert named(event, "decode-0")["load"] == 0
+        assert named(event, "decode-0")["staging"] is None
+
+
+@scenario
+async def test_followers_are_limited_and_a_place_comes_free() -> None:
+    async with cluster(prefill=0, ui_followers=2) as c:
+        async with follow(c), follow(c), follow(c) as third:
+            assert third.status == 503
+            assert "2 browsers follow" in (await error_of(third))["message"]
+            assert third.headers["Retry-After"] == "10"
+        await until(lambda: not c.proxy._ui.followers, "their places are free")
+        async with follow(c) as response:
+            assert response.status == 200
+
+
+@scenario
+async def test_a_hundred_followers_hold_no_request_up() -> None:
+    async with (
+        cluster(ui_followers=100) as c,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as browsers,
+    ):
+        following = [await browsers.get(c.url + "/ui/events") for _ in range(100)]
+        try:
+            assert c.proxy._ui.followers == 100
+            async with c.post() as response:
+                assert response.status == 200
+            for response in following:
+                assert await Follower(response).event()
+            assert sum("/metrics" in path for path in c.decode[0].paths) < 100, (
+                "nodes are asked for all of them at once"
+            )
+        finally:
+            for response in following:
+                response.close()
+
+
+def test_a_follower_that_never_reads_is_cut_off_and_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_WRITE_S", 0.3)
+    monkeypatch.setattr(pages, "_PUBLISH_S", 0.001)
+
+    @scenario
+    async def run() -> None:
+        async with cluster(prefill=0) as c:
+            monkeypatch.setattr(c.proxy._ui, "_event", lambda client: b"data: " + b"x" * 200_000 + b"\n\n")
+            host, _, port = c.url.removeprefix("http://").partition(":")
+            with socket.create_connection((host, int(port))) as mute:
+                mute.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                mute.sendall(b"GET /ui/events HTTP/1.1\r\nHost: x\r\n\r\n")
+                await until(lambda: c.proxy._ui.followers == 1, "it follows")
+                await until(lambda: c.proxy._ui.followers == 0, "it is cut off")
+
+    run()
+
+
+@scenario
+async def test_followers_are_told_to_go_when_the_proxy_ends() -> None:
+    async with cluster(prefill=0) as c:
+        response = await c.session.get(c.url + "/ui/events")
+        await Follower(response).event()
+        await c.proxy._ui._close(None)  # type: ignore[arg-type]
+        rest = await response.read()
+        assert rest.endswith(b"\n"), "it ends at the end of an event"
+
+
+@scenario
+async def test_the_page_may_load_nothing_from_elsewhere() -> None:
+    async with cluster() as c:
+        for path, kind in (("/ui", "text/html"), ("/ui/page.css", "text/css"), ("/ui/page.js", "text/javascript")):
+            async with c.get(path) as response:
+                assert response.headers["Content-Type"] == f"{kind}; charset=utf-8"
+                assert response.headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'self';")
+                assert "unsafe" not in response.headers["Content-Security-Policy"]
+                text = await response.text()
+            assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+            assert "https://" not in text
+            assert "innerHTML" not in text
+
+
+@scenario
+async def test_without_followers_in_the_file_there_is_no_page() -> None:
+    async with cluster(ui_followers=0) as c:
+        for path in ("/ui", "/ui/events", "/ui/page.js"):
+            async with c.get(path) as response:
+                assert response.status == 404
+
+
+def basic(key: str) -> str:
+    return "Basic " + base64.b64encode(f"anyone:{key}".encode()).decode()
+
+
+def keys(tmp_path: Path, **files: str) -> dict[str, str]:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    return {f"{name}_file": str(tmp_path / name) for name in files}
+
+
+def test_with_keys_the_page_is_closed_to_others_and_a_browser_asks_for_one(tmp_path: Path) -> None:
+    @scenario
+    async def run() -> None:
+        files = keys(tmp_path, api_keys=f"alice {KEY}\n", monitor_keys=f"prometheus {WATCHING}\n")
+        async with cluster(**files) as c:
+            for path in ("/ui", "/ui/page.js", "/ui/page.css", "/ui/events"):
+                for wrong in (
+                    None,
+                    "Bearer nothing",
+                    f"Bearer {KEY}",
+                    basic(KEY),
+                    "Basic !",
+                    "Basic",
+                    basic("") + "==",
+                ):
+                    headers = {} if wrong is None else {"Authorization": wrong}
+                    async with c.session.get(c.url + path, headers=headers) as response:
+                        assert response.status == 401
+                        assert response.headers["WWW-Authenticate"].startswith("Basic ")
+                for right in (f"Bearer {WATCHING}", basic(WATCHING)):
+                    async with c.session.get(c.url + path, headers={"Authorization": right}) as response:
+                        assert response.status == 200
+
+    run()
+
+
+def test_with_a_clients_key_only_its_own_requests_are_shown(tmp_path: Path) -> None:
+    @scenario
+    async def run() -> None:
+        async with cluster(**keys(tmp_path, api_keys=f"alice {KEY}\nbob {OTHER}\n")) as c:
+            for number, key in enumerate((KEY, OTHER)):
+                async with c.post(headers={"Authorization": f"Bearer {key}", "X-Request-Id": f"r{number}"}) as response:
+                    await response.read()
+            async with follow(c, Authorization=basic(OTHER)) as response:
+                event = await Follower(response).event()
+            assert [one["id"] for one in event["slow"]] == ["r1"]
+
+    run()

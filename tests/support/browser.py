@@ -1,0 +1,169 @@
+"""A real Chromium without a window, spoken to by its DevTools protocol. It needs nothing but aiohttp, which we have."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from launch.process import end, spawn_child
+from tests.support.waiting import PATIENCE_S
+
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium; `make test` installs Debian's chromium as root"
+)
+_LARGEST = 64 << 20
+
+
+class Browser:
+    """One page."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._number = 0
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._password = ""
+        self._replies: set[asyncio.Task[Any]] = set()
+        self.events: list[dict[str, Any]] = []
+        """What the browser said without being asked: requests, violations of policies, exceptions."""
+
+    async def read(self) -> None:
+        """Reads what the browser says until it is gone."""
+        async for message in self._socket:
+            said = json.loads(message.data)
+            if (waiting := self._answers.pop(said.get("id", 0), None)) is not None:
+                waiting.set_result(said)
+            else:
+                self.events.append(said)
+                self._reply(said)
+
+    def _reply(self, said: dict[str, Any]) -> None:
+        number = said.get("params", {}).get("requestId", "")
+        if said["method"] == "Fetch.authRequired":
+            answer = {"response": "ProvideCredentials", "username": "anyone", "password": self._password}
+            replying = self.call("Fetch.continueWithAuth", requestId=number, authChallengeResponse=answer)
+        elif said["method"] == "Fetch.requestPaused":
+            replying = self.call("Fetch.continueRequest", requestId=number)
+        else:
+            return
+        task = asyncio.create_task(replying)
+        self._replies.add(task)
+        task.add_done_callback(self._replies.discard)
+
+    async def type_password(self, password: str) -> None:
+        """Answers with this password, from now on, as a user does whom the browser asks for one."""
+        self._password = password
+        await self.call("Fetch.enable", handleAuthRequests=True)
+
+    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """Calls a method of the protocol."""
+        self._number += 1
+        answer = self._answers[self._number] = asyncio.get_running_loop().create_future()
+        await self._socket.send_json({"id": self._number, "method": method, "params": params})
+        said = await asyncio.wait_for(answer, PATIENCE_S)
+        assert "error" not in said, said
+        return dict(said["result"])
+
+    async def open(self, url: str) -> None:
+        """Opens an address, and does not wait until it is there."""
+        await self.call("Page.navigate", url=url)
+
+    async def evaluate(self, expression: str) -> Any:
+        """Returns what a JavaScript expression is on the page."""
+        found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    async def until(self, expression: str) -> Any:
+        """Waits until an expression is true on the page, and returns it."""
+        deadline = asyncio.get_running_loop().time() + PATIENCE_S
+        while True:
+            with contextlib.suppress(AssertionError):  # between two pages there is nothing to ask
+                if found := await self.evaluate(expression):
+                    return found
+            assert asyncio.get_running_loop().time() < deadline, f"never true: {expression}"
+            await asyncio.sleep(0.05)
+
+    async def screen(self, width: int, height: int, *, dark: bool = False, phone: bool = False) -> None:
+        """Makes the screen so large."""
+        await self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    async def picture(self, file: Path) -> None:
+        """Writes the whole page as a PNG."""
+        found = await self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        file.write_bytes(base64.b64decode(found["data"]))
+
+    def said(self, method: str) -> list[dict[str, Any]]:
+        """Returns the parameters of all events of one kind."""
+        return [event["params"] for event in self.events if event.get("method") == method]
+
+
+@asynccontextmanager
+async def chromium(folder: Path, **headers: str) -> AsyncIterator[Browser]:
+    """Starts Chromium with an empty profile in `folder`; `headers` go with each of its requests."""
+    assert CHROMIUM is not None
+    profile = folder / "profile"
+    process = spawn_child(
+        [
+            CHROMIUM,
+            "--headless=new",
+            "--no-sandbox",  # tests may run as root
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--disable-background-networking",
+            "--no-first-run",
+            "--remote-debugging-port=0",
+            f"--user-data-dir={profile}",
+            "about:blank",
+        ],
+        death_signal=signal.SIGKILL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        async with aiohttp.ClientSession() as session:
+            port = await _port(profile / "DevToolsActivePort", process)
+            async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
+                (page,) = [one for one in await response.json() if one["type"] == "page"]
+            async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=_LARGEST) as socket:
+                browser = Browser(socket)
+                reading = asyncio.create_task(browser.read())
+                try:
+                    for domain in ("Page", "Runtime", "Network", "Log", "Audits"):
+                        await browser.call(f"{domain}.enable")
+                    if headers:
+                        await browser.call("Network.setExtraHTTPHeaders", headers=headers)
+                    yield browser
+                finally:
+                    reading.cancel()
+                    await asyncio.wait([reading])
+    finally:
+        await asyncio.to_thread(end, [process], 5.0)
+
+
+async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
+    deadline = asyncio.get_running_loop().time() + PATIENCE_S
+    while True:
+        if file.exists() and (lines := file.read_text().splitlines()):
+            return int(lines[0])
+        assert process.poll() is None, "Chromium ended"
+        assert asyncio.get_running_loop().time() < deadline, "Chromium did not start"
+        await asyncio.sleep(0.05)
