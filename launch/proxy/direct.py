@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 
 Why = Literal["short", "in_pool"]
 
-_THREADS = 4
-_MAX_WAITING = 32
+LOOKUP_THREADS = 4
+LOOKUP_TIMEOUT_S = 0.6
+MAX_WAITING = 32
 """The most lookups under way. Further prompts take the usual way without a lookup."""
 _MAX_TOKENS = 1 << 18
 """The most tokens of a prompt that is looked up. To name the chunks of a longer one would take this process too long."""
@@ -67,6 +68,14 @@ class _Eyes(NamedTuple):
         return self.client.find(names, request_id)
 
 
+def needs_no_prefill(tokens: int, found: int, direct_tokens: int) -> Why | None:
+    """Returns why a prompt of `tokens` tokens, of which the pool holds the first `found`, needs no prefill node; None if it needs one.
+    Pure."""
+    if tokens < direct_tokens:
+        return "short"
+    return "in_pool" if tokens - found < direct_tokens else None
+
+
 class DirectRule:
     """Sends a prompt to the decode node directly if fewer than `tokens` of its tokens have to be computed."""
 
@@ -75,7 +84,7 @@ class DirectRule:
         tokens: int,
         open_lookup: OpenLookup | None = None,
         *,
-        timeout_s: float = 0.6,
+        timeout_s: float = LOOKUP_TIMEOUT_S,
         seeds: Collection[str] = (),
     ) -> None:
         """With 0 `tokens`, no prompt goes directly. `timeout_s` bounds the lookup and the request for tokens of a prompt together.
@@ -130,10 +139,10 @@ class DirectRule:
         tokenize: Callable[[], Awaitable[list[int] | None]],
     ) -> Why | None:
         """Returns why a prompt needs no prefill node, or None if it needs one. Calls `tokenize` if the prompt is text."""
-        if prompt.tokens < self._tokens:
-            return "short"
+        if (why := needs_no_prefill(prompt.tokens, 0, self._tokens)) is not None:
+            return why
         eyes = self._eyes
-        if eyes is None or self._tokens == 0 or self._waiting >= _MAX_WAITING or prompt.tokens > _MAX_TOKENS:
+        if eyes is None or self._tokens == 0 or self._waiting >= MAX_WAITING or prompt.tokens > _MAX_TOKENS:
             return None
         self._waiting += 1
         try:
@@ -157,17 +166,17 @@ class DirectRule:
             tokens = await tokenize()
         if tokens is None:
             return None
-        if len(tokens) < self._tokens:
-            return "short"
+        if (why := needs_no_prefill(len(tokens), 0, self._tokens)) is not None:
+            return why
         if len(tokens) // eyes.chunk_size * eyes.keys_per_chunk > _MAX_KEYS:
             return None
         loop, salt = asyncio.get_running_loop(), completion.cache_salt()
         found = await loop.run_in_executor(self._threads(), eyes.find, tokens, salt, request_id)
-        return "in_pool" if len(tokens) - found < self._tokens else None
+        return needs_no_prefill(len(tokens), found, self._tokens)
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="proxy-lookup")
+            self._executor = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="proxy-lookup")
         return self._executor
 
     def _retire(self) -> None:
