@@ -19,14 +19,12 @@ import msgspec
 
 from bench.lib.about import about
 from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options, size
-from bench.lib.simulation.costs import UnitCosts, read_costs
+from bench.lib.simulation.costs import UnitCosts, read_costs, write_costs
 from bench.lib.simulation.growing import GrowthPlan, GrowthStep, Limit, grow, limits, usual_rate
 from bench.lib.simulation.validating import ComparedLoad, EngineCount, spread, validate, workbench
 from bench.lib.svg import Bars, bar_plot, line_plot
 from bench.lib.trace import read_trace
 from pd_cache.cluster import ProxyConfig
-from pd_cache.cluster.document import dump_document
-from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize
 
 _NODES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -57,8 +55,9 @@ def _counts(context: click.Context, parameter: click.Parameter, values: tuple[st
 @option("--rate", type=click.FloatRange(0, min_open=True), help="Requests a second and node; by default what keeps engines busy --busy of the time.")  # fmt: skip
 @option("--busy", default=0.6, type=click.FloatRange(0, 1, min_open=True))
 @option("--requests-per-node", default=8, type=click.IntRange(1), help="How long each number of nodes is simulated.")
+@option("--warm", default=1000, type=click.IntRange(0), help="Requests of the trace that the pool has seen before.")
 @option("--costs", "file", type=click.Path(path_type=Path), help="YAML: unit costs that are not as measured here. With a file that gives all, nothing is measured.")  # fmt: skip
-@option("--write-costs", type=click.Path(path_type=Path, dir_okay=False), help="Write the unit costs to this file, in the form that --costs reads.")  # fmt: skip
+@option("--write-costs", "costs_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the unit costs to this file, in the form that --costs reads.")  # fmt: skip
 @option("--validate", "clusters", multiple=True, callback=_counts, help="Also run a real cluster of so many prefill x decode nodes on this machine, such as 2x1; may be given several times.")  # fmt: skip
 @option("--rounds", default=3, type=click.IntRange(1), help="Of a validation.")
 @option("--validate-requests", default=60, type=click.IntRange(8), help="Of each load of a validation.")
@@ -75,8 +74,9 @@ def main(
     rate: float | None,
     busy: float,
     requests_per_node: int,
+    warm: int,
     file: Path | None,
-    write_costs: Path | None,
+    costs_file: Path | None,
     clusters: tuple[EngineCount, ...],
     rounds: int,
     validate_requests: int,
@@ -89,6 +89,7 @@ def main(
         None if file is None else read_costs(file, UnitCosts())
     )  # what is wrong with it is found before anything is measured
     plan = GrowthPlan(
+        warm=warm,
         prefill_share=prefill_share,
         proxies=proxies,
         node_memory=int(memory),
@@ -115,8 +116,8 @@ def main(
         costs = given if measured is None or file is None else read_costs(file, measured)
         costs = costs or measured
         assert costs is not None
-        if write_costs is not None:
-            _write(costs, write_costs)
+        if costs_file is not None:
+            write_costs(costs, costs_file)
         steps = []
         per_node = rate or usual_rate(requests, costs, plan, busy)
         for nodes in bar.track(sorted(set(counts or _NODES)), description="nodes"):
@@ -137,13 +138,6 @@ def _gives_all(file: Path) -> bool:
     """Returns whether a file of costs leaves nothing to be measured: it is the same whatever was measured."""
     ones = msgspec.convert({section: {key: 2 * value + 1 for key, value in costs.items()} for section, costs in msgspec.to_builtins(UnitCosts()).items()}, UnitCosts)  # fmt: skip
     return read_costs(file, UnitCosts()) == read_costs(file, ones)
-
-
-def _write(costs: UnitCosts, file: Path) -> None:
-    try:
-        file.write_text(dump_document(msgspec.to_builtins(costs)))
-    except OSError as error:
-        raise ConfigError(f"--write-costs {file}: {error.strerror}") from None
 
 
 def checks_of(compared: Sequence[ComparedLoad]) -> list[Check]:
@@ -212,11 +206,11 @@ def _validation(compared: Sequence[ComparedLoad]) -> list[Table | Figure]:
         [f"{one.cluster} {one.load} {one.round}", one.real.requests_per_s, one.simulated.requests_per_s, one.real.hit_tokens, one.simulated.hit_tokens, one.real.ttft_p50_ms, one.simulated.ttft_p50_ms, one.real.ttft_p90_ms, one.simulated.ttft_p90_ms, one.others]
         for one in compared
     ]  # fmt: skip
-    columns = ["load, round", "requests/s", "simulated", "hit tokens", "simulated", "TTFT p50, ms", "simulated", "TTFT p90, ms", "simulated", "other threads"]  # fmt: skip
+    columns = ["load, round", "requests/s", "simulated", "hit tokens", "simulated", "TTFT p50, ms", "simulated", "TTFT p90, ms", "simulated", "other programs, cores"]  # fmt: skip
     ratios = [[cluster, load, name, middle, least, most] for cluster, load, name, middle, least, most in spread(compared)]  # fmt: skip
     groups = [Bars(f"{cluster} {load} {name}", (middle,)) for cluster, load, name, middle, _, _ in spread(compared)]
     return [
-        Table("A real cluster and its simulation", columns, rows, "A cluster of prefill x decode engines, a master and a proxy on this machine. burst: all requests at once. steady: at half the rate of the burst's answers. other threads: how many threads of other programs wanted a core all the time."),
+        Table("A real cluster and its simulation", columns, rows, "A cluster of prefill x decode engines, a master and a proxy on this machine. burst: all requests at once. steady: at half the rate of the burst's answers. other programs: how many cores they took meanwhile."),
         Table("Simulated / real", ["cluster", "load", "quantity", "median", "least", "most"], ratios, "Over the rounds."),
         Figure(bar_plot("Simulated / real, median of the rounds", "", ["simulated / real"], groups), "1 is right; the target is 0.85 to 1.15."),
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pd_cache.cluster.document import parse_document
+from pd_cache.cluster.document import dump_document, parse_document
 from pd_cache.errors import ConfigError
 
 _LARGEST = 64 << 10
@@ -29,7 +29,7 @@ class MachineCosts(_CostSection, frozen=True, kw_only=True):
     cores: Annotated[float, msgspec.Meta(gt=0, le=4096)] = 2.0
     crowded: Annotated[float, msgspec.Meta(ge=1, le=10)] = 1.0
     """How many times as long work takes while another core is busy, too."""
-    link_bytes_per_s: Annotated[float, msgspec.Meta(gt=0)] = 1.25e9
+    link_bytes_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e15)] = 1.25e9
     """In each direction; 10 Gbit/s by default. Nothing measures it here, where all nodes are on one machine."""
 
 
@@ -141,6 +141,23 @@ def read_costs(file: Path, measured: UnitCosts) -> UnitCosts:
             raise ConfigError(f"{file}: {section}.{unknown[0]}: no such cost; there are {', '.join(whole[section])}")
         whole[section] |= values
     try:
-        return msgspec.convert(whole, UnitCosts)
+        return msgspec.convert(whole, UnitCosts, strict=False)  # to YAML, 1e-4 is a text
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{file}: {error}") from None
+        said, _, path = str(error).partition(" - at `$.")
+        expected = said.partition(", got")[0]
+        section, _, key = path.rstrip("`").partition(".")
+        raise ConfigError(f"{file}: {section}.{key}: {expected}, got {whole[section][key]!r:.80}") from None
+
+
+def write_costs(costs: UnitCosts, file: Path) -> None:
+    """Writes costs, to six digits, in the form that `read_costs` reads. Raises ConfigError if the file cannot be written."""
+    rounded = {
+        section: {
+            key: type(value)(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()
+        }
+        for section, values in msgspec.to_builtins(costs).items()
+    }
+    try:
+        file.write_text(dump_document(rounded))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None

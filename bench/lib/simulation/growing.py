@@ -9,14 +9,16 @@ import msgspec
 
 from bench.lib.simulation.costs import UnitCosts
 from bench.lib.simulation.requests_way import ClusterPlan, SimulatedCluster
-from bench.lib.simulation.workload import copies_of_trace, of_arrival
+from bench.lib.simulation.workload import CopiedTrace, names_of, of_arrival, of_some_users
 from bench.lib.stats import quantile
 from bench.lib.trace import Request
 from pd_cache.cluster import ProxyConfig
 
 _LEAST_REQUESTS = 300
+_DEPTH = 300
 _TRIAL_NODES = 4
 _TRIAL_BUSY = 0.2
+_TRIAL_REQUESTS = 100
 
 
 class GrowthPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +30,8 @@ class GrowthPlan(msgspec.Struct, frozen=True, kw_only=True):
     node_memory: int = 32 << 30
     """Bytes that each node gives to the pool."""
     requests_per_node: int = 8
+    warm: int = 1000
+    """How many requests of each copy of the trace the pool has seen before; less of a short trace, and of a share of a trace's users."""
     proxy: ProxyConfig = ProxyConfig()
     seed: int = 0
 
@@ -68,14 +72,18 @@ class Limit(msgspec.Struct):
     """Requests a second and node at which it would be full in the largest cluster that does not ask too much of anything."""
 
 
-def grow(trace: Sequence[Request], costs: UnitCosts, plan: GrowthPlan, nodes: int, rate_per_node: float) -> GrowthStep:
-    """Simulates one cluster under `rate_per_node` requests a second for each of its nodes."""
+def grow(
+    trace: Sequence[Request], costs: UnitCosts, plan: GrowthPlan, nodes: int, rate_per_node: float, requests: int = 0
+) -> GrowthStep:
+    """Simulates one cluster under `rate_per_node` requests a second for each of its nodes; `requests` in all, or what the plan says."""
     prefill = plan.prefill(nodes)
     rate = rate_per_node * nodes
-    count = max(_LEAST_REQUESTS, plan.requests_per_node * nodes)
-    # whole copies of one depth, so that users repeat themselves as much in a small cluster as in a large one
-    depth = min(len(trace), _LEAST_REQUESTS)
-    arrivals = copies_of_trace(trace[:depth], count, rate, plan.seed)
+    count = requests or max(_LEAST_REQUESTS, plan.requests_per_node * nodes)
+    # as many users a node in a small cluster as in a large one: a share of the trace's, or several copies of the trace
+    share = min(1.0, plan.requests_per_node * nodes / _DEPTH)
+    users = of_some_users(trace, share) or trace
+    copied = CopiedTrace(users, round(plan.warm * share), min(_DEPTH, count))
+    arrivals = copied.arrivals(count, rate, plan.seed)
     cluster = SimulatedCluster(
         ClusterPlan(
             prefill,
@@ -87,6 +95,9 @@ def grow(trace: Sequence[Request], costs: UnitCosts, plan: GrowthPlan, nodes: in
         ),
         costs,
     )
+    for request in copied.passed:
+        for copy in range(copied.copies(count)):
+            cluster.remember(names_of(copied.parts(request, copy), costs.engine.chunk_tokens))
     load = cluster.run([of_arrival(one, costs.engine.chunk_tokens) for one in arrivals])
     answered = [one for one in load.outcomes if not one.error]
     firsts = [one.first or 0.0 for one in answered]
@@ -111,7 +122,7 @@ def usual_rate(trace: Sequence[Request], costs: UnitCosts, plan: GrowthPlan, bus
     """Returns the requests a second and node that keep engines `busy` (0 to 1) of the time, those of the kind that has more to do."""
     guess = 1.0
     for _ in range(12):
-        step = grow(trace, costs, plan, _TRIAL_NODES, guess)
+        step = grow(trace, costs, plan, _TRIAL_NODES, guess, _TRIAL_REQUESTS)
         most = max(step.asked["prefill"], step.asked["decode"])
         if 0.5 * _TRIAL_BUSY <= most <= 1.5 * _TRIAL_BUSY:
             return guess * busy / most

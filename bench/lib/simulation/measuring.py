@@ -49,7 +49,7 @@ _OPEN_S = 30.0
 _DEADLINE_S = 120.0
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _LEAST_S = 0.25
-"""Of core seconds, for each figure: a process's are counted in hundredths."""
+"""Of core seconds, for each figure."""
 _SMALL, _LARGE = 8 << 10, 512 << 10
 _FEW, _MANY = 2, 32
 
@@ -57,8 +57,11 @@ _FEW, _MANY = 2, 32
 # --- core seconds ----------------------------------------------------------------------------------------------------
 
 
-def core_seconds(roots: Mapping[str, int]) -> dict[str, float]:
-    """Returns the core seconds that each process, by name, and its descendants have used so far."""
+def core_seconds(roots: Mapping[str, int], *, exact: bool = False) -> dict[str, float]:
+    """Returns the core seconds that each process, by name, and its descendants have used so far.
+
+    They are counted in hundredths. `exact` counts nanoseconds, which takes longer, and leaves threads out that have ended.
+    """
     parent: dict[int, int] = {}
     used: dict[int, float] = {}
     for entry in os.scandir("/proc"):
@@ -76,8 +79,18 @@ def core_seconds(roots: Mapping[str, int]) -> dict[str, float]:
         while above and above not in names:
             above = parent.get(above)
         if above:
-            total[names[above]] += seconds
+            total[names[above]] += _of_threads(pid) if exact else seconds
     return total
+
+
+def _of_threads(pid: int) -> float:
+    total = 0
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        try:
+            total += int(file.read_text().split()[0])
+        except OSError:
+            continue  # the thread has ended
+    return total * 1e-9
 
 
 def machine_seconds() -> float:
@@ -262,12 +275,12 @@ def _names(count: int) -> list[bytes]:
 
 def _per_call(call: Callable[[], object], pids: Mapping[str, int]) -> _Cost:
     call()
-    before, own, calls = core_seconds(pids), time.process_time(), 0
+    before, own, calls = core_seconds(pids, exact=True), time.process_time(), 0
     until = time.monotonic() + 4 * _LEAST_S
     while calls < 8 or (time.process_time() - own < _LEAST_S and time.monotonic() < until):
         call()
         calls += 1
-    used, after = time.process_time() - own, core_seconds(pids)
+    used, after = time.process_time() - own, core_seconds(pids, exact=True)
     return _Cost(used / calls, (after["master"] - before["master"]) / calls, (after["owner"] - before["owner"]) / calls)
 
 
@@ -376,13 +389,13 @@ def prompt_seconds(costs: PrefillCosts, probe: _ServiceProbe, shape: EngineShape
 
 def _probe(target: Destination, probe: _ServiceProbe, roots: Mapping[str, int]) -> dict[str, float]:
     """Returns the core seconds of a request, by process; of all nodes of a kind together. Sends one request after the other."""
-    before = core_seconds(roots)
+    before = core_seconds(roots, exact=True)
     for _ in range(probe.requests):
         arrival = Arrival(0.0, (Part(random.getrandbits(62), probe.tokens),), probe.output)
         load = asyncio.run(generate(target, [arrival], time.monotonic()))
         if wrong := load.outcomes[0].error:
             raise RuntimeError(f"a request of a measurement failed: {wrong}")
-    after = core_seconds(roots)
+    after = core_seconds(roots, exact=True)
     total: dict[str, float] = {}
     for name in roots:
         kind = next((kind for kind in ("prefill", "decode") if name.startswith(kind)), name)

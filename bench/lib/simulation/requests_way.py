@@ -47,8 +47,8 @@ class ClusterPlan(NamedTuple):
     proxy: ProxyConfig = ProxyConfig()
     one_machine: bool = False
     """Whether everything, clients too, is on one machine, as in a validation; otherwise each node has its own."""
-    others: float = 0.0
-    """Threads of other programs that always want a core, on the one machine."""
+    others: Sequence[tuple[float, float]] = ()
+    """On the one machine: from which second on how many threads of other programs want a core."""
     grain: int = 32
     """The most tokens that are taken together: of a stream, and of an engine's ticks. 1 is exact."""
     decode_memory: bool = True
@@ -82,9 +82,9 @@ class SimulatedLoad(NamedTuple):
 class _SimulatedMachine:
     """Processors and a link."""
 
-    def __init__(self, time: SimulatedTime, costs: UnitCosts, others: float = 0.0, cores: float | None = None) -> None:
+    def __init__(self, time: SimulatedTime, costs: UnitCosts) -> None:
         machine = costs.machine
-        self.cores = SharedCapacity(time, cores or machine.cores, 1.0, crowded=machine.crowded, others=others)
+        self.cores = SharedCapacity(time, machine.cores, 1.0, crowded=machine.crowded)
         self.incoming = SharedCapacity(time, machine.link_bytes_per_s, machine.link_bytes_per_s)
         self.outgoing = SharedCapacity(time, machine.link_bytes_per_s, machine.link_bytes_per_s)
 
@@ -185,11 +185,10 @@ class SimulatedCluster:
         self.costs = costs
         self.time = SimulatedTime()
         self.pool = SimulatedPool(plan.pool_chunks)
-        self.found_tokens = 0
-        self._master = _SimulatedMachine(self.time, costs, plan.others)
+        self._master = _SimulatedMachine(self.time, costs)
 
-        def machine(cores: float | None = None) -> _SimulatedMachine:
-            return self._master if plan.one_machine else _SimulatedMachine(self.time, costs, cores=cores)
+        def machine() -> _SimulatedMachine:
+            return self._master if plan.one_machine else _SimulatedMachine(self.time, costs)
 
         count = plan.prefill + plan.decode
         every = [_SimulatedEngineNode(self, number, machine()) for number in range(count)]
@@ -198,7 +197,8 @@ class SimulatedCluster:
         self._clients = machine()
         self._proxies = [_SimulatedProxy(self, machine()) for _ in range(plan.proxies)]
         self._by_url = {f"{hop}-{node.number}": node for hop, nodes in self.nodes.items() for node in nodes}
-        self._place = placed(range(count if plan.decode_memory else plan.prefill), plan.seed)
+        self._giving = range(count if plan.decode_memory else plan.prefill)
+        self._place = placed(self._giving, plan.seed)
         space = Namespace(
             model="simulated",
             kv_dtype="",
@@ -211,8 +211,15 @@ class SimulatedCluster:
             hash_mode="tokens",
         )
         self._lookup = PrefixLookup(LayerGroups([ChunkedTokenDatabase(space)]), CacheMetrics())
-        self._links = random.Random(plan.seed)
+        self._rng = random.Random(plan.seed)
         self._routes: dict[str, int] = {}
+        self._ended = 0.0
+        self._taken_by_others = 0.0
+
+    def remember(self, names: Sequence[bytes]) -> None:
+        """Puts a prompt's chunks into the pool that passed before the load begins."""
+        for name in self.pool.missing(names):
+            self.pool.put(name, self._place(self._giving[self._rng.randrange(len(self._giving))]))
 
     def run(self, requests: Sequence[SimulatedRequest]) -> SimulatedLoad:
         """Sends every request when it is due, and returns when the last one has ended."""
@@ -222,20 +229,26 @@ class SimulatedCluster:
             outcomes.append(outcome)
             way = self._serve(self._proxies[index % len(self._proxies)], request, outcome)
             self.time.call_at(request.due, functools.partial(self.time.start, way))
+        for when, threads in self.plan.others:
+            self.time.call_at(when, functools.partial(self._master.cores.let_others, threads))
         last_due = requests[-1].due
         uses: list[ResourceUse] = []
         self.time.call_at(last_due, lambda: uses.extend(self._uses(max(last_due, 1e-9))))
         self.time.run()
-        self._master.cores.settle()
         assert all(node.engine.idle for node in self._by_number), "an engine has work left"
         assert not any(
             load for proxy in self._proxies for pool in proxy.pools.values() for load in pool.loads().values()
         )
-        return SimulatedLoad(outcomes, uses, self._master.cores.taken_by_others, self.time.now, self._routes)
+        return SimulatedLoad(outcomes, uses, self._taken_by_others, self._ended, self._routes)
 
     # --- a request ---------------------------------------------------------------------------------------------------
 
     def _serve(self, proxy: _SimulatedProxy, request: SimulatedRequest, outcome: RequestOutcome) -> Process:
+        yield from self._take(proxy, request, outcome)
+        self._master.cores.settle()
+        self._ended, self._taken_by_others = self.time.now, self._master.cores.taken_by_others
+
+    def _take(self, proxy: _SimulatedProxy, request: SimulatedRequest, outcome: RequestOutcome) -> Process:
         costs = self.costs
         yield self._clients.cores.begin(costs.client.request_s + costs.client.token_s * request.tokens)
         yield proxy.loop.run(costs.proxy.request_s + costs.proxy.token_s * request.tokens)

@@ -77,6 +77,12 @@ class SharedCapacity:
         self._push(job)
         self._plan()
 
+    def let_others(self, jobs: float) -> None:
+        """From now on, so many jobs of other programs are under way."""
+        self._advance()
+        self._others = jobs
+        self._plan()
+
     def settle(self) -> None:
         """Brings the accounts up to the present time."""
         self._advance()

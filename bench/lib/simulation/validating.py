@@ -6,9 +6,11 @@ import asyncio
 import os
 import random
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -38,6 +40,8 @@ _POOL = 256 << 20
 _DEADLINE_S = 300.0
 _IN_FLIGHT = 512
 _SHORTER = 16.0
+_LEAD_S = 0.5
+_SAMPLE_S, _WINDOW_S = 0.02, 0.25
 _BUSY = 0.5
 """How much of what the cluster can do the steady load asks for."""
 _QUANTITIES = ("requests_per_s", "output_tokens_per_s", "hit_tokens", "ttft_p50_ms", "ttft_p90_ms")
@@ -80,7 +84,7 @@ class ComparedLoad(msgspec.Struct):
     real: LoadFigures
     simulated: LoadFigures
     others: float
-    """Threads of other programs that always wanted a core meanwhile."""
+    """Cores that other programs took meanwhile, on the average."""
 
     def ratios(self) -> dict[str, float]:
         """Returns simulated / real of each quantity."""
@@ -156,15 +160,12 @@ class Workbench:
         ]
         return from_trace(others, times, _SHORTER, self._server.longest)
 
-    def real(self, arrivals: Sequence[Arrival]) -> tuple[list[RequestOutcome], float, float]:
-        """Sends them. Returns the outcomes, the core seconds of all other programs, and how long it took."""
-        roots = {"self": os.getpid()}  # and all nodes, which are its children
-        before, ours = machine_seconds(), core_seconds(roots)
-        start = time.monotonic()
-        load = asyncio.run(generate(self._target, arrivals, start + 0.5))
-        seconds = time.monotonic() - start
-        others = machine_seconds() - before - (core_seconds(roots)["self"] - ours["self"])
-        return load.outcomes, max(0.0, others), seconds
+    def real(self, arrivals: Sequence[Arrival]) -> RealLoad:
+        """Sends them."""
+        start = time.monotonic() + _LEAD_S
+        with OtherPrograms(start) as others:
+            load = asyncio.run(generate(self._target, arrivals, start))
+        return RealLoad(load.outcomes, others.threads(), others.core_seconds())
 
     def requests(self, arrivals: Sequence[Arrival]) -> list[SimulatedRequest]:
         """Returns the same requests for the simulation, with what the proxy makes of their text."""
@@ -177,28 +178,100 @@ class Workbench:
             for one in arrivals
         ]
 
-    def simulated(self, requests: Sequence[SimulatedRequest], costs: UnitCosts, others: float) -> SimulatedLoad:
-        """Returns what the simulation makes of the requests beside `others` threads of other programs."""
-        return SimulatedCluster(self._plan._replace(others=others), costs).run(requests)
+    def compare(self, arrivals: Sequence[Arrival], costs: UnitCosts, real: RealLoad) -> tuple[LoadFigures, LoadFigures]:
+        """Returns the real figures and the simulated ones.
 
-    def compare(self, arrivals: Sequence[Arrival], costs: UnitCosts, outcomes: Sequence[RequestOutcome], others_a_second: float) -> tuple[LoadFigures, LoadFigures, float]:  # fmt: skip
-        """Returns the real figures and the simulated ones, and how many threads of other programs explain the core seconds that those
-        took."""
+        Beside them, other programs want cores in the simulation as they did in reality, so many times as much as explains the core seconds
+        that these took in reality.
+        """
         requests = self.requests(arrivals)
 
-        def taken(threads: float) -> float:
-            load = self.simulated(requests, costs, threads)
-            return load.taken_by_others / load.seconds
+        def load(factor: float) -> SimulatedLoad:
+            others = [(max(0.0, when), factor * threads) for when, threads in real.others]
+            return SimulatedCluster(self._plan._replace(others=others), costs).run(requests)
 
-        threads = root_of(taken, others_a_second, 0.0, 64.0)
-        return figures(outcomes), figures(self.simulated(requests, costs, threads).outcomes), threads
+        def taken(factor: float) -> float:
+            one = load(factor)
+            return one.taken_by_others / one.seconds
+
+        factor = root_of(taken, real.others_cores, 0.0, 8.0)
+        return figures(real.outcomes), figures(load(factor).outcomes)
+
+
+class RealLoad(NamedTuple):
+    """What became of a load, and what else the machine did."""
+
+    outcomes: list[RequestOutcome]
+    others: list[tuple[float, float]]
+    """From which second on how many threads of other programs wanted a core."""
+    others_cores: float
+    """How many cores these took, on the average."""
+
+
+class OtherPrograms:
+    """Watches what other programs take of this machine, while its block runs: a thread reads the kernel's counters."""
+
+    def __init__(self, start: float) -> None:
+        """`start` is the `time.monotonic()` from which seconds count."""
+        self._start = start
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="bench-others", daemon=True)
+        self._windows: list[_Window] = []
+
+    def __enter__(self) -> OtherPrograms:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def threads(self) -> list[tuple[float, float]]:
+        """Returns, for each window, when it began and how many threads of other programs wanted a core, on the average: their share of all
+        that did, if they got what they got in the same way as ours."""
+        return [
+            (window.begun, window.runnable * window.others / max(window.others + window.ours, 1e-9))
+            for window in self._windows
+        ]
+
+    def core_seconds(self) -> float:
+        """Returns how many cores other programs took, on the average, from the start on."""
+        some = [window for window in self._windows if window.begun >= 0] or self._windows
+        return sum(window.others for window in some) / max(1, len(some))
+
+    def _watch(self) -> None:
+        roots = {"self": os.getpid()}  # and all nodes, which are its children
+        before, ours, since = machine_seconds(), core_seconds(roots)["self"], time.monotonic()
+        runnable: list[int] = []
+        while not self._stop.wait(_SAMPLE_S):
+            runnable.append(runnable_threads() - 1)
+            now = time.monotonic()
+            if now - since >= _WINDOW_S:
+                machine, own = machine_seconds(), core_seconds(roots)["self"]
+                mine = (own - ours) / (now - since)
+                others = max(0.0, (machine - before) / (now - since) - mine)
+                self._windows.append(_Window(since - self._start, statistics.fmean(runnable), mine, others))
+                before, ours, since, runnable = machine, own, now, []
+
+
+class _Window(NamedTuple):
+    begun: float
+    runnable: float
+    ours: float
+    """Cores."""
+    others: float
+
+
+def runnable_threads() -> int:
+    """Returns how many threads of this machine run or want a core, the caller's among them."""
+    return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
 
 
 def root_of(rising: Callable[[float], float], wanted: float, low: float, high: float) -> float:
     """Returns where a function that rises comes to `wanted`, within a fiftieth of it; an end if it never does."""
     if wanted <= rising(low):
         return low
-    for _ in range(12):
+    for _ in range(10):
         middle = (low + high) / 2 if low else high / 4
         value = rising(middle)
         if abs(value - wanted) <= 0.02 * wanted:
@@ -234,11 +307,10 @@ def validate(count: EngineCount, trace: Sequence[Request], rounds: int, seed: in
                 told(f"{count}: round {number + 1}, {load}")
                 arrivals = bench.arrivals(trace, rate, seed + 1)
                 seed += 1
-                outcomes, others, seconds = bench.real(arrivals)
+                sent = bench.real(arrivals)
                 every.append(bench.costs())
-                costs = mean_costs(every[-2:])
-                real, simulated, threads = bench.compare(arrivals, costs, outcomes, others / seconds)
-                compared.append(ComparedLoad(str(count), load, number + 1, rate, real, simulated, threads))
+                real, simulated = bench.compare(arrivals, mean_costs(every[-2:]), sent)
+                compared.append(ComparedLoad(str(count), load, number + 1, rate, real, simulated, sent.others_cores))
                 rate = _BUSY * real.requests_per_s
     return compared, mean_costs(every)
 

@@ -12,6 +12,8 @@ from bench.lib.trace import BLOCK_TOKENS, Request
 from launch.proxy.prefixes import RoutedPrompt
 
 _COMMON = 0.1
+_ODD = 2654435761
+"""Spreads numbers over 32 bits."""
 _TEXT_BLOCK_BYTES = 2048
 _JSON_BYTES_A_TOKEN = 6.8
 """A token id below 128k and a comma, at random."""
@@ -59,26 +61,45 @@ def names_of(prompt: Iterable[Part], size: int) -> list[bytes]:
     return names
 
 
-def copies_of_trace(trace: Sequence[Request], count: int, rate: float, seed: int = 0) -> list[Arrival]:
-    """Returns `count` requests at `rate` a second, at random times (Poisson), each in turn of another copy of the trace.
+def of_some_users(trace: Sequence[Request], share: float) -> list[Request]:
+    """Returns the requests of a share (0 to 1) of a trace's users. Requests with more than their first block in common are one user's."""
+    return [request for request in trace if request.hash_ids[:2][-1] * _ODD % (1 << 32) < share * (1 << 32)]
 
-    A copy stands for other users: its blocks are its own, except for first blocks that a tenth of all requests begin with: system
-    prompts, which all share. There are as many
-    copies as it takes, and each comes as far as the others, so that the share of a prompt that its user has sent before does not depend on
-    `count`, once that is a multiple of the trace's length.
-    """
-    rng = random.Random(seed)
-    copies = -(-count // len(trace))
-    first = Counter(request.hash_ids[0] for request in trace)
-    common = {block for block, times in first.items() if times >= _COMMON * len(trace)}
-    now, arrivals = 0.0, []
-    for number in range(count):
-        now += rng.expovariate(rate)
-        index, copy = divmod(number, copies)
-        request = trace[index]
+
+class CopiedTrace:
+    """A trace, as many times as a cluster needs it. A copy stands for other users: its blocks are its own, except for first blocks that a
+    tenth of all requests begin with: system prompts, which all share."""
+
+    def __init__(self, trace: Sequence[Request], warm: int, depth: int) -> None:
+        """The first `warm` requests have passed already; the next `depth`, or what there is, come. Of a trace that is too short for both,
+        all requests come and none has passed."""
+        if warm + depth > len(trace):
+            warm = max(0, min(warm, len(trace) - depth))
+        self.passed, self._coming = trace[:warm], trace[warm : warm + depth]
+        first = Counter(request.hash_ids[0] for request in trace)
+        self._common = {block for block, times in first.items() if times >= _COMMON * len(trace)}
+
+    def copies(self, count: int) -> int:
+        """Returns how many copies `count` requests need."""
+        return -(-count // len(self._coming))
+
+    def arrivals(self, count: int, rate: float, seed: int = 0) -> list[Arrival]:
+        """Returns `count` requests at `rate` a second, at random times (Poisson), each in turn of another copy. Each copy comes as far as
+        the others, so that the share of a prompt that its user has sent before does not depend on the number of copies."""
+        rng = random.Random(seed)
+        copies, now, arrivals = self.copies(count), 0.0, []
+        for number in range(count):
+            now += rng.expovariate(rate)
+            index, copy = divmod(number, copies)
+            request = self._coming[index]
+            arrivals.append(Arrival(now, self.parts(request, copy), max(1, request.output_length)))
+        return arrivals
+
+    def parts(self, request: Request, copy: int) -> tuple[Part, ...]:
+        """Returns the prompt of a copy's request."""
         parts = []
         for place, block in enumerate(request.hash_ids):
             tokens = min(BLOCK_TOKENS, request.input_length - place * BLOCK_TOKENS)
-            parts.append(Part(hash((block, -1 if place == 0 and block in common else copy)), tokens))
-        arrivals.append(Arrival(now, tuple(parts), max(1, request.output_length)))
-    return arrivals
+            shared = place == 0 and block in self._common
+            parts.append(Part(hash((block, -1 if shared else copy)), tokens))
+        return tuple(parts)

@@ -12,7 +12,6 @@ from bench.lib.arrivals import Arrival, Part, poisson, synthetic
 from bench.lib.simulation.costs import (
     DecodeCosts,
     EngineShape,
-    MachineCosts,
     PoolCosts,
     PrefillCosts,
     ServiceCosts,
@@ -21,7 +20,7 @@ from bench.lib.simulation.costs import (
 from bench.lib.simulation.growing import GrowthPlan, full_at, grow, limits
 from bench.lib.simulation.requests_way import ClusterPlan, SimulatedCluster, SimulatedLoad
 from bench.lib.simulation.stored import SimulatedPool
-from bench.lib.simulation.workload import copies_of_trace, names_of, of_arrival
+from bench.lib.simulation.workload import CopiedTrace, names_of, of_arrival, of_some_users
 from pd_cache.cluster import ProxyConfig
 from tests.support.traces import conversations
 from transfer.errors import Status
@@ -65,7 +64,7 @@ def ttft(load: SimulatedLoad) -> float:
 def test_every_request_ends_once_with_all_of_its_tokens(
     one_machine: bool, prefill: int, decode: int, rate: float
 ) -> None:
-    load = run(arrivals(80, rate), prefill, decode, one_machine=one_machine, others=0.5 if one_machine else 0.0)
+    load = run(arrivals(80, rate), prefill, decode, one_machine=one_machine, others=[(0.0, 0.5)] if one_machine else [])
     assert len(load.outcomes) == 80
     for one in load.outcomes:
         assert one.error == ""
@@ -122,7 +121,7 @@ def test_more_prefill_nodes_and_cheaper_steps_make_a_busy_cluster_quicker() -> N
 
 def test_other_programs_make_one_machine_slower_and_take_what_they_are_given() -> None:
     load = arrivals(60, 10.0)
-    alone, beside = (run(load, one_machine=True, others=others) for others in (0.0, 3.0))
+    alone, beside = (run(load, one_machine=True, others=[(0.0, others)]) for others in (0.0, 3.0))
     assert ttft(beside) > ttft(alone)
     assert alone.taken_by_others == 0
     assert 0 < beside.taken_by_others < 2 * beside.seconds
@@ -177,12 +176,32 @@ def test_copies_of_a_trace_share_system_prompts_only_and_keep_their_depth() -> N
     trace = conversations(2, 3)
     for request in trace:
         request.hash_ids[0] = 7
-    load = copies_of_trace(trace, 18, 10.0)
+    copied = CopiedTrace(trace, 100, 6)
+    assert copied.passed == []
+    load = copied.arrivals(18, 10.0)
     assert len(load) == 18
     assert [one.due for one in load] == sorted(one.due for one in load)
     first_three = load[:3]  # the same request of three users
     assert len({one.prompt[0] for one in first_three}) == 1
     assert len({one.prompt[1] for one in first_three}) == 3
+
+
+def test_some_users_of_a_trace_come_with_all_that_they_say() -> None:
+    trace = conversations(400, 3)
+    some = of_some_users(trace, 0.25)
+    assert 0.15 < len(some) / len(trace) < 0.35
+    users = {request.hash_ids[1] for request in some}
+    assert [request for request in trace if request.hash_ids[1] in users] == some
+    assert of_some_users(trace, 1.0) == trace
+
+
+def test_what_has_passed_before_is_in_the_pool() -> None:
+    trace = conversations(50, 3)  # the last 50 requests repeat what the first 100 said
+    cold, warm = (
+        grow(trace[skip:], COSTS, GrowthPlan(warm=100, requests_per_node=300), 2, 0.5, 50).hit_rate for skip in (100, 0)
+    )
+    assert cold == 0
+    assert warm == pytest.approx(6 / 9, abs=0.01)
 
 
 # --- growing ---------------------------------------------------------------------------------------------------------

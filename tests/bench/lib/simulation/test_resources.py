@@ -45,6 +45,20 @@ def test_other_programs_take_their_share() -> None:
     assert ends(SimulatedTime(), (0.0, 1.0), others=3.0, capacity=2.0) == [2.0]
 
 
+def test_other_programs_come_and_go() -> None:
+    time = SimulatedTime()
+    shared = SharedCapacity(time, 1.0, 1.0)
+    job = shared.begin(2.0)
+    time.call_at(1.0, lambda: shared.let_others(1.0))
+    time.call_at(2.0, lambda: shared.let_others(0.0))
+    ended: list[float] = []
+    job.then(lambda _: ended.append(time.now))
+    time.run()
+    shared.settle()
+    assert ended == [2.5]
+    assert shared.taken_by_others == pytest.approx(0.5)
+
+
 def test_cores_that_share_caches_are_slower_together() -> None:
     assert ends(SimulatedTime(), (0.0, 1.0), capacity=2.0, crowded=1.5) == [1.0]
     assert ends(SimulatedTime(), (0.0, 1.0), (0.0, 1.0), capacity=2.0, crowded=1.5) == [1.5, 1.5]
