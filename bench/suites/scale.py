@@ -21,7 +21,7 @@ from bench.lib.about import about
 from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options, size
 from bench.lib.simulation.costs import UnitCosts, read_costs, write_costs
 from bench.lib.simulation.growing import GrowthPlan, GrowthStep, Limit, grow, limits, usual_rate
-from bench.lib.simulation.validating import ComparedLoad, EngineCount, spread, validate, workbench
+from bench.lib.simulation.validating import ComparedLoad, EngineCount, spread, validate, whole_conversations, workbench
 from bench.lib.svg import Bars, bar_plot, line_plot
 from bench.lib.trace import read_trace
 from pd_cache.cluster import ProxyConfig
@@ -106,7 +106,7 @@ def main(
             def told(what: str, task: Any = task) -> None:
                 bar.update(task, description=what, advance=1)
 
-            more, measured = validate(cluster, requests[:validate_requests], rounds, seed, told)
+            more, measured = validate(cluster, whole_conversations(requests, validate_requests), rounds, seed, told)
             compared += more
             bar.remove_task(task)
         if measured is None and not (given is not None and file is not None and _gives_all(file)):

@@ -8,7 +8,7 @@ queue. Ticks in which nothing but tokens happen are taken together, up to `grain
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime, first_of
@@ -55,13 +55,22 @@ class Loading(Protocol):
 class SimulatedEngine:
     """The requests of one node."""
 
-    def __init__(self, time: SimulatedTime, cores: SharedCapacity, costs: UnitCosts, node: Loading, grain: int) -> None:
-        """`cores`: of the machine that computes. `grain`: the most ticks taken together."""
+    def __init__(
+        self,
+        time: SimulatedTime,
+        cores: SharedCapacity,
+        costs: UnitCosts,
+        node: Loading,
+        grain: int,
+        group: Hashable = None,
+    ) -> None:
+        """`cores`: of the machine that computes, in the process `group`. `grain`: the most ticks taken together."""
         self._time = time
         self._cores = cores
         self._costs = costs
         self._node = node
         self._grain = grain
+        self._group = group
         self._waiting: deque[Generating] = deque()
         self._prefilling: deque[Generating] = deque()
         self._decoding: list[Generating] = []
@@ -103,7 +112,7 @@ class SimulatedEngine:
                 seconds = self._prefill_seconds(computing.position, tokens)
                 self.prefill_asked += seconds
                 self.computed += tokens
-                yield self._cores.begin(seconds)
+                yield self._cores.begin(seconds, self._group)
                 computing.position += tokens
                 if computing.position >= computing.request.tokens:
                     self._prefilling.popleft()
@@ -164,7 +173,7 @@ class SimulatedEngine:
         ticks = min(most, min(one.output - one.produced for one in batch))
         context = sum(one.request.tokens + one.produced for one in batch) + len(batch) * (ticks - 1) / 2
         each = costs.step_s + costs.sequence_s * len(batch) + costs.context_s * context
-        job = self._cores.begin(each * ticks)
+        job = self._cores.begin(each * ticks, self._group)
         if ticks > 1:
             self._wake = Happening()
             yield first_of(job, self._wake)

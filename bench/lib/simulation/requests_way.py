@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -75,6 +75,8 @@ class SimulatedLoad(NamedTuple):
     """Core seconds, on the one machine."""
     seconds: float
     """Until everything had ended."""
+    core_seconds: float
+    """What all processes asked for, on the one machine."""
     routes: dict[str, int]
     """How many requests went which way, by the proxy's words."""
 
@@ -96,11 +98,11 @@ class _SimulatedEngineNode:
         self.number = number
         self.machine = machine
         self._cluster = cluster
-        self.serving = SerialThread(machine.cores)
+        self.serving = SerialThread(machine.cores, number)
         self._storers = Gate(STORE_THREADS)
         # a machine of its own computes on an accelerator, and its processors do the rest
         computing = machine.cores if cluster.plan.one_machine else SharedCapacity(cluster.time, 1.0, 1.0)
-        self.engine = SimulatedEngine(cluster.time, computing, cluster.costs, self, cluster.plan.grain)
+        self.engine = SimulatedEngine(cluster.time, computing, cluster.costs, self, cluster.plan.grain, number)
 
     def take(self, request: SimulatedRequest, output: int, announced: int, on_tokens: Callable[[int], None]) -> Process:
         """Accepts a request. Returns what its engine makes of it, or None if the queue is full."""
@@ -122,7 +124,7 @@ class _SimulatedEngineNode:
         deadline = time.now + (_WAIT_S if generating.announced else 0.0)
         pause = FIRST_POLL_S
         while True:
-            found = yield from cluster.look_up(self.machine, names)
+            found = yield from cluster.look_up(self.machine, self.number, names)
             if found * size >= generating.announced or time.now >= deadline:
                 break
             yield time.after(min(pause, deadline - time.now))
@@ -157,7 +159,7 @@ class _SimulatedProxy:
     def __init__(self, cluster: SimulatedCluster, machine: _SimulatedMachine) -> None:
         plan = cluster.plan
         self.machine = machine
-        self.loop = SerialThread(machine.cores)
+        self.loop = SerialThread(machine.cores, self)
         self.lookups = Gate(LOOKUP_THREADS)
         self.looking = 0
         self.most_admitted = 0
@@ -194,7 +196,7 @@ class SimulatedCluster:
         every = [_SimulatedEngineNode(self, number, machine()) for number in range(count)]
         self.nodes = {"prefill": every[: plan.prefill], "decode": every[plan.prefill :]}
         self._by_number = every
-        self._clients = machine()
+        self._clients = SerialThread(machine().cores, "clients") if plan.one_machine else None
         self._proxies = [_SimulatedProxy(self, machine()) for _ in range(plan.proxies)]
         self._by_url = {f"{hop}-{node.number}": node for hop, nodes in self.nodes.items() for node in nodes}
         self._giving = range(count if plan.decode_memory else plan.prefill)
@@ -239,7 +241,7 @@ class SimulatedCluster:
         assert not any(
             load for proxy in self._proxies for pool in proxy.pools.values() for load in pool.loads().values()
         )
-        return SimulatedLoad(outcomes, uses, self._taken_by_others, self._ended, self._routes)
+        return SimulatedLoad(outcomes, uses, self._taken_by_others, self._ended, self._master.cores.asked, self._routes)
 
     # --- a request ---------------------------------------------------------------------------------------------------
 
@@ -250,7 +252,8 @@ class SimulatedCluster:
 
     def _take(self, proxy: _SimulatedProxy, request: SimulatedRequest, outcome: RequestOutcome) -> Process:
         costs = self.costs
-        yield self._clients.cores.begin(costs.client.request_s + costs.client.token_s * request.tokens)
+        if self._clients is not None:
+            yield self._clients.run(costs.client.request_s + costs.client.token_s * request.tokens)
         yield proxy.loop.run(costs.proxy.request_s + costs.proxy.token_s * request.tokens)
         with ExitStack() as admitted:
             try:
@@ -286,7 +289,7 @@ class SimulatedCluster:
     def _look(self, proxy: _SimulatedProxy, request: SimulatedRequest) -> Process:
         yield proxy.lookups.take()
         try:
-            return (yield from self.look_up(proxy.machine, request.names))
+            return (yield from self.look_up(proxy.machine, proxy, request.names))
         finally:
             proxy.lookups.give()
 
@@ -342,7 +345,8 @@ class SimulatedCluster:
         def pass_on(tokens: int) -> Process:
             yield node.serving.run(costs.node.event_s * tokens)
             yield proxy.loop.run(costs.proxy.event_s * tokens)
-            yield self._clients.cores.begin(costs.client.event_s * tokens)
+            if self._clients is not None:
+                yield self._clients.run(costs.client.event_s * tokens)
             outcome.last = self.time.now - outcome.due
             outcome.tokens += tokens
             if outcome.first is None:
@@ -358,11 +362,11 @@ class SimulatedCluster:
 
     # --- the pool ----------------------------------------------------------------------------------------------------
 
-    def look_up(self, machine: _SimulatedMachine, names: Sequence[bytes]) -> Process:
-        """Returns how many chunks of a prompt, from the first, the pool holds."""
+    def look_up(self, machine: _SimulatedMachine, process: Hashable, names: Sequence[bytes]) -> Process:
+        """Returns how many chunks of a prompt, from the first, the pool holds. `process` asks, on `machine`."""
         costs = self.costs.lookup
-        yield machine.cores.begin(costs.call_s + costs.object_s * len(names))
-        yield self._master.cores.begin(costs.master_s + costs.master_object_s * len(names))
+        yield machine.cores.begin(costs.call_s + costs.object_s * len(names), process)
+        yield self._master.cores.begin(costs.master_s + costs.master_object_s * len(names), "master")
         return self._lookup.judge(names, 0, self.pool.exists(names), FIRST).chunks
 
     def store(self, node: _SimulatedEngineNode, names: Sequence[bytes]) -> Process:
@@ -392,13 +396,13 @@ class SimulatedCluster:
         count, size = len(owners), self.costs.chunk_bytes
         if not count:
             return
-        yield self._master.cores.begin(costs.master_s + costs.master_object_s * count)
+        yield self._master.cores.begin(costs.master_s + costs.master_object_s * count, "master")
         seconds = costs.call_s + count * (costs.object_s + costs.byte_s * size)
-        under_way: list[Happening] = [node.machine.cores.begin(seconds)]
+        under_way: list[Happening] = [node.machine.cores.begin(seconds, node.number)]
         for owner in sorted(set(owners)):
             pieces = owners.count(owner)
             there = self._by_number[owner].machine
-            under_way.append(there.cores.begin(pieces * (costs.owner_object_s + costs.owner_byte_s * size)))
+            under_way.append(there.cores.begin(pieces * (costs.owner_object_s + costs.owner_byte_s * size), owner))
             if there is not node.machine:
                 source, target = (node.machine, there) if outwards else (there, node.machine)
                 under_way += [source.outgoing.begin(pieces * size), target.incoming.begin(pieces * size)]

@@ -29,7 +29,7 @@ from bench.lib.simulation.measuring import (
     together,
 )
 from bench.lib.simulation.requests_way import ClusterPlan, SimulatedCluster, SimulatedLoad
-from bench.lib.simulation.workload import SimulatedRequest, of_arrival
+from bench.lib.simulation.workload import SimulatedRequest, of_arrival, of_some_users
 from bench.lib.stats import quantile
 from bench.lib.targets import ServerUnderLoad, own_cluster, small_engines
 from bench.lib.trace import Request
@@ -44,7 +44,7 @@ _LEAD_S = 0.5
 _SAMPLE_S, _WINDOW_S = 0.02, 0.25
 _BUSY = 0.5
 """How much of what the cluster can do the steady load asks for."""
-_QUANTITIES = ("requests_per_s", "output_tokens_per_s", "hit_tokens", "ttft_p50_ms", "ttft_p90_ms")
+_QUANTITIES = ("requests_per_s", "hit_tokens", "ttft_p50_ms", "ttft_p90_ms", "core_seconds")
 
 
 class EngineCount(NamedTuple):
@@ -65,10 +65,11 @@ class LoadFigures(msgspec.Struct):
     """What a load comes to, real or simulated."""
 
     requests_per_s: float
-    output_tokens_per_s: float
     hit_tokens: int
     ttft_p50_ms: float
     ttft_p90_ms: float
+    core_seconds: float
+    """Of all processes of the cluster and of what sends the requests: what the machine had to do, however busy it was otherwise."""
     failed: int
 
 
@@ -94,7 +95,7 @@ class ComparedLoad(msgspec.Struct):
         }
 
 
-def figures(outcomes: Sequence[RequestOutcome]) -> LoadFigures:
+def figures(outcomes: Sequence[RequestOutcome], core_seconds: float) -> LoadFigures:
     """Returns a load's figures."""
     answered = [one for one in outcomes if not one.error and one.first is not None]
     firsts = [one.first or 0.0 for one in answered]
@@ -102,10 +103,10 @@ def figures(outcomes: Sequence[RequestOutcome]) -> LoadFigures:
     seconds = max((one.due + one.last for one in answered), default=began) - began or 1e-9
     return LoadFigures(
         requests_per_s=len(answered) / seconds,
-        output_tokens_per_s=sum(one.tokens for one in answered) / seconds,
         hit_tokens=sum(one.cached or 0 for one in answered),
         ttft_p50_ms=quantile(firsts, 0.5) * 1e3,
         ttft_p90_ms=quantile(firsts, 0.9) * 1e3,
+        core_seconds=core_seconds,
         failed=len(outcomes) - len(answered),
     )
 
@@ -163,9 +164,12 @@ class Workbench:
     def real(self, arrivals: Sequence[Arrival]) -> RealLoad:
         """Sends them."""
         start = time.monotonic() + _LEAD_S
+        roots = {"self": os.getpid()}  # and all nodes, which are its children
+        before = core_seconds(roots)["self"]
         with OtherPrograms(start) as others:
             load = asyncio.run(generate(self._target, arrivals, start))
-        return RealLoad(load.outcomes, others.threads(), others.core_seconds())
+        used = core_seconds(roots)["self"] - before
+        return RealLoad(load.outcomes, used, others.threads(), others.cores())
 
     def requests(self, arrivals: Sequence[Arrival]) -> list[SimulatedRequest]:
         """Returns the same requests for the simulation, with what the proxy makes of their text."""
@@ -195,13 +199,15 @@ class Workbench:
             return one.taken_by_others / one.seconds
 
         factor = root_of(taken, real.others_cores, 0.0, 8.0)
-        return figures(real.outcomes), figures(load(factor).outcomes)
+        simulated = load(factor)
+        return figures(real.outcomes, real.core_seconds), figures(simulated.outcomes, simulated.core_seconds)
 
 
 class RealLoad(NamedTuple):
     """What became of a load, and what else the machine did."""
 
     outcomes: list[RequestOutcome]
+    core_seconds: float
     others: list[tuple[float, float]]
     """From which second on how many threads of other programs wanted a core."""
     others_cores: float
@@ -234,24 +240,25 @@ class OtherPrograms:
             for window in self._windows
         ]
 
-    def core_seconds(self) -> float:
+    def cores(self) -> float:
         """Returns how many cores other programs took, on the average, from the start on."""
         some = [window for window in self._windows if window.begun >= 0] or self._windows
         return sum(window.others for window in some) / max(1, len(some))
 
     def _watch(self) -> None:
         roots = {"self": os.getpid()}  # and all nodes, which are its children
-        before, ours, since = machine_seconds(), core_seconds(roots)["self"], time.monotonic()
+        cores = os.cpu_count() or 1
+        before, since, ours = machine_seconds(), time.monotonic(), core_seconds(roots)["self"]
         runnable: list[int] = []
         while not self._stop.wait(_SAMPLE_S):
             runnable.append(runnable_threads() - 1)
-            now = time.monotonic()
-            if now - since >= _WINDOW_S:
-                machine, own = machine_seconds(), core_seconds(roots)["self"]
-                mine = (own - ours) / (now - since)
-                others = max(0.0, (machine - before) / (now - since) - mine)
-                self._windows.append(_Window(since - self._start, statistics.fmean(runnable), mine, others))
-                before, ours, since, runnable = machine, own, now, []
+            if time.monotonic() - since < _WINDOW_S:
+                continue
+            machine, now, own = machine_seconds(), time.monotonic(), core_seconds(roots)["self"]
+            mine = (own - ours) / (now - since)
+            others = min(cores, max(0.0, (machine - before) / (now - since) - mine))
+            self._windows.append(_Window(since - self._start, statistics.fmean(runnable), mine, others))
+            before, since, ours, runnable = machine, now, own, []
 
 
 class _Window(NamedTuple):
@@ -289,6 +296,14 @@ def workbench(count: EngineCount) -> Iterator[Workbench]:
     with ExitStack() as stack:
         server = stack.enter_context(own_cluster(None, config))
         yield Workbench(server, config, count, stack)
+
+
+def whole_conversations(trace: Sequence[Request], requests: int) -> list[Request]:
+    """Returns about so many requests of a trace, of a few users who come with all that they say: prompts that share their beginnings."""
+    share = requests / len(trace)
+    while len(some := of_some_users(trace, share)) < requests and share < 1:
+        share *= 1.2
+    return some[:requests]
 
 
 def validate(count: EngineCount, trace: Sequence[Request], rounds: int, seed: int, told: Callable[[str], None]) -> tuple[list[ComparedLoad], UnitCosts]:  # fmt: skip

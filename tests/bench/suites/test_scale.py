@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,17 @@ from click.testing import CliRunner, Result
 
 from bench.lib.simulation.costs import PrefillCosts, UnitCosts, read_costs, write_costs
 from bench.lib.simulation.measuring import core_seconds, mean_costs, nonnegative
-from bench.lib.simulation.validating import EngineCount, root_of
+from bench.lib.simulation.validating import (
+    EngineCount,
+    OtherPrograms,
+    root_of,
+    runnable_threads,
+    whole_conversations,
+)
 from bench.suites.scale import main
 from pd_cache.errors import ConfigError
 from tests.support.traces import conversations, write_trace
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.slow(60)
 
@@ -138,6 +149,15 @@ def test_what_a_file_gives_replaces_what_was_measured_and_nothing_else(tmp_path:
     assert found.machine.crowded == measured.machine.crowded
 
 
+def test_the_example_of_the_documentation_is_one(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "benchmarking.md").read_text()
+    section = text.split("## `scale`")[1]
+    example = tmp_path / "mine.yaml"
+    example.write_text(section.split("```yaml\n")[1].split("```")[0])
+    found = read_costs(example, UnitCosts())
+    assert (found.machine.link_bytes_per_s, found.prefill.token_s, found.load.byte_s) == (12.5e9, 8e-5, 1e-10)
+
+
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
@@ -150,10 +170,6 @@ def test_costs_are_fitted_and_never_negative() -> None:
 
 
 def test_core_seconds_count_a_process_with_its_children_once() -> None:
-    import os
-    import subprocess
-    import sys
-
     before = core_seconds({"self": os.getpid()})["self"]
     with subprocess.Popen(
         [sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"],
@@ -183,6 +199,25 @@ def test_the_mean_of_measurements_keeps_counts_whole() -> None:
 def test_the_root_of_what_rises() -> None:
     assert root_of(lambda x: 2 * x / (1 + x), 1.0, 0.0, 64.0) == pytest.approx(1.0, rel=0.05)
     assert root_of(lambda x: 1.0 + x, 0.5, 0.0, 64.0) == 0.0
+
+
+def test_what_other_programs_take_is_between_nothing_and_the_machine() -> None:
+    with OtherPrograms(time.monotonic()) as others:
+        wait_for(lambda: len(others.threads()) >= 2)
+    assert all(threads >= 0 for _, threads in others.threads())
+    assert 0 <= others.cores() <= (os.cpu_count() or 1)
+    starts = [when for when, _ in others.threads()]
+    assert starts == sorted(starts)
+    assert runnable_threads() >= 1
+
+
+def test_a_validation_takes_whole_conversations() -> None:
+    trace = conversations(400, 3)
+    some = whole_conversations(trace, 30)
+    assert len(some) == 30
+    first = [request.hash_ids[1] for request in some[:10]]
+    assert sum(request.hash_ids[1] in first for request in some) > 20
+    assert whole_conversations(trace[:4], 30) == trace[:4]
 
 
 # --- a real one ------------------------------------------------------------------------------------------------------

@@ -45,6 +45,26 @@ def test_other_programs_take_their_share() -> None:
     assert ends(SimulatedTime(), (0.0, 1.0), others=3.0, capacity=2.0) == [2.0]
 
 
+def test_many_threads_of_one_process_take_no_more_from_another_process_than_one_does() -> None:
+    time, ended = SimulatedTime(), {}
+    shared = SharedCapacity(time, 1.0, 1.0)
+    for name, group in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b", "b")):
+        shared.begin(1.0, group).then(lambda _, name=name: ended.update({name: time.now}))  # type: ignore[misc]
+    time.run()
+    # b gets half, until it is done after 2 s; a's share the other half, and then everything
+    assert ended == pytest.approx({"b": 2.0, "a1": 4.0, "a2": 4.0, "a3": 4.0})
+
+
+def test_what_one_process_cannot_use_goes_to_the_others() -> None:
+    time, ended = SimulatedTime(), {}
+    shared = SharedCapacity(time, 3.0, 1.0)
+    for name, group in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b", "b")):
+        shared.begin(2.0, group).then(lambda _, name=name: ended.update({name: time.now}))  # type: ignore[misc]
+    time.run()
+    # b can use one core; a's three threads get the other two until b is done, and then a core each
+    assert ended == pytest.approx({"b": 2.0, "a1": 2.0 + 2.0 / 3, "a2": 2.0 + 2.0 / 3, "a3": 2.0 + 2.0 / 3})
+
+
 def test_other_programs_come_and_go() -> None:
     time = SimulatedTime()
     shared = SharedCapacity(time, 1.0, 1.0)
