@@ -178,7 +178,7 @@ class SimulatedEngine:
             self._wake = Happening()
             yield first_of(job, self._wake)
             if not job.done:
-                ticks = min(ticks, int(self._cores.progress(job) / each) + 1)
+                ticks = min(ticks, int(self._cores.progress(job) / max(each, 1e-12)) + 1)
                 self._cores.cut(job, ticks * each)
         yield job
         self.decode_asked += each * ticks

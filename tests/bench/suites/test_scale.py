@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -22,6 +23,7 @@ from bench.lib.simulation.validating import (
     runnable_threads,
     whole_conversations,
 )
+from bench.lib.trace import Request
 from bench.suites.scale import main
 from pd_cache.errors import ConfigError
 from tests.support.traces import conversations, write_trace
@@ -137,6 +139,29 @@ def test_with_all_costs_given_nothing_is_measured_and_one_seed_is_one_result(
     text = page.read_text()
     assert text.count("<svg") == 2
     assert "What is full first" in text
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-12, 1000.0])
+def test_costs_that_no_machine_has_end_all_the_same(tmp_path: Path, trace: Path, value: float) -> None:
+    file = tmp_path / "odd.yaml"
+    seconds = ("prefill", "decode", "proxy", "node", "lookup", "store", "load", "load_own")
+    odd = {
+        name: msgspec.structs.replace(
+            getattr(UnitCosts(), name), **dict.fromkeys(getattr(UnitCosts(), name).__struct_fields__, value)
+        )
+        for name in seconds
+    }
+    write_costs(msgspec.structs.replace(UnitCosts(), **odd), file)
+    found = results("--trace", trace, "--costs", file, "--nodes", 1, "--nodes", 3, "--max-requests", 50)
+    for step in found["results"]:
+        assert 0 <= step["refused"] <= step["requests"] == 300
+        assert all(share >= 0 for share in step["asked"].values())
+
+
+def test_a_trace_of_one_request_is_enough(tmp_path: Path, costs: Path) -> None:
+    trace = write_trace(tmp_path / "one.jsonl", [Request(5.0, 700, [3, 4], 0)])
+    found = results("--trace", trace, "--costs", costs, "--nodes", 2)
+    assert found["results"][0]["refused"] == 0
 
 
 def test_what_a_file_gives_replaces_what_was_measured_and_nothing_else(tmp_path: Path) -> None:
