@@ -111,7 +111,7 @@ def main(
             bar.remove_task(task)
         if measured is None and not (given is not None and file is not None and _gives_all(file)):
             with workbench(EngineCount(1, 1)) as bench:
-                bench.costs()
+                bench.warm_up(requests, seed)
                 measured = bench.costs()
         costs = given if measured is None or file is None else read_costs(file, measured)
         costs = costs or measured
@@ -203,14 +203,14 @@ def report_of(
 
 def _validation(compared: Sequence[ComparedLoad]) -> list[Table | Figure]:
     rows = [
-        [f"{one.cluster} {one.load} {one.round}", one.real.requests_per_s, one.simulated.requests_per_s, one.real.hit_tokens, one.simulated.hit_tokens, one.real.ttft_p50_ms, one.simulated.ttft_p50_ms, one.real.ttft_p90_ms, one.simulated.ttft_p90_ms, one.others]
+        [f"{one.cluster} {one.load} {one.round}", one.real.requests_per_s, one.simulated.requests_per_s, one.real.hit_tokens, one.simulated.hit_tokens, one.real.ttft_p50_ms, one.simulated.ttft_p50_ms, one.real.ttft_p90_ms, one.simulated.ttft_p90_ms, one.others, one.late_ms]
         for one in compared
     ]  # fmt: skip
-    columns = ["load, round", "requests/s", "simulated", "hit tokens", "simulated", "TTFT p50, ms", "simulated", "TTFT p90, ms", "simulated", "other programs, cores"]  # fmt: skip
+    columns = ["load, round", "requests/s", "simulated", "hit tokens", "simulated", "TTFT p50, ms", "simulated", "TTFT p90, ms", "simulated", "other programs, cores", "woken late, ms"]  # fmt: skip
     ratios = [[cluster, load, name, middle, least, most] for cluster, load, name, middle, least, most in spread(compared)]  # fmt: skip
     groups = [Bars(f"{cluster} {load} {name}", (middle,)) for cluster, load, name, middle, _, _ in spread(compared)]
     return [
-        Table("A real cluster and its simulation", columns, rows, "A cluster of prefill x decode engines, a master and a proxy on this machine. burst: all requests at once. steady: at half the rate of the burst's answers. other programs: how many cores they took meanwhile."),
+        Table("A real cluster and its simulation", columns, rows, "A cluster of prefill x decode engines, a master and a proxy on this machine. burst: all requests at once. steady: at half the rate of the burst's answers. other programs: how many cores they took meanwhile. woken late: how long a thread that should run waited for a core."),
         Table("Simulated / real", ["cluster", "load", "quantity", "median", "least", "most"], ratios, "Over the rounds."),
         Figure(bar_plot("Simulated / real, median of the rounds", "", ["simulated / real"], groups), "1 is right; the target is 0.85 to 1.15."),
     ]  # fmt: skip

@@ -104,6 +104,7 @@ class SimulatedEngine:
             if not self._prefilling and not self._decoding:
                 self._wake = Happening()
                 yield self._wake
+                yield self._cores.wake()
                 continue
             computing = self._prefilling[0] if self._prefilling else None
             tokens = 0

@@ -29,6 +29,8 @@ class MachineCosts(_CostSection, frozen=True, kw_only=True):
     cores: Annotated[float, msgspec.Meta(gt=0, le=4096)] = 2.0
     crowded: Annotated[float, msgspec.Meta(ge=1, le=10)] = 1.0
     """How many times as long work takes while another core is busy, too."""
+    idle_cores: Annotated[float, msgspec.Meta(ge=0, le=4096)] = 0.0
+    """What the processes of a cluster on one machine, together, take of its cores while nothing is asked of them; of a validation only."""
     link_bytes_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e15)] = 1.25e9
     """In each direction; 10 Gbit/s by default. Nothing measures it here, where all nodes are on one machine."""
 

@@ -48,8 +48,8 @@ from transfer.settings import ByteSize, TransferSettings
 _OPEN_S = 30.0
 _DEADLINE_S = 120.0
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_LEAST_S = 0.25
-"""Of core seconds, for each figure."""
+LEAST_S = 0.25
+"""Core seconds for each figure of the pool."""
 _SMALL, _LARGE = 8 << 10, 512 << 10
 _FEW, _MANY = 2, 32
 
@@ -276,8 +276,8 @@ def _names(count: int) -> list[bytes]:
 def _per_call(call: Callable[[], object], pids: Mapping[str, int]) -> _Cost:
     call()
     before, own, calls = core_seconds(pids, exact=True), time.process_time(), 0
-    until = time.monotonic() + 4 * _LEAST_S
-    while calls < 8 or (time.process_time() - own < _LEAST_S and time.monotonic() < until):
+    until = time.monotonic() + 4 * LEAST_S
+    while calls < 8 or (time.process_time() - own < LEAST_S and time.monotonic() < until):
         call()
         calls += 1
     used, after = time.process_time() - own, core_seconds(pids, exact=True)
@@ -416,10 +416,12 @@ def _choosing(nodes: int = 256) -> float:
     return float(np.median(times)) / nodes
 
 
-def together(steps: StepCosts, pool: PoolFigures, services: ServiceFigures, shape: EngineShape) -> UnitCosts:
+def together(
+    steps: StepCosts, pool: PoolFigures, services: ServiceFigures, shape: EngineShape, idle_cores: float
+) -> UnitCosts:
     """Returns everything that was measured."""
     return UnitCosts(
-        machine=MachineCosts(cores=float(len(os.sched_getaffinity(0))), crowded=steps.crowded),
+        machine=MachineCosts(cores=float(len(os.sched_getaffinity(0))), crowded=steps.crowded, idle_cores=idle_cores),
         engine=shape,
         decode=steps.decode,
         **services._asdict(),

@@ -36,6 +36,17 @@ from pd_cache.tokens import ChunkedTokenDatabase, Namespace
 _WAIT_S = HandoffConfig().wait_ms / 1000
 
 
+class BusyTime(NamedTuple):
+    """What other programs do on a machine from a time on."""
+
+    since: float
+    """Seconds from the start."""
+    threads: float
+    """How many of their threads want a core."""
+    wake_s: float = 0.0
+    """How long a thread of ours that was asleep waits until it gets a core at all."""
+
+
 class ClusterPlan(NamedTuple):
     """A cluster to simulate."""
 
@@ -47,8 +58,8 @@ class ClusterPlan(NamedTuple):
     proxy: ProxyConfig = ProxyConfig()
     one_machine: bool = False
     """Whether everything, clients too, is on one machine, as in a validation; otherwise each node has its own."""
-    others: Sequence[tuple[float, float]] = ()
-    """On the one machine: from which second on how many threads of other programs want a core."""
+    others: Sequence[BusyTime] = ()
+    """On the one machine."""
     grain: int = 32
     """The most tokens that are taken together: of a stream, and of an engine's ticks. 1 is exact."""
     decode_memory: bool = True
@@ -231,8 +242,8 @@ class SimulatedCluster:
             outcomes.append(outcome)
             way = self._serve(self._proxies[index % len(self._proxies)], request, outcome)
             self.time.call_at(request.due, functools.partial(self.time.start, way))
-        for when, threads in self.plan.others:
-            self.time.call_at(when, functools.partial(self._master.cores.let_others, threads))
+        for since, threads, wake_s in self.plan.others:
+            self.time.call_at(since, functools.partial(self._master.cores.let_others, threads, wake_s))
         last_due = requests[-1].due
         uses: list[ResourceUse] = []
         self.time.call_at(last_due, lambda: uses.extend(self._uses(max(last_due, 1e-9))))
@@ -365,8 +376,11 @@ class SimulatedCluster:
     def look_up(self, machine: _SimulatedMachine, process: Hashable, names: Sequence[bytes]) -> Process:
         """Returns how many chunks of a prompt, from the first, the pool holds. `process` asks, on `machine`."""
         costs = self.costs.lookup
+        yield machine.cores.wake()
         yield machine.cores.begin(costs.call_s + costs.object_s * len(names), process)
+        yield self._master.cores.wake()
         yield self._master.cores.begin(costs.master_s + costs.master_object_s * len(names), "master")
+        yield machine.cores.wake()
         return self._lookup.judge(names, 0, self.pool.exists(names), FIRST).chunks
 
     def store(self, node: _SimulatedEngineNode, names: Sequence[bytes]) -> Process:
@@ -396,7 +410,9 @@ class SimulatedCluster:
         count, size = len(owners), self.costs.chunk_bytes
         if not count:
             return
+        yield self._master.cores.wake()
         yield self._master.cores.begin(costs.master_s + costs.master_object_s * count, "master")
+        yield node.machine.cores.wake()
         seconds = costs.call_s + count * (costs.object_s + costs.byte_s * size)
         under_way: list[Happening] = [node.machine.cores.begin(seconds, node.number)]
         for owner in sorted(set(owners)):

@@ -66,6 +66,8 @@ class SharedCapacity:
         self._crowded = crowded
         self._others = others
         self._others_rate = 0.0
+        self.wake_s = 0.0
+        """How long a thread that was asleep waits until it gets a core at all."""
         self._since = 0.0
         self._groups: dict[Hashable, _Sharers] = {}
         self._numbers = itertools.count()
@@ -105,11 +107,20 @@ class SharedCapacity:
         self._push(job)
         self._plan()
 
-    def let_others(self, jobs: float) -> None:
-        """From now on, so many jobs of other programs are under way."""
+    def let_others(self, jobs: float, wake_s: float = 0.0) -> None:
+        """From now on, so many jobs of other programs are under way, and threads that were asleep wait for so long."""
         self._advance()
+        self.wake_s = wake_s
         self._others = jobs
         self._plan()
+
+    def wake(self) -> Happening:
+        """Returns what happens when a thread that was asleep has a core."""
+        if self.wake_s:
+            return self._time.after(self.wake_s)
+        awake = Happening()
+        awake.happen()
+        return awake
 
     def settle(self) -> None:
         """Brings the accounts up to the present time."""
@@ -200,7 +211,8 @@ class SerialThread:
         self.asked += work
         self._waiting.append((work, ended))
         if not self._busy:
-            self._next()
+            self._busy = True
+            self._cores.wake().then(lambda _: self._next())
         return ended
 
     def _next(self) -> None:

@@ -28,7 +28,7 @@ from bench.lib.simulation.measuring import (
     measure_services,
     together,
 )
-from bench.lib.simulation.requests_way import ClusterPlan, SimulatedCluster, SimulatedLoad
+from bench.lib.simulation.requests_way import BusyTime, ClusterPlan, SimulatedCluster, SimulatedLoad
 from bench.lib.simulation.workload import SimulatedRequest, of_arrival, of_some_users
 from bench.lib.stats import quantile
 from bench.lib.targets import ServerUnderLoad, own_cluster, small_engines
@@ -41,6 +41,8 @@ _DEADLINE_S = 300.0
 _IN_FLIGHT = 512
 _SHORTER = 16.0
 _LEAD_S = 0.5
+_IDLE_S = 2.0
+_WARM_UP, _WARM_UP_RATE = 8, 8.0
 _SAMPLE_S, _WINDOW_S = 0.02, 0.25
 _BUSY = 0.5
 """How much of what the cluster can do the steady load asks for."""
@@ -86,6 +88,8 @@ class ComparedLoad(msgspec.Struct):
     simulated: LoadFigures
     others: float
     """Cores that other programs took meanwhile, on the average."""
+    late_ms: float
+    """How long a thread that should run waited for a core, on the average."""
 
     def ratios(self) -> dict[str, float]:
         """Returns simulated / real of each quantity."""
@@ -146,12 +150,24 @@ class Workbench:
             decode_memory=False,
         )
 
+    def warm_up(self, trace: Sequence[Request], seed: int) -> None:
+        """Sends a few requests, for what is slow only once."""
+        self.real(self.arrivals(trace[:_WARM_UP], _WARM_UP_RATE, seed))
+
     def costs(self) -> UnitCosts:
         """Measures everything once."""
         steps = self._stepper.measure()
         pool = measure_pool(self._master, self._pool_pids)
         services = measure_services(self._target, self._server.pids, steps, pool, self.shape)
-        return together(steps, pool, services, self.shape)
+        return together(steps, pool, services, self.shape, self._idle())
+
+    def _idle(self) -> float:
+        """Returns how many cores the cluster takes, and this process as it watches, while no requests come."""
+        roots = {"self": os.getpid()}
+        before, since = core_seconds(roots)["self"], time.monotonic()
+        with OtherPrograms(since):
+            time.sleep(_IDLE_S)
+        return (core_seconds(roots)["self"] - before) / (time.monotonic() - since)
 
     def arrivals(self, trace: Sequence[Request], rate: float, seed: int) -> list[Arrival]:
         """Returns the trace's requests, sixteen times shorter, at random times. Loads of different seeds share no prompt."""
@@ -188,19 +204,22 @@ class Workbench:
         Beside them, other programs want cores in the simulation as they did in reality, so many times as much as explains the core seconds
         that these took in reality.
         """
-        requests = self.requests(arrivals)
+        requests, idle = self.requests(arrivals), costs.machine.idle_cores
 
         def load(factor: float) -> SimulatedLoad:
-            others = [(max(0.0, when), factor * threads) for when, threads in real.others]
+            others = [
+                BusyTime(max(0.0, since), factor * threads + idle, wake_s) for since, threads, wake_s in real.others
+            ]
             return SimulatedCluster(self._plan._replace(others=others), costs).run(requests)
 
         def taken(factor: float) -> float:
             one = load(factor)
             return one.taken_by_others / one.seconds
 
-        factor = root_of(taken, real.others_cores, 0.0, 8.0)
+        factor = root_of(taken, real.others_cores + idle, 0.0, 8.0)
         simulated = load(factor)
-        return figures(real.outcomes, real.core_seconds), figures(simulated.outcomes, simulated.core_seconds)
+        ours = simulated.core_seconds + idle * simulated.seconds
+        return figures(real.outcomes, real.core_seconds), figures(simulated.outcomes, ours)
 
 
 class RealLoad(NamedTuple):
@@ -208,8 +227,7 @@ class RealLoad(NamedTuple):
 
     outcomes: list[RequestOutcome]
     core_seconds: float
-    others: list[tuple[float, float]]
-    """From which second on how many threads of other programs wanted a core."""
+    others: list[BusyTime]
     others_cores: float
     """How many cores these took, on the average."""
 
@@ -232,11 +250,13 @@ class OtherPrograms:
         self._stop.set()
         self._thread.join()
 
-    def threads(self) -> list[tuple[float, float]]:
-        """Returns, for each window, when it began and how many threads of other programs wanted a core, on the average: their share of all
-        that did, if they got what they got in the same way as ours."""
+    def threads(self) -> list[BusyTime]:
+        """Returns, for each window, how many threads of other programs wanted a core, on the average: their share of all that did, if they
+        got what they got in the same way as ours. And how late this one was woken."""
         return [
-            (window.begun, window.runnable * window.others / max(window.others + window.ours, 1e-9))
+            BusyTime(
+                window.begun, window.runnable * window.others / max(window.others + window.ours, 1e-9), window.late
+            )
             for window in self._windows
         ]
 
@@ -250,15 +270,22 @@ class OtherPrograms:
         cores = os.cpu_count() or 1
         before, since, ours = machine_seconds(), time.monotonic(), core_seconds(roots)["self"]
         runnable: list[int] = []
+        late: list[float] = []
+        asleep = time.monotonic()
         while not self._stop.wait(_SAMPLE_S):
+            late.append(max(0.0, time.monotonic() - asleep - _SAMPLE_S))
             runnable.append(runnable_threads() - 1)
+            asleep = time.monotonic()
             if time.monotonic() - since < _WINDOW_S:
                 continue
             machine, now, own = machine_seconds(), time.monotonic(), core_seconds(roots)["self"]
             mine = (own - ours) / (now - since)
             others = min(cores, max(0.0, (machine - before) / (now - since) - mine))
-            self._windows.append(_Window(since - self._start, statistics.fmean(runnable), mine, others))
-            before, since, ours, runnable = machine, now, own, []
+            self._windows.append(
+                _Window(since - self._start, statistics.fmean(runnable), mine, others, statistics.median(late))
+            )
+            before, since, ours, runnable, late = machine, now, own, [], []
+            asleep = time.monotonic()
 
 
 class _Window(NamedTuple):
@@ -267,6 +294,8 @@ class _Window(NamedTuple):
     ours: float
     """Cores."""
     others: float
+    late: float
+    """Seconds that a thread waited for a core after it should have been awake, the median."""
 
 
 def runnable_threads() -> int:
@@ -314,7 +343,7 @@ def validate(count: EngineCount, trace: Sequence[Request], rounds: int, seed: in
     compared, every = [], []
     with workbench(count) as bench:
         told(f"{count}: costs")
-        bench.costs()  # a first time, for what is slow only once
+        bench.warm_up(trace, seed)
         every.append(bench.costs())
         for number in range(rounds):
             rate = 1000.0
@@ -325,7 +354,10 @@ def validate(count: EngineCount, trace: Sequence[Request], rounds: int, seed: in
                 sent = bench.real(arrivals)
                 every.append(bench.costs())
                 real, simulated = bench.compare(arrivals, mean_costs(every[-2:]), sent)
-                compared.append(ComparedLoad(str(count), load, number + 1, rate, real, simulated, sent.others_cores))
+                late_ms = 1e3 * statistics.fmean(one.wake_s for one in sent.others) if sent.others else 0.0
+                compared.append(
+                    ComparedLoad(str(count), load, number + 1, rate, real, simulated, sent.others_cores, late_ms)
+                )
                 rate = _BUSY * real.requests_per_s
     return compared, mean_costs(every)
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+from bench.lib.simulation import measuring
 from bench.lib.simulation.costs import PrefillCosts, UnitCosts, read_costs, write_costs
 from bench.lib.simulation.measuring import core_seconds, mean_costs, nonnegative
 from bench.lib.simulation.validating import (
@@ -229,9 +230,9 @@ def test_the_root_of_what_rises() -> None:
 def test_what_other_programs_take_is_between_nothing_and_the_machine() -> None:
     with OtherPrograms(time.monotonic()) as others:
         wait_for(lambda: len(others.threads()) >= 2)
-    assert all(threads >= 0 for _, threads in others.threads())
+    assert all(one.threads >= 0 and one.wake_s >= 0 for one in others.threads())
     assert 0 <= others.cores() <= (os.cpu_count() or 1)
-    starts = [when for when, _ in others.threads()]
+    starts = [one.since for one in others.threads()]
     assert starts == sorted(starts)
     assert runnable_threads() >= 1
 
@@ -248,7 +249,10 @@ def test_a_validation_takes_whole_conversations() -> None:
 # --- a real one ------------------------------------------------------------------------------------------------------
 
 
-def test_a_small_real_cluster_beside_its_simulation(tmp_path: Path, trace: Path) -> None:
+def test_a_small_real_cluster_beside_its_simulation(
+    tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "LEAST_S", 0.02)  # rough figures will do
     page = tmp_path / "page.html"
     found = results(
         "--trace",

@@ -18,7 +18,7 @@ from bench.lib.simulation.costs import (
     UnitCosts,
 )
 from bench.lib.simulation.growing import GrowthPlan, full_at, grow, limits
-from bench.lib.simulation.requests_way import ClusterPlan, SimulatedCluster, SimulatedLoad
+from bench.lib.simulation.requests_way import BusyTime, ClusterPlan, SimulatedCluster, SimulatedLoad
 from bench.lib.simulation.stored import SimulatedPool
 from bench.lib.simulation.workload import CopiedTrace, names_of, of_arrival, of_some_users
 from pd_cache.cluster import ProxyConfig
@@ -64,7 +64,13 @@ def ttft(load: SimulatedLoad) -> float:
 def test_every_request_ends_once_with_all_of_its_tokens(
     one_machine: bool, prefill: int, decode: int, rate: float
 ) -> None:
-    load = run(arrivals(80, rate), prefill, decode, one_machine=one_machine, others=[(0.0, 0.5)] if one_machine else [])
+    load = run(
+        arrivals(80, rate),
+        prefill,
+        decode,
+        one_machine=one_machine,
+        others=[BusyTime(0.0, 0.5, 0.002)] if one_machine else [],
+    )
     assert len(load.outcomes) == 80
     for one in load.outcomes:
         assert one.error == ""
@@ -121,7 +127,7 @@ def test_more_prefill_nodes_and_cheaper_steps_make_a_busy_cluster_quicker() -> N
 
 def test_other_programs_make_one_machine_slower_and_take_what_they_are_given() -> None:
     load = arrivals(60, 10.0)
-    alone, beside = (run(load, one_machine=True, others=[(0.0, others)]) for others in (0.0, 3.0))
+    alone, beside = (run(load, one_machine=True, others=[BusyTime(0.0, others)]) for others in (0.0, 3.0))
     assert ttft(beside) > ttft(alone)
     assert alone.taken_by_others == 0
     assert 0 < beside.taken_by_others < 2 * beside.seconds
