@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from launch.up import quiet, running
+from launch.up import LocalCluster, quiet, running
 from pd_cache.cluster import ClusterConfig, MasterNode, Node, StoreNode, dump_config, read_config
 from transfer.environment import prepare
 from transfer.settings import ByteSize, TransferSettings
@@ -22,21 +22,29 @@ def local_pool(
     segment_size: int, *, transfer: TransferSettings | None = None, master: MasterNode | None = None
 ) -> Iterator[str]:
     """Yields `host:port` of the master of a pool with `segment_size` bytes of memory, prefaulted. `master` says how it evicts."""
-    with _pool(segment_size, transfer or TransferSettings(), master) as config:
-        yield config.master_address
+    with _pool(segment_size, transfer or TransferSettings(), master) as cluster:
+        yield cluster.config.master_address
+
+
+@contextmanager
+def watched_pool(segment_size: int) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yields the same as `local_pool`, and the pids of the processes `master` and `store`."""
+    with _pool(segment_size, TransferSettings()) as cluster:
+        yield cluster.config.master_address, dict(cluster.supervisor.pids)
 
 
 @contextmanager
 def whole_pool(segment_size: int, master: MasterNode) -> Iterator[ClusterConfig]:
     """Yields the file of a pool as `local_pool` makes it, with every port in it."""
-    with _pool(segment_size, TransferSettings(), master) as config:
-        yield config
+    with _pool(segment_size, TransferSettings(), master) as cluster:
+        yield cluster.config
 
 
 @contextmanager
 def host_pool(segment_size: int) -> Iterator[tuple[str, str]]:
     """`host:port` of a master, and of the `mooncake_client` that owns `segment_size` bytes of memory, prefaulted."""
-    with _pool(segment_size, TransferSettings(client="host")) as config:
+    with _pool(segment_size, TransferSettings(client="host")) as cluster:
+        config = cluster.config
         store = config.node("store")
         assert isinstance(store, StoreNode)
         yield config.master_address, f"{store.host}:{store.port}"
@@ -53,7 +61,7 @@ def own_master(config: ClusterConfig, host: str, segment_size: int = 0, **change
     master = msgspec.structs.replace(usual, host=host, port=0, metrics_port=0, **changes)
     stores = [StoreNode(name="store", host=host, segment_size=ByteSize(segment_size))] if segment_size else []
     with _running(bench_transfer(config), master, *stores) as own:
-        yield own.master_address
+        yield own.config.master_address
 
 
 def bench_transfer(config: ClusterConfig) -> TransferSettings:
@@ -64,20 +72,20 @@ def bench_transfer(config: ClusterConfig) -> TransferSettings:
 
 
 @contextmanager
-def _pool(segment_size: int, transfer: TransferSettings, master: MasterNode | None = None) -> Iterator[ClusterConfig]:
+def _pool(segment_size: int, transfer: TransferSettings, master: MasterNode | None = None) -> Iterator[LocalCluster]:
     own = msgspec.structs.replace(master or MasterNode(name="master"), port=0, metrics_port=0)
-    with _running(transfer, own, StoreNode(name="store", segment_size=ByteSize(segment_size))) as config:
-        yield config
+    with _running(transfer, own, StoreNode(name="store", segment_size=ByteSize(segment_size))) as cluster:
+        yield cluster
 
 
 @contextmanager
-def _running(transfer: TransferSettings, *nodes: Node) -> Iterator[ClusterConfig]:
+def _running(transfer: TransferSettings, *nodes: Node) -> Iterator[LocalCluster]:
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
         file = Path(folder) / "pool.yaml"
         file.write_text(dump_config(ClusterConfig(name="bench", transfer=transfer, nodes=nodes)))
         config, source = read_config(file)
         with running(config, source, sink=quiet) as cluster:
-            yield cluster.config
+            yield cluster
 
 
 @contextmanager

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -56,12 +57,13 @@ class ServerUnderLoad(NamedTuple):
     """Its own, in PEM format, where it speaks TLS and we have it."""
     watching: Access = NOBODY
     """What its metrics ask for."""
+    pids: Mapping[str, int] = MappingProxyType({})
+    """Of its nodes' processes, by name, where they are ours."""
 
 
-@contextmanager
-def own_cluster(vocabulary: int | None) -> Iterator[ServerUnderLoad]:
-    """Yields a small cluster of the reference engine on this machine; a block of a trace, sixteen times shorter, is one chunk there."""
-    config = ClusterConfig(
+def small_engines(prefill: int = 1, decode: int = 1) -> ClusterConfig:
+    """Returns a small cluster of the reference engine on this machine; a block of a trace, sixteen times shorter, is one chunk there."""
+    return ClusterConfig(
         name="bench-serve",
         transfer=TransferSettings(staging_size=ByteSize(64 << 20)),
         cache=CacheConfig(chunk_size=BLOCK_TOKENS // 16),
@@ -74,17 +76,26 @@ def own_cluster(vocabulary: int | None) -> Iterator[ServerUnderLoad]:
         ),
         nodes=(
             MasterNode(name="master", port=0, metrics_port=0),
-            PrefillNode(name="prefill-0", segment_size=ByteSize(512 << 20)),
-            DecodeNode(name="decode-0", segment_size=ByteSize(0)),
+            *(PrefillNode(name=f"prefill-{n}", segment_size=ByteSize(512 << 20)) for n in range(prefill)),
+            *(DecodeNode(name=f"decode-{n}", segment_size=ByteSize(0)) for n in range(decode)),
             ProxyNode(name="proxy", port=0),
         ),
     )
+
+
+@contextmanager
+def own_cluster(vocabulary: int | None, config: ClusterConfig | None = None) -> Iterator[ServerUnderLoad]:
+    """Yields a small cluster of the reference engine on this machine: `config`, or `small_engines()`."""
+    config = config or small_engines()
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
         file = Path(folder) / "cluster.yaml"
         file.write_text(dump_config(config))
         with running(*read_config(file), sink=quiet) as cluster:
             model, words, longest = _of_engine(config.engine, vocabulary)
-            yield ServerUnderLoad(cluster.urls["proxy"], model, words, longest, (cluster.urls["prefill-0"],))
+            prefill = tuple(url for name, url in cluster.urls.items() if name.startswith("prefill"))
+            yield ServerUnderLoad(
+                cluster.urls["proxy"], model, words, longest, prefill, pids=dict(cluster.supervisor.pids)
+            )
 
 
 def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> ServerUnderLoad:

@@ -25,8 +25,9 @@ log = logging.getLogger(__name__)
 
 Why = Literal["short", "in_pool"]
 
-_THREADS = 4
-_MAX_WAITING = 32
+LOOKUP_THREADS = 4
+LOOKUP_TIMEOUT_S = 0.6
+MAX_WAITING = 32
 """The most lookups under way. Further prompts take the usual way without a lookup."""
 _MAX_TOKENS = 1 << 18
 """The most tokens of a prompt that is looked up. To name the chunks of a longer one would take this process too long."""
@@ -66,6 +67,14 @@ class _Eyes(NamedTuple):
     """How many objects a chunk has, in all groups of layers."""
 
 
+def needs_no_prefill(tokens: int, found: int, direct_tokens: int) -> Why | None:
+    """Returns why a prompt of `tokens` tokens, of which the pool holds the first `found`, needs no prefill node; None if it needs one.
+    Pure."""
+    if tokens < direct_tokens:
+        return "short"
+    return "in_pool" if tokens - found < direct_tokens else None
+
+
 class DirectRule:
     """Sends a prompt to the decode node directly if fewer than `tokens` of its tokens have to be computed."""
 
@@ -74,7 +83,7 @@ class DirectRule:
         tokens: int,
         open_lookup: OpenLookup | None = None,
         *,
-        timeout_s: float = 0.6,
+        timeout_s: float = LOOKUP_TIMEOUT_S,
         seeds: Collection[str] = (),
     ) -> None:
         """With 0 `tokens`, no prompt goes directly. `timeout_s` bounds the lookup and the request for tokens of a prompt together.
@@ -132,10 +141,10 @@ class DirectRule:
         tokenize: Callable[[], Awaitable[list[int] | None]],
     ) -> Judged:
         """Returns whether a prompt needs a prefill node, and what it is known by. Calls `tokenize` if the prompt is text."""
-        if prompt.tokens < self._tokens:
-            return Judged("short")
+        if (why := needs_no_prefill(prompt.tokens, 0, self._tokens)) is not None:
+            return Judged(why)
         namer, eyes = self._namer, self._eyes
-        if namer is None or self._waiting >= _MAX_WAITING or prompt.tokens > _MAX_TOKENS:
+        if namer is None or self._waiting >= MAX_WAITING or prompt.tokens > _MAX_TOKENS:
             return Judged()
         if eyes is None and not self.wants_names:
             return Judged()
@@ -154,7 +163,7 @@ class DirectRule:
         """Returns what a prompt is known by; None if that cannot be known here, or if too many prompts are being named. Raises ValueError
         if a token is none."""
         namer = self._namer
-        if namer is None or self._waiting >= _MAX_WAITING or len(tokens) > _MAX_TOKENS:
+        if namer is None or self._waiting >= MAX_WAITING or len(tokens) > _MAX_TOKENS:
             return None
         self._waiting += 1
         try:
@@ -181,8 +190,8 @@ class DirectRule:
             tokens = await tokenize()
         if tokens is None:
             return Judged()
-        if len(tokens) < self._tokens:
-            return Judged("short")
+        if (why := needs_no_prefill(len(tokens), 0, self._tokens)) is not None:
+            return Judged(why)
         loop, salt = asyncio.get_running_loop(), completion.cache_salt()
         if eyes is None:
             return Judged(None, (await loop.run_in_executor(self._threads(), namer.name, tokens, salt)).prompt)
@@ -195,13 +204,12 @@ class DirectRule:
 
         naming, found = await loop.run_in_executor(self._threads(), find)
         self.on_lookup(naming.prompt, found)
-        return Judged(
-            "in_pool" if len(tokens) - found < self._tokens else None, naming.prompt._replace(pool_tokens=found)
-        )
+        why = needs_no_prefill(len(tokens), found, self._tokens)
+        return Judged(why, naming.prompt._replace(pool_tokens=found))
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="proxy-lookup")
+            self._executor = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="proxy-lookup")
         return self._executor
 
     def _retire(self) -> None:

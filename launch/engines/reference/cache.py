@@ -26,8 +26,9 @@ from pd_cache.tracing import UNTRACED, Tracing
 
 _logger = logging.getLogger(__name__)
 
-_FIRST_POLL_S = 0.001
-_LONGEST_POLL_S = 0.020
+FIRST_POLL_S = 0.001
+"""The first pause before an announced prefix is looked up again. Each pause is twice as long as the one before."""
+LONGEST_POLL_S = 0.020
 
 
 class LoadOutcome(enum.Enum):
@@ -159,7 +160,7 @@ class PrefixCache:
         if not cache.available:
             return LoadResult(LoadOutcome.UNAVAILABLE, 0, reason=cache.survey(prefix.names).reason)
         deadline = time.monotonic() + wait_s
-        pause = _FIRST_POLL_S
+        pause = FIRST_POLL_S
         with self._tracing.begin("pd_cache.lookup", prefix.trace, asked=prefix.length, announced=announced) as span:
             while True:
                 found = cache.survey(prefix.names, session=prefix.session)
@@ -169,7 +170,7 @@ class PrefixCache:
                     break
                 if cancelled.wait(min(pause, remaining)):
                     break
-                pause = min(2 * pause, _LONGEST_POLL_S)
+                pause = min(2 * pause, LONGEST_POLL_S)
             span.note(found=found.chunks * self.chunk_size, reason=found.reason)
         if cancelled.is_set():
             return LoadResult(LoadOutcome.CANCELLED, 0, reason="deadline")

@@ -35,7 +35,8 @@ from pd_cache.reports import RequestReport
 
 _logger = logging.getLogger(__name__)
 
-_STORE_THREADS = 2
+STORE_THREADS = 2
+"""How many requests are stored at the same time."""
 
 
 class _Phase(enum.Enum):
@@ -115,7 +116,7 @@ class Scheduler:
         self._loaders = self._storers = None
         if cache is not None:
             self._loaders = Workers("pd-cache-load", threads=config.max_running)
-            self._storers = Workers("pd-cache-store", threads=_STORE_THREADS, backlog=config.max_running)
+            self._storers = Workers("pd-cache-store", threads=STORE_THREADS, backlog=config.max_running)
 
     # --- what happens to it --------------------------------------------------------------------------------------
 

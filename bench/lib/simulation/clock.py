@@ -1,0 +1,105 @@
+"""Discrete events: simulated time, and processes that wait in it. A process is a generator that yields what it waits for."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Generator
+from typing import Any
+
+Process = Generator["Happening", Any, Any]
+"""Yields what it waits for, and gets that one's value back."""
+
+
+class Happening:
+    """Something that happens once, at a time that may not be known yet."""
+
+    __slots__ = ("_then", "done", "value")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.value: Any = None
+        self._then: list[Callable[[Any], None]] = []
+
+    def happen(self, value: Any = None) -> None:
+        """Resumes what waits for it. Only the first call counts."""
+        if self.done:
+            return
+        self.done, self.value = True, value
+        then, self._then = self._then, []
+        for call in then:
+            call(value)
+
+    def then(self, call: Callable[[Any], None]) -> None:
+        """Calls `call` with the value when it happens, or now if it has happened."""
+        if self.done:
+            call(self.value)
+        else:
+            self._then.append(call)
+
+
+class SimulatedTime:
+    """The time, in seconds, and what is due."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = itertools.count()
+
+    def call_at(self, when: float, call: Callable[[], object]) -> None:
+        """Calls `call` at that time; calls for one time are made in the order in which they were asked for."""
+        heapq.heappush(self._due, (max(when, self.now), next(self._numbers), call))
+
+    def after(self, seconds: float) -> Happening:
+        """Returns what happens in so many seconds."""
+        happening = Happening()
+        self.call_at(self.now + seconds, happening.happen)
+        return happening
+
+    def start(self, process: Process) -> Happening:
+        """Runs a process up to its first wait, and returns what happens at its end, with the value that it returns."""
+        ended = Happening()
+
+        def go_on(value: Any) -> None:
+            try:
+                awaited = process.send(value)
+                while awaited.done:
+                    awaited = process.send(awaited.value)
+            except StopIteration as stop:
+                ended.happen(stop.value)
+            else:
+                awaited.then(go_on)
+
+        go_on(None)
+        return ended
+
+    def run(self) -> None:
+        """Goes on until nothing is due any more."""
+        while self._due:
+            self.now, _, call = heapq.heappop(self._due)
+            call()
+
+
+def first_of(*happenings: Happening) -> Happening:
+    """Returns what happens with the first of these."""
+    either = Happening()
+    for one in happenings:
+        one.then(either.happen)
+    return either
+
+
+def all_of(happenings: list[Happening]) -> Happening:
+    """Returns what happens with the last of these."""
+    everything, left = Happening(), len(happenings)
+
+    def one_less(value: Any) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            everything.happen()
+
+    for one in happenings:
+        one.then(one_less)
+    if not happenings:
+        everything.happen()
+    return everything
