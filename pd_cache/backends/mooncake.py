@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from pd_cache.backends.base import Fetched, PutOutcome, Staged, StorageBackend
-from pd_cache.backends.objects import TRAILER_BYTES, Damage, inspect
+from pd_cache.backends.objects import TRAILER_BYTES, Damage, inspect, payload_size
 from pd_cache.backends.slots import FetchedObject, ObjectMemory, StagedObject, slots_of
 from pd_cache.checksum import checksum
 from pd_cache.config import MooncakeTier, NodeSettings
@@ -110,7 +110,7 @@ class MooncakeBackend(StorageBackend):
     def batched_get(
         self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
     ) -> Generator[Fetched, None, None]:
-        size = self.memory.sized(payload_bytes)
+        size = self.memory.read_size(payload_bytes)
         longest = self._timeouts.get_ms / 1000
         deadline = None if timeout is None else time.monotonic() + timeout
         ahead: deque[_ReadBatch] = deque()
@@ -161,10 +161,10 @@ class MooncakeBackend(StorageBackend):
             for item in items:
                 item.release()
 
-    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
         if self._closed:
             return [Status.CLOSED] * len(keys)
-        return self.store.remove(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms))
+        return self.store.remove(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms), force=force)
 
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
         if self._closed:
@@ -197,7 +197,8 @@ class MooncakeBackend(StorageBackend):
             slot.release()
             return FetchedObject(None, found)
         slot.settle()  # its peer has delivered, so it leaves the quota
-        fetched = FetchedObject(StagedObject(self.memory, slot, size, key), expected=found)
+        payload_bytes = payload_size(slot.view, size)
+        fetched = FetchedObject(StagedObject(self.memory, slot, payload_bytes, key), expected=found)
 
         def checked(one: FetchedObject) -> None:
             if one.reason:
@@ -224,7 +225,7 @@ class MooncakeBackend(StorageBackend):
         """
         result = self.store.start_get([key], [slot], timeout=max(0.0, end - time.monotonic())).results()[0]
         found = self._object(key, slot, result, size)
-        if isinstance(found, int) and checksum(slot.view[:size]) != found:
+        if isinstance(found, int) and checksum(slot.view[: payload_size(slot.view, size)]) != found:
             found = Damage.CORRUPT.value
         if found == reason:
             self._heal(key, end)
