@@ -1,0 +1,184 @@
+"""PdCacheTier: vLLM's view of the tier. It runs in vLLM's scheduler, so nothing here waits, apart from `drain_jobs` and `shutdown`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from typing import Any, ClassVar
+
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from pd_cache.adapters.epoch_names import EpochNames
+from pd_cache.adapters.row_jobs import RowJobs
+from pd_cache.adapters.settings import read_adapter_settings
+from pd_cache.adapters.vllm_tier import namespace_of
+from pd_cache.config import NodeSettings
+from pd_cache.errors import ConfigError
+from pd_cache.object_cache import ObjectCache
+
+log = logging.getLogger(__name__)
+
+_ROWS_IN_FLIGHT = 2
+"""Stores may wait with one in this many rows of the primary tier: vLLM pins what waits, and needs the others for itself."""
+
+
+class _Lookups(AsyncLookupManager):
+    """vLLM's own bookkeeping of lookups; each step's lookups of a request are one request to the pool."""
+
+    def __init__(self, names: EpochNames, tier_type: str) -> None:
+        self._names = names
+        super().__init__(tier_type=tier_type)
+
+    def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
+        return self._names.exist(keys)
+
+
+class PdCacheTier(SecondaryTierManager):
+    """A secondary tier in pd-cache's pool and tiers. Trouble of the pool is a miss or a failed job, never an exception."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        revision: str = "",
+        salt: str = "",
+        locality: str | None = "REMOTE",
+        threads: int = 2,
+        **options: Any,
+    ) -> None:
+        """Waits neither for the pool nor for a disk. `options` are those of every adapter (`pd_cache.adapters.settings`).
+
+        `revision` stands for the weights, instead of a digest of the model's files. Only tiers of one `salt` share chunks. `threads` move
+        rows in each direction. Raises ConfigError for options that are wrong.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        if not isinstance(threads, int) or not 1 <= threads <= 64:
+            raise ConfigError(f"threads must be 1 to 64, got {threads!r}")
+        try:
+            self.locality = Locality(locality) if locality is not None else None
+        except ValueError:
+            raise ConfigError(f"locality must be LOCAL or REMOTE, got {locality!r}") from None
+        settings = self.settings_from(options)
+        config = offloading_spec.config
+        namespace = namespace_of(
+            config,
+            row_bytes=self._block_size_bytes,
+            blocks_per_chunk=offloading_spec.blocks_per_chunk,
+            revision=revision,
+            salt=salt,
+        )
+        self.cache = ObjectCache.open(
+            settings, namespace, part_bytes=self._block_size_bytes, most_bytes=self._block_size_bytes
+        )
+        timeouts = settings.transfer.timeouts
+        self._names = EpochNames(self.cache)
+        rows = primary_kv_view.nbytes // self._block_size_bytes
+        self._jobs = RowJobs(
+            self._names,
+            primary_kv_view.cast("B"),
+            self._block_size_bytes,
+            load_s=timeouts.get_ms / 1000,
+            store_s=timeouts.put_ms / 1000,
+            most_waiting=max(1, rows // _ROWS_IN_FLIGHT),
+            threads=threads,
+        )
+        self._lookups = _Lookups(self._names, tier_type)
+        self._begun: dict[str, str] = {}
+        """The epoch in which each request began: what it computes may be of no later one."""
+        self._not_looked_up: set[str] = set()
+        """The requests of which no lookup has been answered: nothing of theirs is computed yet, and an answer may bring a later epoch."""
+
+    @staticmethod
+    def settings_from(options: dict[str, Any]) -> NodeSettings:
+        """Returns what the cache needs to know. Raises ConfigError for options that are wrong."""
+        return read_adapter_settings(options)
+
+    # --- lookups -------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._begun[req_context.req_id] = self._names.last
+        self._not_looked_up.add(req_context.req_id)
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        found = self._lookups.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        if req_context.req_id in self._not_looked_up:
+            self._not_looked_up.discard(req_context.req_id)
+            self._begun[req_context.req_id] = self._names.last
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._lookups.flush()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._begun.pop(req_context.req_id, None)
+        self._not_looked_up.discard(req_context.req_id)
+        self._lookups.cleanup(req_context.req_id)
+
+    # --- jobs ----------------------------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        epoch = self._begun.get(job_metadata.req_context.req_id)
+        self._jobs.store(job_metadata.job_id, *_places(job_metadata), epoch=epoch)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._jobs.load(job_metadata.job_id, *_places(job_metadata))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Returns the jobs that have ended. What a load did not find counts as missing for the requests that asked for it, which otherwise
+        would look it up and load it again for ever."""
+        results = []
+        for ended in self._jobs.finished():
+            done = sum(ended.done)
+            loaded: Collection[OffloadKey] | None = None
+            if ended.is_load and done < len(ended.names):
+                loaded = tuple(OffloadKey(name) for name, ok in zip(ended.names, ended.done, strict=True) if ok) or None
+                self._lookups.mark_miss(
+                    [OffloadKey(name) for name, ok in zip(ended.names, ended.done, strict=True) if not ok]
+                )
+            results.append(
+                JobResult(
+                    job_id=ended.job,
+                    success=done == len(ended.names),
+                    successful_keys=loaded,
+                    transfer_time=ended.seconds,
+                    transfer_bytes=done * self._block_size_bytes,
+                )
+            )
+        return results
+
+    def drain_jobs(self) -> None:
+        """Ends all jobs, and begins a new epoch: vLLM drains its tiers when it resets its caches, because the weights may have changed."""
+        self._jobs.drain()
+        if not self._names.begin():
+            log.warning("the pool did not take a reset; nothing is loaded or stored until it does")
+        # requests that go on have KV of the epoch before: what they computed is not stored any more
+
+    def shutdown(self) -> None:
+        """Ends all jobs, and closes the cache. Raises RuntimeError if a transfer still uses vLLM's memory, which vLLM then keeps."""
+        self._lookups.shutdown()
+        ended = self._jobs.close()
+        self.cache.close()
+        if not ended:
+            raise RuntimeError("a transfer still uses the primary tier's memory")
+
+
+def _places(job: TransferJob) -> tuple[list[bytes], list[int]]:
+    return [bytes(key) for key in job.keys], [int(chunk) for chunk in job.chunk_ids]
