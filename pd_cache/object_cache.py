@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pd_cache.backends import Staged, StorageBackend, open_backend
-from pd_cache.backends.objects import SELF_SIZED
+from pd_cache.backends.objects import SELF_SIZED, Damage
 from pd_cache.checksum import Digest, checksum
 from pd_cache.config import NodeSettings
 from pd_cache.metrics import CacheMetrics
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 PART_BYTES = 4 << 20
 """The bytes of a value in one object, unless the caller wants another size."""
 MOST_BYTES = 1 << 30
-"""The longest value, unless the caller wants another."""
+"""The longest value, unless the caller wants another or the parts are small."""
 _STEP_BYTES = 512 << 10
 """Bytes are hashed in steps of this size while they are in the processor's cache."""
 _RETRIES = 6
 """How often a damaged object is read again: twice for each kind of tier, which removes an object that fails twice."""
+_DAMAGED = frozenset(damage.value for damage in Damage)
 INCOMPLETE = "incomplete"
 """The reason of a miss: the head is there, but a part is gone. The head is removed."""
 OTHER_SIZE = "other_size"
@@ -88,18 +89,20 @@ class ObjectCache:
         namespace: str,
         *,
         part_bytes: int = PART_BYTES,
-        most_bytes: int = MOST_BYTES,
+        most_bytes: int | None = None,
         metrics: CacheMetrics | None = None,
     ) -> None:
         """Takes over `backend`, whose payloads must have room for `part_bytes` and `values.OVERHEAD`. `open` makes one.
 
-        Raises ValueError if they have not, or if `most_bytes` are more than 65,536 parts.
+        `most_bytes`: the longest value, by default 1 GiB or 65,536 parts, whichever is less. Raises ValueError for sizes that do not fit.
         """
         if not 1 <= part_bytes <= backend.payload_bytes - OVERHEAD:
             raise ValueError(
                 f"part_bytes must be 1 to {backend.payload_bytes - OVERHEAD} for payloads of {backend.payload_bytes} bytes, "
                 f"got {part_bytes}"
             )
+        if most_bytes is None:
+            most_bytes = min(MOST_BYTES, part_bytes * MOST_PARTS)
         if not 0 <= most_bytes <= part_bytes * MOST_PARTS:
             raise ValueError(f"most_bytes must be at most {MOST_PARTS} parts of {part_bytes} bytes, got {most_bytes}")
         self.backend = backend
@@ -119,7 +122,7 @@ class ObjectCache:
         namespace: str,
         *,
         part_bytes: int = PART_BYTES,
-        most_bytes: int = MOST_BYTES,
+        most_bytes: int | None = None,
         metrics: CacheMetrics | None = None,
     ) -> ObjectCache:
         """Returns a cache over the tiers that `settings.cache` names. Waits neither for the pool nor for a disk.
@@ -411,7 +414,7 @@ class ObjectCache:
             before = bytes(payload[:OVERHEAD])
             header = PartHeader.parsed(before, len(payload))
             if header is None or header.number or header.part_bytes != self.part_bytes:
-                return "foreign", None
+                return Damage.FOREIGN.value, None
             memory = reading.target(header)
             if isinstance(memory, str):
                 return memory, checksum(payload)
@@ -420,6 +423,8 @@ class ObjectCache:
 
         for key, reason in self._fetch(list(by_head), take, end):
             by_head[key].reason = reason
+        # intact, and of no use to anybody: a put would find it there
+        self._drop([head for head, reading in by_head.items() if reading.reason == Damage.FOREIGN.value], end)
 
     def _read_parts(self, readings: Sequence[_Reading], end: float | None) -> None:
         wanted: dict[str, tuple[_Reading, int]] = {}
@@ -438,20 +443,23 @@ class ObjectCache:
             header = PartHeader.parsed(before, len(payload))
             expected = PartHeader.of(reading.header.value_bytes, reading.header.checksum, number, self.part_bytes, None)
             if header != expected:
-                return "foreign", None
+                return Damage.FOREIGN.value, None
             return "", _copy_out(before, header, payload, reading.memory)
 
-        gone: set[str] = set()
+        broken: set[str] = set()
         for key, reason in self._fetch(list(wanted), take, end):
             reading, _ = wanted[key]
+            if reason == Status.MISSING.value or reason in _DAMAGED:
+                broken.add(reading.head)
             if reason == Status.MISSING.value:
-                gone.add(reading.head)
-                reading.reason = reading.reason or INCOMPLETE
-            else:
-                reading.reason = reading.reason or reason
-        if gone:
-            # so that the next put of the name stores all of it
-            self.backend.batched_remove(list(gone), timeout=_left(end), force=True)
+                reason = INCOMPLETE
+            reading.reason = reading.reason or reason
+        self._drop(list(broken), end)
+
+    def _drop(self, heads: list[str], end: float | None) -> None:
+        """Removes heads of values that cannot be read, so that the next put of their names stores all of them."""
+        if heads:
+            self.backend.batched_remove(heads, timeout=_left(end), force=True)
 
     def _fetch(
         self, keys: list[str], take: Callable[[str, memoryview], tuple[str, int | None]], end: float | None
