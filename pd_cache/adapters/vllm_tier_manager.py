@@ -98,6 +98,7 @@ class PdCacheTier(SecondaryTierManager):
             threads=threads,
         )
         self._lookups = _Lookups(self._names, tier_type)
+        self._closed = False
         self._begun: dict[str, str] = {}
         """The epoch in which each request began: what it computes may be of no later one."""
         self._not_looked_up: set[str] = set()
@@ -116,6 +117,8 @@ class PdCacheTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self._closed:
+            return LookupResult.MISS
         found = self._lookups.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
@@ -173,6 +176,7 @@ class PdCacheTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """Ends all jobs, and closes the cache. Raises RuntimeError if a transfer still uses vLLM's memory, which vLLM then keeps."""
+        self._closed = True
         self._lookups.shutdown()
         ended = self._jobs.close()
         self.cache.close()

@@ -109,10 +109,17 @@ class _Async(AdapterSubject):
         self._loop.close()
 
 
+def _vllm_tier(settings: NodeSettings, namespace: str) -> AdapterSubject:
+    from tests.support.vllm_tier import VllmTierSubject  # it needs this module
+
+    return VllmTierSubject(settings, namespace)
+
+
 KINDS: dict[str, Callable[[NodeSettings, str], AdapterSubject]] = {
     "objects": _Plain,
     "objects-in-parts": _IntoMemory,
     "asyncio": _Async,
+    "vllm-tier": _vllm_tier,
 }
 """Makes an adapter for a pool, in a namespace. A factory whose peer is not installed calls `pytest.skip` with how to install it."""
 
