@@ -24,13 +24,13 @@ from pd_cache.backends.objects import SELF_SIZED, Damage
 from pd_cache.checksum import Digest, checksum
 from pd_cache.config import NodeSettings
 from pd_cache.metrics import CacheMetrics
-from pd_cache.values import MOST_PARTS, OVERHEAD, PartHeader, TensorForm, ValueKeys
+from pd_cache.values import MOST_PARTS, OVERHEAD, PartHeader, Scattered, TensorForm, ValueKeys
 from transfer.errors import PoolUnavailableError, Status
 
 if TYPE_CHECKING:
     import torch
 
-    AnyValue = bytes | bytearray | memoryview | torch.Tensor
+    AnyValue = bytes | bytearray | memoryview | torch.Tensor | Scattered
 
 PART_BYTES = 4 << 20
 """The bytes of a value in one object, unless the caller wants another size."""
@@ -48,7 +48,8 @@ OTHER_SIZE = "other_size"
 NOT_A_TENSOR = "not_a_tensor"
 """The reason of a miss: the value was put as bytes."""
 
-Target = Callable[[PartHeader], memoryview | str]
+Memory = memoryview | Scattered
+Target = Callable[[PartHeader], Memory | str]
 """Returns memory for a whole value, or the reason why the caller does not want it. Runs before the header is known to be intact."""
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ class _Piece(NamedTuple):
 
     key: str
     header: PartHeader
-    value: memoryview
+    value: Memory
 
 
 class _Reading:
@@ -76,7 +77,7 @@ class _Reading:
         self.head = head
         self.target = target
         self.header: PartHeader | None = None
-        self.memory: memoryview | None = None
+        self.memory: Memory | None = None
         self.reason = ""
 
 
@@ -248,7 +249,7 @@ class ObjectCache:
         if len(views) != len(names):
             raise ValueError(f"got {len(names)} names and {len(views)} buffers; expected one buffer for each name")
 
-        def target_of(view: memoryview) -> Target:
+        def target_of(view: Memory) -> Target:
             return lambda header: view if header.value_bytes == len(view) else OTHER_SIZE
 
         return self._read(names, [target_of(view) for view in views], timeout)
@@ -312,7 +313,7 @@ class ObjectCache:
         self,
         lacking: Sequence[int],
         heads: Sequence[str],
-        given: Sequence[tuple[memoryview, TensorForm | None]],
+        given: Sequence[tuple[Memory, TensorForm | None]],
         statuses: dict[int, Status],
         end: float | None,
     ) -> None:
@@ -337,9 +338,9 @@ class ObjectCache:
             if status is Status.OK:
                 self.metrics.moved("put", len(given[index][0]))
 
-    def _header_of(self, raw: memoryview, form: TensorForm | None) -> PartHeader:
+    def _header_of(self, raw: Memory, form: TensorForm | None) -> PartHeader:
         # a value of one part needs no name for the others
-        total = checksum(raw) if len(raw) > self.part_bytes else 0
+        total = _checksum(raw) if len(raw) > self.part_bytes else 0
         return PartHeader.of(len(raw), total, 0, self.part_bytes, form)
 
     def _put(self, pieces: Sequence[_Piece], end: float | None) -> list[Status]:
@@ -503,8 +504,10 @@ def _left(end: float | None) -> float | None:
     return None if end is None else max(0.0, end - time.monotonic())
 
 
-def _raw(value: AnyValue) -> tuple[memoryview, TensorForm | None]:
+def _raw(value: AnyValue) -> tuple[Memory, TensorForm | None]:
     """Returns a value's bytes, and the form of a tensor. Copies only tensors that are not contiguous or not on the CPU."""
+    if isinstance(value, Scattered):
+        return value, None
     if hasattr(value, "untyped_storage"):
         return _tensor_bytes(value)  # type: ignore[arg-type]  # only tensors have one
     try:
@@ -526,8 +529,12 @@ def _tensor_bytes(tensor: torch.Tensor) -> tuple[memoryview, TensorForm]:
     return memoryview(flat.view(torch.uint8).numpy().data), form
 
 
-def _writable(buffer: Any) -> memoryview:
-    """Returns the bytes of the caller's memory. Raises ValueError unless it is contiguous and writable."""
+def _writable(buffer: Any) -> Memory:
+    """Returns the bytes of the caller's memory. Raises ValueError unless it is contiguous, or scattered, and writable."""
+    if isinstance(buffer, Scattered):
+        if buffer.readonly:
+            raise ValueError("a buffer must be writable")
+        return buffer
     if hasattr(buffer, "untyped_storage"):
         import torch
 
@@ -546,22 +553,37 @@ def _writable(buffer: Any) -> memoryview:
 def _copy_in(piece: _Piece, payload: memoryview) -> int:
     """Fills a payload. Returns the checksum of what it should hold: of the caller's bytes."""
     before = piece.header.packed()
-    source = piece.value[piece.header.data]
     digest = Digest(before)
     payload[: len(before)] = before
-    for start in range(0, len(source), _STEP_BYTES):
-        step = source[start : start + _STEP_BYTES]
-        payload[len(before) + start : len(before) + start + len(step)] = step
+    place = len(before)
+    for step in _steps(piece.value, piece.header.data):
+        payload[place : place + len(step)] = step
+        place += len(step)
         digest.update(step)
     return digest.intdigest()
 
 
-def _copy_out(before: bytes, header: PartHeader, payload: memoryview, value: memoryview) -> int:
+def _copy_out(before: bytes, header: PartHeader, payload: memoryview, value: Memory) -> int:
     """Copies a part to its place in the caller's memory. Returns the checksum of what was used."""
-    target = value[header.data]
     digest = Digest(before[: header.offset])
-    for start in range(0, len(target), _STEP_BYTES):
-        step = target[start : start + _STEP_BYTES]
-        step[:] = payload[header.offset + start : header.offset + start + len(step)]
+    place = header.offset
+    for step in _steps(value, header.data):
+        step[:] = payload[place : place + len(step)]
+        place += len(step)
+        digest.update(step)
+    return digest.intdigest()
+
+
+def _steps(value: Memory, data: slice) -> Iterator[memoryview]:
+    """Yields the bytes of a part of a value, in order."""
+    pieces = (value[data],) if isinstance(value, memoryview) else value.part(data)
+    for piece in pieces:
+        for start in range(0, len(piece), _STEP_BYTES):
+            yield piece[start : start + _STEP_BYTES]
+
+
+def _checksum(value: Memory) -> int:
+    digest = Digest()
+    for step in _steps(value, slice(0, len(value))):
         digest.update(step)
     return digest.intdigest()

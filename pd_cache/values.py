@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 KEY_FORMAT = "pdo1"
@@ -39,6 +39,33 @@ OVERHEAD = HEADER_BYTES + MOST_DESCRIPTION
 MOST_PARTS = 65_536
 
 _DESCRIPTION = re.compile(r"([a-z][a-z0-9_]{0,30}):((?:0|[1-9][0-9]{0,18})(?:,(?:0|[1-9][0-9]{0,18})){0,8})?", re.ASCII)
+
+
+class Scattered:
+    """A value that lies in several places of the caller's memory, one after another."""
+
+    __slots__ = ("_bytes", "_views")
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        """Each view is contiguous."""
+        self._views = tuple(view.cast("B") for view in views)
+        self._bytes = sum(len(view) for view in self._views)
+
+    def __len__(self) -> int:
+        return self._bytes
+
+    @property
+    def readonly(self) -> bool:
+        return any(view.readonly for view in self._views)
+
+    def part(self, data: slice) -> Iterator[memoryview]:
+        """Yields the bytes from `data.start` to before `data.stop`, in order."""
+        at = 0
+        for view in self._views:
+            start, stop = max(data.start - at, 0), min(data.stop - at, len(view))
+            if start < stop:
+                yield view[start:stop]
+            at += len(view)
 
 
 class TensorForm(NamedTuple):

@@ -136,7 +136,13 @@ class RowJobs:
     ) -> None:
         now = self._clock()
         job = _Job(
-            number, is_load, tuple(names), tuple(rows), now, now + self._seconds[is_load], self._epoch_of(is_load, epoch)
+            number,
+            is_load,
+            tuple(names),
+            tuple(rows),
+            now,
+            now + self._seconds[is_load],
+            self._epoch_of(is_load, epoch),
         )
         with self._changed:
             waiting = sum(len(one.rows) for one in self._waiting[False])
@@ -177,7 +183,7 @@ class RowJobs:
             done = [False] * len(job.names)
             try:
                 done = self._move(job)
-            except Exception:  # noqa: BLE001 - a job that fails in any way is a miss, and its thread goes on
+            except Exception:
                 log.exception("job %d failed", job.number)
             finally:
                 with self._changed:

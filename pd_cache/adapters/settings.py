@@ -36,7 +36,9 @@ def read_adapter_settings(options: Mapping[str, Any]) -> NodeSettings:
     try:
         given = msgspec.convert(dict(options), AdapterOptions, dec_hook=decode_custom)
     except (msgspec.ValidationError, ValueError, TypeError) as error:
-        raise ConfigError(f"options of the adapter: {error} (allowed: {', '.join(AdapterOptions.__struct_fields__)})") from None
+        raise ConfigError(
+            f"options of the adapter: {error} (allowed: {', '.join(AdapterOptions.__struct_fields__)})"
+        ) from None
     if bool(given.config_file) == bool(given.master):
         raise ConfigError("options of the adapter: give either config_file or master")
     if given.master:
@@ -55,7 +57,9 @@ def read_adapter_settings(options: Mapping[str, Any]) -> NodeSettings:
             if node.name == given.node:
                 return config.settings_of(node)
         known = ", ".join(node.name for node in config.nodes)
-        raise ConfigError(f"options of the adapter: node: {given.node!r} is not in {given.config_file}; there are: {known}")
+        raise ConfigError(
+            f"options of the adapter: node: {given.node!r} is not in {given.config_file}; there are: {known}"
+        )
     return NodeSettings(
         master=config.master_address,
         host=given.host,

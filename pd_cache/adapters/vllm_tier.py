@@ -16,7 +16,7 @@ from pd_cache.errors import ConfigError
 from pd_cache.weights import WeightsError, weights_digest
 
 if TYPE_CHECKING:
-    from pd_cache.adapters.vllm_tier_manager import PdCacheTier as PdCacheTier  # noqa: PLC0414 - the name that vLLM asks for
+    from pd_cache.adapters.vllm_tier_manager import PdCacheTier as PdCacheTier
 
 FORMAT = 1
 """The version of what a tier stores under a name. Tiers of other versions never find it."""
@@ -48,9 +48,7 @@ def namespace_of(config: Any, *, row_bytes: int, blocks_per_chunk: int, revision
         "blocks_per_chunk": blocks_per_chunk,
         "row_bytes": row_bytes,
         "groups": [[group.group_id, group.tokens_per_block, list(group.layer_names)] for group in config.groups],
-        "ranks": [1] * 4
-        if alike
-        else [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+        "ranks": [1] * 4 if alike else [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
         "replicated": bool(config.replicated_layout),
         "layout": str(config.kv_cache_layout),
         "canonical": bool(config.canonical_layout),

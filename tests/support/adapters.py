@@ -115,11 +115,18 @@ def _vllm_tier(settings: NodeSettings, namespace: str) -> AdapterSubject:
     return VllmTierSubject(settings, namespace)
 
 
+def _sglang(settings: NodeSettings, namespace: str) -> AdapterSubject:
+    from tests.support.sglang_host import SglangSubject  # it needs this module
+
+    return SglangSubject(settings, namespace)
+
+
 KINDS: dict[str, Callable[[NodeSettings, str], AdapterSubject]] = {
     "objects": _Plain,
     "objects-in-parts": _IntoMemory,
     "asyncio": _Async,
     "vllm-tier": _vllm_tier,
+    "sglang": _sglang,
 }
 """Makes an adapter for a pool, in a namespace. A factory whose peer is not installed calls `pytest.skip` with how to install it."""
 
