@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from pd_cache.adapters.options import AdapterOptions
+from transfer.settings import ByteSize
 
 if TYPE_CHECKING:
     from pd_cache.adapters.lmcache_plugin import PdCacheL2Adapter
@@ -22,6 +23,9 @@ class LMCacheOptions(AdapterOptions, frozen=True, kw_only=True):
 
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     """How many stores, and how many loads, run at the same time."""
+    capacity: ByteSize = ByteSize(0)
+    """How many bytes of its own LMCache may keep in the pool before it evicts some itself, if it has an eviction policy for L2. 0 leaves
+    eviction to the pool."""
 
 
 def __getattr__(name: str) -> Any:

@@ -39,8 +39,8 @@ class PdCacheL2Adapter(L2AdapterInterface):
 
         Raises ConfigError for parameters that cannot be used, MissingLibraryError if Mooncake cannot be loaded.
         """
-        super().__init__()
         options = read_options(params, LMCacheOptions, "adapter_params")
+        super().__init__(int(options.capacity))
         part = PART_BYTES if options.part_size is None else int(options.part_size)
         self._timeout = options.timeout_s
         self.cache = ObjectCache.open(settings_of(options), f"lmcache\n{options.namespace}", part_bytes=part)
