@@ -45,6 +45,8 @@ INCOMPLETE = "incomplete"
 """The reason of a miss: the head is there, but a part is gone. The head is removed."""
 OTHER_SIZE = "other_size"
 """The reason of a miss: the value is of another length than the caller's memory, or longer than `most_bytes`."""
+OTHER_FORM = "other_form"
+"""The reason of a miss: the value was put with another form than the caller wants."""
 NOT_A_TENSOR = "not_a_tensor"
 """The reason of a miss: the value was put as bytes."""
 
@@ -192,10 +194,15 @@ class ObjectCache:
     # --- many values ----------------------------------------------------------------------------------------------
 
     def put_many(
-        self, names: Sequence[str | bytes], values: Sequence[AnyValue], *, timeout: float | None = None
+        self,
+        names: Sequence[str | bytes],
+        values: Sequence[AnyValue],
+        *,
+        forms: Sequence[TensorForm | None] | None = None,
+        timeout: float | None = None,
     ) -> list[Status]:
         """Stores values. Returns a status for each, as `put` does. `timeout` (s) bounds the whole call; without it, the configured
-        timeout bounds each transfer.
+        timeout bounds each transfer. `forms`: what `read_into` may ask for; by default that of each tensor.
 
         The caller must not change the values meanwhile. If one changes all the same, it may be damaged for those who get it: a miss.
         """
@@ -203,6 +210,8 @@ class ObjectCache:
         if len(values) != len(heads):
             raise ValueError(f"got {len(heads)} names and {len(values)} values; expected one value for each name")
         given = [_raw(value) for value in values]
+        if forms is not None:
+            given = [(raw, form) for (raw, _), form in zip(given, _as_many(forms, heads), strict=True)]
         for raw, _ in given:
             if len(raw) > self.most_bytes:
                 raise ValueError(f"a value may have up to {self.most_bytes} bytes here, got {len(raw)}")
@@ -238,21 +247,35 @@ class ObjectCache:
         ]
 
     def read_into(
-        self, names: Sequence[str | bytes], buffers: Sequence[Any], *, timeout: float | None = None
+        self,
+        names: Sequence[str | bytes],
+        buffers: Sequence[Any],
+        *,
+        forms: Sequence[TensorForm | None] | None = None,
+        timeout: float | None = None,
     ) -> list[str]:
         """Reads each value into the caller's memory: contiguous writable buffers or CPU tensors, each exactly as long as its value.
 
         Returns the reason of each miss, and an empty text for each hit. A buffer of a miss may hold anything. Nothing is written to any
         buffer after the call has returned, however late a transfer is. `timeout` as in `put_many`.
+
+        With `forms`, a value that was put with another form is a miss: memory of equal size may be of another shape or type.
         """
         views = [_writable(buffer) for buffer in buffers]
         if len(views) != len(names):
             raise ValueError(f"got {len(names)} names and {len(views)} buffers; expected one buffer for each name")
 
-        def target_of(view: Memory) -> Target:
-            return lambda header: view if header.value_bytes == len(view) else OTHER_SIZE
+        wanted = None if forms is None else _as_many(forms, names)
 
-        return self._read(names, [target_of(view) for view in views], timeout)
+        def target_of(index: int) -> Target:
+            def target(header: PartHeader) -> Memory | str:
+                if header.value_bytes != len(views[index]):
+                    return OTHER_SIZE
+                return OTHER_FORM if wanted is not None and header.form != wanted[index] else views[index]
+
+            return target
+
+        return self._read(names, [target_of(index) for index in range(len(views))], timeout)
 
     def exists_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[Status]:
         """Returns OK or MISSING for each name, with one request; any other status says why the answer is unknown.
@@ -494,6 +517,12 @@ class ObjectCache:
             left = damaged
             if not left:
                 return
+
+
+def _as_many(forms: Sequence[TensorForm | None], names: Sequence[object]) -> Sequence[TensorForm | None]:
+    if len(forms) != len(names):
+        raise ValueError(f"got {len(names)} names and {len(forms)} forms; expected one form for each name")
+    return forms
 
 
 def _end(timeout: float | None) -> float | None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 KEY_FORMAT = "pdo1"
@@ -81,6 +81,12 @@ class TensorForm(NamedTuple):
         if not _DESCRIPTION.fullmatch(text) or len(text) > MOST_DESCRIPTION:
             raise ValueError(f"a tensor may have up to 9 dimensions, got one of {self.dtype} {self.shape}")
         return text.encode()
+
+    @classmethod
+    def of_many(cls, shapes: Iterable[Sequence[int]], dtypes: Iterable[object]) -> TensorForm:
+        """Returns a form for several tensors in one value, which stands for their shapes and types and does not say them."""
+        text = repr([(list(map(int, shape)), str(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)])
+        return cls("of_" + hashlib.blake2b(text.encode(), digest_size=12).hexdigest(), ())
 
     @classmethod
     def parsed(cls, text: bytes) -> TensorForm | None:

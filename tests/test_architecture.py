@@ -223,6 +223,7 @@ def test_no_module_reads_the_environment_when_it_is_imported(file: Path) -> None
         ("launch.explain", ("torch", "mooncake", "aiohttp", "transformers", "grpc")),
         ("launch.proxy.proxy", ("torch", "mooncake", "transformers", "grpc", "rich")),
         ("pd_cache.object_cache", ("torch", "mooncake", "zmq", "yaml", "aiohttp", "pd_cache.cluster")),
+        ("pd_cache.adapters.lmcache", ("torch", "lmcache", "vllm", "mooncake", "zmq")),
         ("pd_cache.engine", ("mooncake", "triton", "zmq", "yaml", "aiohttp", "pd_cache.cluster")),
         ("pd_cache.vllm.scheduler", ("vllm", "mooncake")),
         ("pd_cache.vllm.worker", ("vllm", "mooncake", "zmq")),

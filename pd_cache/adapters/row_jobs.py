@@ -35,7 +35,7 @@ class RowResult(NamedTuple):
     """How long it took, from its submission."""
 
 
-class _Job(NamedTuple):
+class _RowJob(NamedTuple):
     number: int
     is_load: bool
     names: tuple[bytes, ...]
@@ -70,7 +70,7 @@ class RowJobs:
         self._most_waiting = most_waiting
         self._clock = clock
         self._changed = Condition()
-        self._waiting: dict[bool, deque[_Job]] = {True: deque(), False: deque()}
+        self._waiting: dict[bool, deque[_RowJob]] = {True: deque(), False: deque()}
         self._running = 0
         self._finished: deque[RowResult] = deque()
         self._closing = False
@@ -135,7 +135,7 @@ class RowJobs:
         self, number: int, names: Sequence[bytes], rows: Sequence[int], *, is_load: bool, epoch: str | None
     ) -> None:
         now = self._clock()
-        job = _Job(
+        job = _RowJob(
             number,
             is_load,
             tuple(names),
@@ -167,7 +167,7 @@ class RowJobs:
                 job = waiting.popleft()
                 self._finish(job, [False] * len(job.names))
 
-    def _finish(self, job: _Job, done: Sequence[bool]) -> None:
+    def _finish(self, job: _RowJob, done: Sequence[bool]) -> None:
         """Notes that a job has ended. The lock must be held."""
         self._finished.append(RowResult(job.number, job.is_load, job.names, tuple(done), self._clock() - job.begun))
 
@@ -191,7 +191,7 @@ class RowJobs:
                     self._finish(job, done)
                     self._changed.notify_all()
 
-    def _move(self, job: _Job) -> list[bool]:
+    def _move(self, job: _RowJob) -> list[bool]:
         left = job.end - self._clock()
         if left <= 0 or self._memory is None or not job.names:
             return [False] * len(job.names)

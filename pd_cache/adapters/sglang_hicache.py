@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pd_cache.adapters.options import AdapterOptions
+from pd_cache.config import LineOrEmpty
 from pd_cache.errors import ConfigError, LayoutError
 from pd_cache.values import Scattered
 from pd_cache.weights import WeightsError, weights_digest
@@ -23,6 +25,16 @@ if TYPE_CHECKING:
     from pd_cache.adapters.sglang_storage import PdCacheStorage as PdCacheStorage
 
 log = logging.getLogger(__name__)
+
+
+class StorageOptions(AdapterOptions, frozen=True, kw_only=True):
+    """The keys of `--hicache-storage-backend-extra-config`, besides SGLang's own."""
+
+    revision: LineOrEmpty = ""
+    """Stands for the weights, instead of a digest of the model's files. It has to change whenever they do."""
+    token_only_keys: bool = False
+    """Accepts an SGLang whose hashes of pages leave out LoRA adapters and cache salts."""
+
 
 FORMAT = 1
 """The version of what is stored under a name. Backends of other versions never find it."""
@@ -186,14 +198,6 @@ def split_options(extra: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict
     given = dict(extra or {})
     own = {key: given.pop(key) for key in SGLANGS_OWN & given.keys()}
     return own, given
-
-
-def text_option(options: dict[str, Any], name: str) -> str:
-    """Takes a text out of the options; empty if it is not there. Raises ConfigError if it is no text."""
-    value = options.pop(name, "")
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} must be a text, got {value!r:.80}")
-    return value
 
 
 def _weights(model: str) -> str:

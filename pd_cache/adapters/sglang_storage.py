@@ -16,17 +16,16 @@ from typing import Any, NamedTuple, TypeVar
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from pd_cache.adapters.epoch_names import EpochNames
-from pd_cache.adapters.settings import read_adapter_settings
+from pd_cache.adapters.options import read_options, settings_of
 from pd_cache.adapters.sglang_hicache import (
     PoolPages,
+    StorageOptions,
     bytes_of,
     names_of,
     namespace_of,
     prefix_of,
     split_options,
-    text_option,
 )
-from pd_cache.config import NodeSettings
 from pd_cache.errors import ConfigError, LayoutError
 from pd_cache.object_cache import MOST_BYTES, PART_BYTES, ObjectCache
 from pd_cache.sparse_log import SparseLog
@@ -38,7 +37,7 @@ _MOST_STATS = 4096
 T = TypeVar("T")
 
 
-class _Pool(NamedTuple):
+class _HostPoolEntry(NamedTuple):
     """A registered host pool."""
 
     host: Any
@@ -55,19 +54,20 @@ class PdCacheStorage(HiCacheStorage):
 
         Raises ConfigError for options that are wrong, and for an SGLang whose page hashes do not cover what separates requests.
         """
-        own, options = split_options(storage_config.extra_config)
-        revision, salt = text_option(options, "revision"), text_option(options, "salt")
-        _check_hashes(bool(options.pop("token_only_keys", False)))
+        own, given = split_options(storage_config.extra_config)
+        options = read_options(given, StorageOptions, "--hicache-storage-backend-extra-config")
+        _check_hashes(options.token_only_keys)
         if not own.get("interface_v1"):
             log.warning(
                 'without `"interface_v1": 1` in --hicache-storage-backend-extra-config SGLang copies each page twice'
             )
         self._config = storage_config
-        self._settings = self.settings_from(options)
-        self._namespace = namespace_of(storage_config, _server_args(), revision=revision, salt=salt)
-        self._get_s = self._settings.transfer.timeouts.get_ms / 1000
-        self._put_s = self._settings.transfer.timeouts.put_ms / 1000
-        self._pools: dict[str, _Pool] = {}
+        self._settings = settings_of(options)
+        self._namespace = namespace_of(
+            storage_config, _server_args(), revision=options.revision, salt=options.namespace
+        )
+        self._seconds = options.timeout_s
+        self._pools: dict[str, _HostPoolEntry] = {}
         self._plain = prefix_of(storage_config, "kv", None, "tensor")
         self._cache: ObjectCache | None = None
         self._names: EpochNames | None = None
@@ -75,11 +75,6 @@ class PdCacheStorage(HiCacheStorage):
         self._lock = threading.Lock()
         self._log = SparseLog()
         self._stats: list[tuple[bool, int, float]] = []
-
-    @staticmethod
-    def settings_from(options: dict[str, Any]) -> NodeSettings:
-        """Returns what the cache needs to know. Raises ConfigError for options that are wrong."""
-        return read_adapter_settings(options)
 
     # --- host pools ----------------------------------------------------------------------------------------------
 
@@ -136,7 +131,7 @@ class PdCacheStorage(HiCacheStorage):
             if opened is None:
                 return [None] * len(keys)
             views = [bytes_of(target) for target in target_locations]
-            reasons = opened.read_into(names_of(self._plain, keys), views, timeout=self._get_s)
+            reasons = opened.read_into(names_of(self._plain, keys), views, timeout=self._seconds)
             return [None if reason else target for reason, target in zip(reasons, target_locations, strict=True)]
 
         return self._safely("get", load, [None] * len(keys))
@@ -154,7 +149,7 @@ class PdCacheStorage(HiCacheStorage):
             if opened is None:
                 return False
             views = [bytes_of(value.contiguous()) for value in values]
-            return all(opened.put(names_of(self._plain, keys), views, timeout=self._put_s))
+            return all(opened.put(names_of(self._plain, keys), views, timeout=self._seconds))
 
         return self._safely("set", store, False)
 
@@ -209,7 +204,7 @@ class PdCacheStorage(HiCacheStorage):
             log.warning("pages of pool %s are copied by SGLang, which takes longer: %s", name, error)
             pages = None
         form = "flat" if pages is None else "pieces"
-        self._pools[name] = _Pool(host, prefix_of(self._config, name, host, form), pages)
+        self._pools[name] = _HostPoolEntry(host, prefix_of(self._config, name, host, form), pages)
         if name == "kv":
             self._plain = prefix_of(self._config, name, host, "tensor")
 
@@ -244,7 +239,9 @@ class PdCacheStorage(HiCacheStorage):
             "get" if load else "set", lambda: self._move(name, pool, keys, indices, load), [False] * len(keys)
         )
 
-    def _move(self, name: str, pool: _Pool | None, keys: Sequence[str], indices: Any, load: bool) -> list[bool]:
+    def _move(
+        self, name: str, pool: _HostPoolEntry | None, keys: Sequence[str], indices: Any, load: bool
+    ) -> list[bool]:
         opened = self._opened()
         if opened is None or not keys:
             return [False] * len(keys)
@@ -253,15 +250,15 @@ class PdCacheStorage(HiCacheStorage):
         begun = time.perf_counter()
         names = names_of(pool.prefix, keys)
         if pool.pages is None:
-            done, moved = _copied(opened, pool.host, names, indices, load, self._get_s if load else self._put_s)
+            done, moved = _copied(opened, pool.host, names, indices, load, self._seconds)
         else:
             values = pool.pages.values(indices.cpu())
             if len(values) != len(keys):
                 raise ValueError(f"pool {name}: got {len(keys)} keys and {len(values)} pages")
             if load:
-                done = [not reason for reason in opened.read_into(names, values, timeout=self._get_s)]
+                done = [not reason for reason in opened.read_into(names, values, timeout=self._seconds)]
             else:
-                done = opened.put(names, values, timeout=self._put_s)
+                done = opened.put(names, values, timeout=self._seconds)
             moved = len(values[0]) * sum(done)
         self._note(load, sum(done), moved / max(time.perf_counter() - begun, 1e-9) / (1 << 30))
         return done

@@ -1,4 +1,4 @@
-"""pd-cache as a secondary tier of vLLM's KV offloading: `{"type": "PdCacheTier", "module_path": "pd_cache.adapters.vllm_tier"}`.
+"""pd-cache as a secondary tier of vLLM's KV offloading: `{"type": "PdCacheTierManager", "module_path": "pd_cache.adapters.vllm_tier"}`.
 
 vLLM's `OffloadingConnector` with its `TieringOffloadingSpec` keeps chunks in the host's memory, its primary tier, and hands them to secondary
 tiers. It groups layers and gathers the shares of the tensor-parallel ranks itself. docs/adapters/vllm-tiering.md shows the settings.
@@ -10,23 +10,39 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
+
+from pd_cache.adapters.options import AdapterOptions
+from pd_cache.config import LineOrEmpty
 from pd_cache.errors import ConfigError
 from pd_cache.weights import WeightsError, weights_digest
 
 if TYPE_CHECKING:
-    from pd_cache.adapters.vllm_tier_manager import PdCacheTier as PdCacheTier
+    from pd_cache.adapters.vllm_tier_manager import PdCacheTierManager as PdCacheTierManager
+
+
+class TierOptions(AdapterOptions, frozen=True, kw_only=True):
+    """The keys of the tier's entry in `secondary_tiers`, besides vLLM's own."""
+
+    revision: LineOrEmpty = ""
+    """Stands for the weights, instead of a digest of the model's files. It has to change whenever they do."""
+    threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    """How many jobs run at the same time in each direction."""
+    locality: Literal["LOCAL", "REMOTE"] | None = "REMOTE"
+    """Where requests that choose their tiers by vLLM's `load_tier_filter` find it."""
+
 
 FORMAT = 1
 """The version of what a tier stores under a name. Tiers of other versions never find it."""
 
 
 def __getattr__(name: str) -> object:
-    if name == "PdCacheTier":
-        from pd_cache.adapters.vllm_tier_manager import PdCacheTier
+    if name == "PdCacheTierManager":
+        from pd_cache.adapters.vllm_tier_manager import PdCacheTierManager
 
-        return PdCacheTier
+        return PdCacheTierManager
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""PdCacheTier: vLLM's view of the tier. It runs in vLLM's scheduler, so nothing here waits, apart from `drain_jobs` and `shutdown`."""
+"""PdCacheTierManager: vLLM's view of the tier. It runs in vLLM's scheduler, so nothing here waits, apart from `drain_jobs` and `shutdown`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from pd_cache.adapters.epoch_names import EpochNames
+from pd_cache.adapters.options import read_options, settings_of
 from pd_cache.adapters.row_jobs import RowJobs
-from pd_cache.adapters.settings import read_adapter_settings
-from pd_cache.adapters.vllm_tier import namespace_of
-from pd_cache.config import NodeSettings
-from pd_cache.errors import ConfigError
+from pd_cache.adapters.vllm_tier import TierOptions, namespace_of
 from pd_cache.object_cache import ObjectCache
 
 log = logging.getLogger(__name__)
@@ -43,7 +41,7 @@ class _Lookups(AsyncLookupManager):
         return self._names.exist(keys)
 
 
-class PdCacheTier(SecondaryTierManager):
+class PdCacheTierManager(SecondaryTierManager):
     """A secondary tier in pd-cache's pool and tiers. Trouble of the pool is a miss or a failed job, never an exception."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -54,48 +52,36 @@ class PdCacheTier(SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         backpressure_detector: Any = None,
-        *,
-        revision: str = "",
-        salt: str = "",
-        locality: str | None = "REMOTE",
-        threads: int = 2,
-        **options: Any,
+        **given: Any,
     ) -> None:
-        """Waits neither for the pool nor for a disk. `options` are those of every adapter (`pd_cache.adapters.settings`).
+        """Waits neither for the pool nor for a disk. `given` are the tier's further keys, which are `TierOptions`.
 
-        `revision` stands for the weights, instead of a digest of the model's files. Only tiers of one `salt` share chunks. `threads` move
-        rows in each direction. Raises ConfigError for options that are wrong.
+        Raises ConfigError for options that are wrong, ValueError if the staging memory is too small for a row.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        if not isinstance(threads, int) or not 1 <= threads <= 64:
-            raise ConfigError(f"threads must be 1 to 64, got {threads!r}")
-        try:
-            self.locality = Locality(locality) if locality is not None else None
-        except ValueError:
-            raise ConfigError(f"locality must be LOCAL or REMOTE, got {locality!r}") from None
-        settings = self.settings_from(options)
+        options = read_options(given, TierOptions, "secondary_tiers")
+        self.locality = None if options.locality is None else Locality(options.locality)
         config = offloading_spec.config
         namespace = namespace_of(
             config,
             row_bytes=self._block_size_bytes,
             blocks_per_chunk=offloading_spec.blocks_per_chunk,
-            revision=revision,
-            salt=salt,
+            revision=options.revision,
+            salt=options.namespace,
         )
         self.cache = ObjectCache.open(
-            settings, namespace, part_bytes=self._block_size_bytes, most_bytes=self._block_size_bytes
+            settings_of(options), namespace, part_bytes=self._block_size_bytes, most_bytes=self._block_size_bytes
         )
-        timeouts = settings.transfer.timeouts
         self._names = EpochNames(self.cache)
         rows = primary_kv_view.nbytes // self._block_size_bytes
         self._jobs = RowJobs(
             self._names,
             primary_kv_view.cast("B"),
             self._block_size_bytes,
-            load_s=timeouts.get_ms / 1000,
-            store_s=timeouts.put_ms / 1000,
+            load_s=options.timeout_s,
+            store_s=options.timeout_s,
             most_waiting=max(1, rows // _ROWS_IN_FLIGHT),
-            threads=threads,
+            threads=options.threads,
         )
         self._lookups = _Lookups(self._names, tier_type)
         self._closed = False
@@ -103,11 +89,6 @@ class PdCacheTier(SecondaryTierManager):
         """The epoch in which each request began: what it computes may be of no later one."""
         self._not_looked_up: set[str] = set()
         """The requests of which no lookup has been answered: nothing of theirs is computed yet, and an answer may bring a later epoch."""
-
-    @staticmethod
-    def settings_from(options: dict[str, Any]) -> NodeSettings:
-        """Returns what the cache needs to know. Raises ConfigError for options that are wrong."""
-        return read_adapter_settings(options)
 
     # --- lookups -------------------------------------------------------------------------------------------------
 

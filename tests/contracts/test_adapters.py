@@ -153,7 +153,9 @@ def test_a_flipped_bit_is_a_miss_and_what_is_stored_again_is_whole(
 
 
 @pytest.mark.parametrize(
-    "change", [lambda good: good[:-7], lambda good: good[:3], lambda good: bytes(len(good))], ids=str
+    "change",
+    [lambda good: good[:-7], lambda good: good[:3], lambda good: bytes(len(good))],
+    ids=["torn", "a few bytes", "zeros"],
 )
 def test_a_torn_or_foreign_object_is_a_miss(
     pool: Pool, pair: list[AdapterSubject], change: Callable[[bytes], bytes]

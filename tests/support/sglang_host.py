@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
-import json
 import threading
 import warnings
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from pd_cache.config import NodeSettings
-from tests.support.adapters import PAGE, AdapterSubject
+from tests.support.adapters import PAGE, AdapterSubject, options_of
 from tests.support.needs import NO_SGLANG
 
 PAGES = 16
@@ -39,13 +38,17 @@ def need_sglang() -> None:
                 importlib.import_module(f"sglang.srt.{module}")
 
 
-def mha_pool(layout: str, *, dtype: torch.dtype = torch.bfloat16, heads: int = 2, width: int = 8, layers: int = 3) -> Any:
+def mha_pool(
+    layout: str, *, dtype: torch.dtype = torch.bfloat16, heads: int = 2, width: int = 8, layers: int = 3
+) -> Any:
     """A host pool for `PAGES` pages of a model with heads, beside device tensors that lie on the CPU, too."""
     from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
     device = [torch.zeros((PAGES * TOKENS, heads, width), dtype=dtype) for _ in range(2 * layers)]
-    pointers = [torch.tensor([one.data_ptr() for one in part], dtype=torch.uint64) for part in (device[::2], device[1::2])]
+    pointers = [
+        torch.tensor([one.data_ptr() for one in part], dtype=torch.uint64) for part in (device[::2], device[1::2])
+    ]
     info = MHABufferInfo(
         buffers=KVBuffers(
             k=tuple(device[::2]),
@@ -82,9 +85,7 @@ def mla_pool(layout: str, *, layers: int = 3, rank: int = 24, rope: int = 8) -> 
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
-    return MLATokenToKVPoolHost(
-        info, start_layer=0, end_layer=layers, target_layer_num=layers, **_sizes(layout)
-    )
+    return MLATokenToKVPoolHost(info, start_layer=0, end_layer=layers, target_layer_num=layers, **_sizes(layout))
 
 
 def _sizes(layout: str) -> dict[str, Any]:
@@ -124,19 +125,11 @@ def storage_config(extra: dict[str, Any], **changes: Any) -> Any:
     )
 
 
-def options_of(settings: NodeSettings) -> dict[str, Any]:
-    """The same settings as one writes them on SGLang's command line."""
-    import msgspec
-
-    transfer = msgspec.to_builtins(settings.transfer, enc_hook=int)
-    return json.loads(json.dumps({"master": settings.master, "transfer": transfer}))  # type: ignore[no-any-return]
-
-
 def open_backend(settings: NodeSettings, host: Any, *, salt: str, **changes: Any) -> Any:
     """Our backend, by SGLang's own factory, with its host pool registered as SGLang does."""
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-    config = storage_config({**options_of(settings), "salt": salt}, **changes)
+    config = storage_config(options_of(settings, salt), **changes)
     backend = StorageBackendFactory.create_backend("dynamic", config, host)
     backend.register_mem_pool_host(host)
     backend.on_host_pools_registered()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pd_cache.config import NodeSettings
-from tests.support.adapters import PAGE, AdapterSubject
+from tests.support.adapters import PAGE, AdapterSubject, options_of
 from tests.support.needs import NO_VLLM
 from tests.support.waiting import wait_for
 
@@ -52,17 +52,12 @@ def offloading_config(row_bytes: int, **changes: Any) -> Any:
 
 
 def open_tier(settings: NodeSettings, memory: Any, salt: str, *, row_bytes: int, **options: Any) -> Any:
-    """A tier whose settings do not come from a command line."""
-    from pd_cache.adapters.vllm_tier import PdCacheTier
-
-    class Tier(PdCacheTier):
-        @staticmethod
-        def settings_from(options: dict[str, Any]) -> NodeSettings:
-            assert not options
-            return settings
+    """A tier, with the options that its users write."""
+    from pd_cache.adapters.vllm_tier import PdCacheTierManager
 
     spec = SimpleNamespace(config=offloading_config(row_bytes), blocks_per_chunk=1)
-    return Tier(spec, memory, "PdCacheTier", revision="test", salt=salt, **options)
+    given = {**options_of(settings, salt), "revision": "test", **options}
+    return PdCacheTierManager(spec, memory, "PdCacheTierManager", **given)
 
 
 class VllmTierSubject(AdapterSubject):

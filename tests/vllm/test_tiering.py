@@ -28,10 +28,10 @@ TIMEOUTS = {"exist_ms": 10_000, "get_ms": 20_000, "put_ms": 20_000, "close_ms": 
 def connector(pool: Pool, salt: str, **extra: Any) -> str:
     """`--kv-transfer-config` as its users write it, apart from the spec, which vLLM's own worker has no CPU for."""
     tier = {
-        "type": "PdCacheTier",
+        "type": "PdCacheTierManager",
         "module_path": "pd_cache.adapters.vllm_tier",
         "master": pool.address,
-        "salt": salt,
+        "namespace": salt,
         "transfer": {"staging_size": "32MiB", "prefault": False, "timeouts": TIMEOUTS},
     }
     spec = {"spec_name": "CpuTieringSpec", "spec_module_path": "tests.support.vllm_cpu_tiering"}
