@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import threading
 import uuid
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +59,11 @@ def filled(host: Any, seed: int) -> Any:
     raw = host.kv_buffer.view(torch.uint8)
     raw.copy_(torch.randint(0, 255, raw.shape, dtype=torch.uint8))
     return host
+
+
+def raw(host: Any) -> bytes:
+    """All bytes of a host pool: random numbers may be none, and those equal nothing."""
+    return host.kv_buffer.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def at(*pages: int) -> torch.Tensor:
@@ -120,8 +127,14 @@ def test_the_generic_calls_that_sglang_makes_without_interface_v1(opened: Open, 
     targets = [host.get_dummy_flat_data_page() for _ in range(4)]
     loaded = backend.batch_get(["a", "hole", "c", "b"], targets)
     assert loaded[1] is None
-    assert [torch.equal(loaded[index], pages[n]) for index, n in ((0, 0), (2, 2), (3, 1))] == [True] * 3
-    assert (backend.exists("a"), backend.exists("hole"), backend.batch_exists(["a", "b", "hole", "c"])) == (True, False, 2)
+    assert [loaded[index].view(torch.uint8).tolist() for index in (0, 2, 3)] == [
+        pages[number].view(torch.uint8).tolist() for number in (0, 2, 1)
+    ]
+    assert (backend.exists("a"), backend.exists("hole"), backend.batch_exists(["a", "b", "hole", "c"])) == (
+        True,
+        False,
+        2,
+    )
     assert backend.get("a", host.get_dummy_flat_data_page()) is not None
     assert backend.set("d", pages[0])
 
@@ -172,9 +185,7 @@ def test_ranks_share_latents_and_nothing_else(opened: Open) -> None:
 def transfer(name: str, keys: list[str], indices: Any = None, policy: str = "all_pages") -> Any:
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
-    return PoolTransfer(
-        name=PoolName(name), keys=keys, host_indices=indices, hit_policy=PoolHitPolicy(policy)
-    )
+    return PoolTransfer(name=PoolName(name), keys=keys, host_indices=indices, hit_policy=PoolHitPolicy(policy))
 
 
 def test_a_hybrid_models_prefix_ends_where_all_of_its_pools_can_be_restored(opened: Open) -> None:
@@ -209,7 +220,12 @@ def test_requests_of_another_salt_or_adapter_find_nothing(opened: Open) -> None:
     tokens = list(range(2 * TOKENS))
     assert backend.batch_set_v1(hashes(tokens, cache_salt="tenant a"), at(0, 1)) == [True] * 2
     assert backend.batch_exists(hashes(tokens, cache_salt="tenant a")) == 2
-    for other in ({"cache_salt": "tenant b"}, {}, {"extra_key": "tenant a"}, {"extra_key": "lora", "cache_salt": "tenant a"}):
+    for other in (
+        {"cache_salt": "tenant b"},
+        {},
+        {"extra_key": "tenant a"},
+        {"extra_key": "lora", "cache_salt": "tenant a"},
+    ):
         assert backend.batch_exists(hashes(tokens, **other)) == 0
 
 
@@ -244,11 +260,11 @@ def test_indices_that_are_no_pages_move_nothing_and_raise_nothing(opened: Open) 
     host = filled(mha_pool("page_first"), 1)
     backend = opened(host)
     assert backend.batch_set_v1(["a"], at(0)) == [True]
-    before = host.kv_buffer.clone()
+    before = raw(host)
     for wrong in (at(0)[:-1], at(PAGES), at(0) - TOKENS, at(0, 1), None):
         assert backend.batch_get_v1(["a"], wrong) == [False]
         assert backend.batch_set_v1(["b"], wrong) == [False]
-    assert torch.equal(host.kv_buffer, before)
+    assert raw(host) == before
 
 
 def test_a_transfer_that_is_late_never_writes_into_a_page_that_belongs_to_another_prompt(
@@ -266,11 +282,11 @@ def test_a_transfer_that_is_late_never_writes_into_a_page_that_belongs_to_anothe
         try:
             assert backend.batch_get_v1(keys, at(*range(8, 16))) == [False] * 8
             filled(host, 3)
-            others = host.kv_buffer.clone()
+            others = [page(host, number) for number in range(8, 16)]
         finally:
             pool.nodes["store-0"].send(signal.SIGCONT)
         wait_for(lambda: backend.batch_get_v1(keys, at(*range(8))) == [True] * 8, what="a load after the pause")
-        assert torch.equal(host.kv_buffer[:, 8 * TOKENS :], others[:, 8 * TOKENS :])
+        assert [page(host, number) for number in range(8, 16)] == others
     finally:
         backend.close()
 
@@ -318,3 +334,80 @@ def test_storage_metrics_are_counted_as_sglang_reads_them(opened: Open) -> None:
     assert (stats.backup_pgs, stats.prefetch_pgs) == ([2], [1])
     assert len(stats.backup_bandwidth) == len(stats.prefetch_bandwidth) == 1
     assert backend.get_stats().backup_pgs == []
+
+
+RANKS = ("tp_rank", "pp_rank", "attn_tp_rank", "attn_dcp_rank")
+SIZES = ("tp_size", "pp_size", "attn_tp_size", "attn_dcp_size")
+
+
+class Controller:
+    """SGLang's own controller of a host pool with its storage threads, and the part of its scheduler that hands pages to them."""
+
+    def __init__(self, host: Any, extra: dict[str, Any]) -> None:
+        from sglang.srt.managers.cache_controller import HiCacheController
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+        from sglang.srt.runtime_context import get_parallel
+
+        device = MHATokenToKVPool(
+            size=PAGES * TOKENS,
+            page_size=TOKENS,
+            dtype=torch.bfloat16,
+            head_num=2,
+            head_dim=8,
+            layer_num=3,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        self.host = host
+        self.its = HiCacheController(
+            SimpleNamespace(get_kvcache=lambda: device), host, TOKENS, None, threading.Event(), io_backend="direct"
+        )
+        alone = {**dict.fromkeys(RANKS, 0), **dict.fromkeys(SIZES, 1)}
+        with get_parallel().override(**alone):  # a server would have said so
+            self.its.attach_storage_backend("dynamic", model_name="model", storage_backend_extra_config=extra)
+        self.its.storage_backend.cache.wait_available(60)
+
+    def back_up(self, tokens: list[int], pages: int) -> int:
+        """Hands a prompt's pages to the backup thread. Returns how many tokens it stored."""
+        indices = self.host.alloc(pages * TOKENS)
+        self.its.write_storage(indices, tokens, hash_value=hashes(tokens))
+        done = self.its.ack_backup_queue.get(timeout=60)
+        return int(done.completed_tokens)
+
+    def prefetch(self, tokens: list[int]) -> tuple[int, torch.Tensor]:
+        """Has the prefetch threads look a prompt up and load it. Returns how many tokens were loaded, and where."""
+        from array import array
+
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        self.its.prefetch("request", RadixKey(token_ids=array("q", tokens), extra_key=None))
+        operation = self.its.prefetch_hit_queue.get(timeout=60)
+        operation.host_indices = self.host.alloc(max(operation.storage_hit_count, TOKENS))
+        self.its.prefetch_buffer.put(operation)
+        loaded = 0
+        while True:
+            ack = self.its.ack_prefetch_queue.get(timeout=60)
+            loaded = ack.completed_tokens or loaded
+            if ack.completed_req:
+                return loaded, operation.host_indices
+
+    def close(self) -> None:
+        self.its.detach_storage_backend()
+
+
+def test_sglangs_own_storage_threads_back_up_a_prompt_and_another_engine_prefetches_it(pool: Pool, salt: str) -> None:
+    """Everything of SGLang but its model and its copies from and to a GPU, which need its CUDA kernels."""
+    extra = storage_config(options_of(pool.settings(), salt)).extra_config
+    one, other = (Controller(filled(mha_pool("page_first"), n), dict(extra)) for n in range(2))
+    try:
+        tokens = list(range(1000, 1000 + 6 * TOKENS))
+        assert one.back_up(tokens[: 5 * TOKENS], 5) == 5 * TOKENS
+        other.host.alloc(3 * TOKENS)  # so that the pages lie elsewhere
+        loaded, indices = other.prefetch(tokens)
+        assert loaded == 5 * TOKENS
+        for number in range(5):
+            assert page(other.host, int(indices[number * TOKENS]) // TOKENS) == page(one.host, number)
+        assert other.prefetch([7, *tokens[1:]])[0] == 0
+    finally:
+        one.close()
+        other.close()
