@@ -30,6 +30,11 @@ _ROWS_IN_FLIGHT = 2
 """Stores may wait with one in this many rows of the primary tier: vLLM pins what waits, and needs the others for itself."""
 
 
+_SHARE_OF_A_REQUEST = 4
+"""A request may load chunks for all but one in this many rows of the primary tier. vLLM 0.32 pins no chunk between its load and its use: of a
+prompt with more chunks than rows, the last ones would drive out the first, which would be loaded again, for ever."""
+
+
 class _Lookups(AsyncLookupManager):
     """vLLM's own bookkeeping of lookups; each step's lookups of a request are one request to the pool."""
 
@@ -85,6 +90,9 @@ class PdCacheTierManager(SecondaryTierManager):
         )
         self._lookups = _Lookups(self._names, tier_type)
         self._closed = False
+        self._most_loads = max(1, rows - rows // _SHARE_OF_A_REQUEST)
+        self._loads: dict[str, set[OffloadKey]] = {}
+        """What has been loaded for each request."""
         self._begun: dict[str, str] = {}
         """The epoch in which each request began: what it computes may be of no later one."""
         self._not_looked_up: set[str] = set()
@@ -106,6 +114,10 @@ class PdCacheTierManager(SecondaryTierManager):
         if req_context.req_id in self._not_looked_up:
             self._not_looked_up.discard(req_context.req_id)
             self._begun[req_context.req_id] = self._names.last
+        loads = self._loads.get(req_context.req_id, ())
+        if key in loads or len(loads) >= self._most_loads:
+            # it was driven out of the primary tier before it could be used, or it would drive out others of this request
+            return LookupResult.MISS
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -113,6 +125,7 @@ class PdCacheTierManager(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._begun.pop(req_context.req_id, None)
+        self._loads.pop(req_context.req_id, None)
         self._not_looked_up.discard(req_context.req_id)
         self._lookups.cleanup(req_context.req_id)
 
@@ -123,6 +136,8 @@ class PdCacheTierManager(SecondaryTierManager):
         self._jobs.store(job_metadata.job_id, *_places(job_metadata), epoch=epoch)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
+        if job_metadata.req_context.req_id in self._begun:
+            self._loads.setdefault(job_metadata.req_context.req_id, set()).update(job_metadata.keys)
         self._jobs.load(job_metadata.job_id, *_places(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
