@@ -1,6 +1,7 @@
-# make demo | test | test-vllm | test-wheel | wheel | fuzz | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3 JOBS=4
+# make demo | test | test-vllm | test-lmcache | test-wheel | wheel | fuzz | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3 JOBS=4
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+LMCACHE_VENV ?= .venv-lmcache
 PYTHON ?= python3
 # of `make test`: more than cores, because tests wait for something most of the time; a job takes 2 GiB, and there are ports for six
 JOBS ?= 6
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 # the tests start hundreds of processes: each would compile our sources again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test install-vllm test-vllm wheel test-wheel fuzz check format clean
+.PHONY: install demo test install-vllm test-vllm install-lmcache test-lmcache wheel test-wheel fuzz check format clean
 
 install: $(VENV)/.installed
 
@@ -35,6 +36,15 @@ $(VLLM_VENV)/.installed: pyproject.toml tools/install.sh tools/install-vllm.sh
 test-vllm: install-vllm
 	$(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=0 tests/vllm
 
+install-lmcache: $(LMCACHE_VENV)/.installed
+
+$(LMCACHE_VENV)/.installed: pyproject.toml tools/install.sh tools/install-vllm.sh tools/install-lmcache.sh
+	PYTHON=$(PYTHON) LMCACHE_VENV=$(LMCACHE_VENV) bash tools/install-lmcache.sh
+	touch $@
+
+test-lmcache: install-lmcache
+	$(LMCACHE_VENV)/bin/python -m pytest -o faulthandler_timeout=0 tests/lmcache tests/contracts/test_adapters.py
+
 # setuptools would take along what an earlier build has left
 wheel:
 	rm -rf build dist
@@ -57,4 +67,4 @@ format: install
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(LMCACHE_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
