@@ -50,7 +50,9 @@ class LMCacheServer:
         command = [
             *(str(Path(sys.executable).parent / "lmcache"), "server", "--port", str(self.port)),
             *("--http-port", str(self.http_port), "--chunk-size", str(CHUNK), "--l1-size-gb", "0.25"),
-            *("--l1-use-lazy", "--disable-observability", "--l2-adapter", json.dumps(plugin)),
+            # on a CPU, the engine copies, through shared memory
+            *("--supported-transfer-mode", "auto", "--shm-name", f"lmcache-{self.port}", "--no-l1-use-lazy"),
+            *("--disable-observability", "--l2-adapter", json.dumps(plugin)),
             *("--eviction-policy", "LRU"),
         ]
         env = {**os.environ, "MC_LOG_LEVEL": "ERROR", "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_TRACK_USAGE": "false"}
@@ -88,6 +90,7 @@ class LMCacheServer:
                     "kv_connector_extra_config": {
                         "lmcache.mp.host": "tcp://127.0.0.1",
                         "lmcache.mp.port": self.port,
+                        "lmcache.mp.mq_timeout": 60,
                     },
                 }
             )
