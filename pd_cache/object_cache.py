@@ -36,6 +36,8 @@ PART_BYTES = 4 << 20
 """The bytes of a value in one object, unless the caller wants another size."""
 MOST_BYTES = 1 << 30
 """The longest value, unless the caller wants another or the parts are small."""
+_BATCH_BYTES = 12 << 20
+"""About the bytes of one transfer call: few, because a peer's task is short, and what one call brings is copied while the next runs."""
 _STEP_BYTES = 512 << 10
 """Bytes are hashed in steps of this size while they are in the processor's cache."""
 _RETRIES = 6
@@ -135,7 +137,7 @@ class ObjectCache:
         if part_bytes < 1:
             raise ValueError(f"part_bytes must be at least 1, got {part_bytes}")
         metrics = metrics or CacheMetrics()
-        backend = open_backend(settings, part_bytes + OVERHEAD, metrics=metrics)
+        backend = open_backend(settings, part_bytes + OVERHEAD, batch_bytes=_BATCH_BYTES, metrics=metrics)
         try:
             return cls(backend, namespace, part_bytes=part_bytes, most_bytes=most_bytes, metrics=metrics)
         except BaseException:

@@ -22,7 +22,7 @@ from transfer.errors import Status
 from transfer.staging import Pin, Quota, Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore, Pending
 
-_BATCH_BYTES = 64 << 20
+BATCH_BYTES = 64 << 20
 """The most bytes of one transfer call: enough for full speed, yet moved in well under a second. A lease must last for three batches."""
 _BATCH_KEYS = 256
 _READ_AHEAD = 4
@@ -57,13 +57,14 @@ class MooncakeBackend(StorageBackend):
         pin: Pin | None = None,
         reserve: int = 0,
         read_ahead: bool = True,
+        batch_bytes: int = BATCH_BYTES,
         metrics: TierMetrics | None = None,
     ) -> None:
         """Maps the staging memory and begins to open the store. Does not wait for the pool.
 
         `pin` page-locks the staging memory for a GPU. `reserve` bytes are mapped besides `transfer.staging_size`, for local
         tiers that keep objects in the same memory. With `read_ahead` the next batches are fetched while the caller works on
-        the last. Raises ValueError if `transfer.staging_size` is too small for one chunk.
+        the last; a batch has about `batch_bytes`. Raises ValueError if `transfer.staging_size` is too small for one chunk.
         """
         transfer = settings.transfer
         self.payload_bytes = payload_bytes
@@ -90,7 +91,7 @@ class MooncakeBackend(StorageBackend):
         slots = slots_of(transfer.staging_size, payload_bytes)
         self._reads = Quota(min(slots - 1, -(-_READS * slots // _SHARE)), headroom=slots // _SHARE)
         self._puts = Quota(_PUTS * slots // _SHARE, headroom=slots // _SHARE)
-        per_call = min(_BATCH_KEYS, _BATCH_BYTES // max(1, payload_bytes))
+        per_call = min(_BATCH_KEYS, batch_bytes // max(1, payload_bytes))
         self.batch_size = max(1, min(per_call, slots // (_SHARE * transfer.threads)))
 
     @functools.cached_property
