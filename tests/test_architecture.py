@@ -84,7 +84,7 @@ HOMES = {
     "triton": ("pd_cache/paged/cuda.py",),
     "torch.cuda": ("pd_cache/paged/cuda.py", "pd_cache/wire/sharing.py"),
     "vllm": ("pd_cache/vllm/", "pd_cache/adapters/vllm_tier_manager.py"),
-    "sglang": ("pd_cache/adapters/sglang_storage.py",),
+    "sglang": ("pd_cache/adapters/sglang_storage.py", "bench/lib/sglang_pools.py"),
     "lmcache": ("pd_cache/adapters/lmcache_plugin.py",),
     "huggingface_hub": ("pd_cache/vllm/model.py",),
     "transformers": ("launch/engines/reference/huggingface.py", "launch/engines/reference/tokenizer.py"),

@@ -16,5 +16,6 @@ pip() { "$SGLANG_VENV/bin/python" -m pip --disable-pip-version-check -q "$@"; }
 # CUDA builds on PyPI, of which the Python part is imported and no operator is called (tests/support/sglang_host.py).
 echo "installing SGLang $SGLANG into $SGLANG_VENV" >&2
 pip install --no-deps "sglang==$SGLANG" torchvision
-pip install aiohttp einops fastapi gguf ipython msgspec numpy orjson pillow prometheus-client psutil pybase64 pydantic pyzmq \
-    regex requests sentencepiece setproctitle tqdm transformers triton uvicorn uvloop
+pip install aiohttp apache-tvm-ffi compressed-tensors einops fastapi gguf ipython msgspec numpy orjson pillow prometheus-client psutil \
+    pybase64 pydantic python-multipart pyzmq regex requests safetensors sentencepiece setproctitle tiktoken tqdm transformers triton \
+    uvicorn uvloop
