@@ -391,3 +391,21 @@ def test_keys_say_their_format() -> None:
     keys = ValueKeys("a", 1)
     assert all(key.startswith(f"{KEY_FORMAT}/") for key in keys.heads(["a", b"a"]))
     assert len(set(keys.heads(["a", b"a"]) + ValueKeys("b", 1).heads(["a"]) + ValueKeys("a", 2).heads(["a"]))) == 4
+
+
+def test_in_a_forked_child_everything_is_a_miss_and_close_returns(
+    shared: ObjectCache, name: Callable[[object], str]
+) -> None:
+    shared.put(name(1), b"value")
+    child = os.fork()
+    if not child:  # nothing that pytest has registered may run in it
+        lost = (
+            shared.get(name(1)) is None
+            and shared.put(name(2), b"") is Status.CLOSED
+            and shared.exists_many([name(1)]) == [Status.CLOSED]
+            and not shared.available
+        )
+        shared.close()
+        os._exit(0 if lost else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert shared.get(name(1)) == b"value"
