@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd_cache.backends import Staged, StorageBackend, open_backend
 from pd_cache.backends.objects import SELF_SIZED, Damage
@@ -55,7 +55,6 @@ NOT_A_TENSOR = "not_a_tensor"
 Memory = memoryview | Scattered
 Target = Callable[[PartHeader], Memory | str]
 """Returns memory for a whole value, or the reason why the caller does not want it. Runs before the header is known to be intact."""
-T = TypeVar("T")
 
 
 class ObjectOutcome(NamedTuple):

@@ -76,7 +76,7 @@ def main(size: str, objects: int, rounds: int, turns: int, folder: str) -> None:
                 "part_size": nbytes,
                 "transfer": {"staging_size": max(512 << 20, 32 * nbytes)},
             }
-            adapters = {
+            adapters: dict[str, dict[str, Any]] = {
                 "pd-cache": {**plugin, "adapter_params": params},
                 "raw Mooncake": {**bare, "adapter_params": {"master": master, "prefix": run}},
                 "LMCache fs": {"type": "fs", "base_path": files},
@@ -89,7 +89,7 @@ def main(size: str, objects: int, rounds: int, turns: int, folder: str) -> None:
     click.echo(f"{'':14}{'store GB/s':>18}{'load GB/s':>18}{'lookup ms':>18}")
     for name, of_each in took.items():
         cells = [f"{total / median(of_each[o]) / 1e6:.2f} ({total / min(of_each[o]) / 1e6:.2f})" for o in _MOVES]
-        cells.append(f"{median(times['Lookup']):.2f} ({min(times['Lookup']):.2f})")
+        cells.append(f"{median(of_each['Lookup']):.2f} ({min(of_each['Lookup']):.2f})")
         click.echo(f"{name:14}" + "".join(f"{cell:>18}" for cell in cells))
     raw, ours = took["raw Mooncake"], took["pd-cache"]
     ratios = {o: median(raw[o]) / median(ours[o]) for o in _MOVES}
