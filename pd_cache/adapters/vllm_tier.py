@@ -53,8 +53,9 @@ def namespace_of(config: Any, *, row_bytes: int, blocks_per_chunk: int, revision
     be told from others' and there is no `revision`.
     """
     parallel = config.parallel
-    # what vLLM itself says: the same bytes whatever the ranks are
-    alike = bool(parallel.is_parallelism_agnostic or config.replicated_layout)
+    # in vLLM's direct layout the shares of the ranks lie one after another, each with all layers: other bytes for each number of ranks, although
+    # vLLM calls them the same (is_parallelism_agnostic)
+    alike = bool(config.replicated_layout or (config.canonical_layout and parallel.is_parallelism_agnostic))
     said = {
         "format": FORMAT,
         "engine": "vllm-tiering",

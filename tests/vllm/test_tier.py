@@ -253,9 +253,15 @@ def test_weights_ranks_and_layout_are_part_of_the_namespace() -> None:
         named(salt="t"),
     ]
     assert len({named(), *others}) == len(others) + 1
-    alike = [
-        dataclasses.replace(config, parallel=dataclasses.replace(parallel, tp_size=size, is_parallelism_agnostic=True))
+    agnostic = [
+        dataclasses.replace(
+            config,
+            parallel=dataclasses.replace(parallel, tp_size=size, is_parallelism_agnostic=True),
+            canonical_layout=canonical,
+        )
+        for canonical in (True, False)
         for size in (1, 2)
     ]
-    assert named(alike[0]) == named(alike[1])
-    assert named(alike[0]) == named(alike[0])
+    canonical_1, canonical_2, direct_1, direct_2 = map(named, agnostic)
+    assert canonical_1 == canonical_2
+    assert direct_1 != direct_2, "the shares of the ranks lie one after another, each with all layers"
