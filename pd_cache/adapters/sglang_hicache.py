@@ -39,7 +39,13 @@ class StorageOptions(AdapterOptions, frozen=True, kw_only=True):
 FORMAT = 1
 """The version of what is stored under a name. Backends of other versions never find it."""
 
-SGLANGS_OWN = frozenset(("backend_name", "module_path", "class_name", "interface_v1", "extra_backend_tag"))
+SGLANGS_OWN = frozenset(
+    (
+        *("backend_name", "module_path", "class_name", "interface_v1", "extra_backend_tag", "tp_lcm_size"),
+        *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
+        "hicache_storage_pass_prefix_keys",
+    )
+)
 """Keys of the extra config that are SGLang's own."""
 
 _SHAPE = (

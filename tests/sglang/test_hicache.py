@@ -256,6 +256,13 @@ def test_options_that_are_wrong_say_so_when_the_backend_is_made(
         open_backend(pool.settings(), mha_pool("page_first"), salt=salt, extra_config=given)
 
 
+def test_sglangs_own_keys_of_the_extra_config_are_left_to_sglang(pool: Pool, salt: str) -> None:
+    """Its server takes them out before it makes a backend; its offload manager of decode nodes does not."""
+    own = {"prefetch_threshold": 256, "prefetch_timeout_base": 1.0, "hicache_storage_pass_prefix_keys": False}
+    given = {**storage_config(options_of(pool.settings(), salt)).extra_config, **own}
+    open_backend(pool.settings(), mha_pool("page_first"), salt=salt, extra_config=given).close()
+
+
 def test_indices_that_are_no_pages_move_nothing_and_raise_nothing(opened: Open) -> None:
     host = filled(mha_pool("page_first"), 1)
     backend = opened(host)
