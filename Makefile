@@ -35,7 +35,7 @@ $(VLLM_VENV)/.installed: pyproject.toml tools/install.sh tools/install-vllm.sh
 	touch $@
 
 test-vllm: install-vllm
-	$(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=0 tests/vllm tests/contracts/test_adapters.py -k "tests/vllm or vllm-tier"
+	$(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=0 tests/vllm tests/contracts/test_adapters.py -k vllm
 
 install-lmcache: $(LMCACHE_VENV)/.installed
 
@@ -53,7 +53,7 @@ $(SGLANG_VENV)/.installed: pyproject.toml tools/install.sh tools/install-sglang.
 	touch $@
 
 test-sglang: install-sglang
-	$(SGLANG_VENV)/bin/python -m pytest tests/sglang tests/contracts/test_adapters.py -k "tests/sglang or sglang"
+	$(SGLANG_VENV)/bin/python -m pytest tests/sglang tests/contracts/test_adapters.py -k sglang
 
 # setuptools would take along what an earlier build has left
 wheel:
