@@ -12,6 +12,14 @@ from pd_cache.config import CacheConfig, LineOrEmpty, NodeSettings, Seconds, Sec
 from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize, TransferSettings
 
+MasterAddress = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^(etcd://[^\s/]+(/\S+)?|[^\s:/]+:[0-9]{1,5}|\[[0-9a-fA-F:]+\]:[0-9]{1,5})\Z",
+        description="an address such as 10.0.0.1:50051, or etcd://10.0.0.1:2379",
+    ),
+]
+
 
 class AdapterOptions(Section, frozen=True, kw_only=True):
     """Either `config_file`, or `master` and what of the file's sections should not be the default."""
@@ -20,8 +28,8 @@ class AdapterOptions(Section, frozen=True, kw_only=True):
     """The cluster's YAML file, for its master, `transfer` and `cache.tiers`."""
     node: str | None = None
     """Which of the file's nodes this is, for its address and its segment; without one, this process gives the pool no memory."""
-    master: str | None = None
-    """`host:port` of Mooncake's master."""
+    master: MasterAddress | None = None
+    """`host:port` of Mooncake's master, or `etcd://host:port;…` of elected ones."""
     host: str = "127.0.0.1"
     """The address at which the pool's other nodes reach this one."""
     transfer: TransferSettings | None = None

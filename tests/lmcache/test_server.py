@@ -37,6 +37,7 @@ class LMCacheServer:
             "type": "plugin",
             "module_path": "pd_cache.adapters.lmcache",
             "class_name": "PdCacheL2Adapter",
+            "shared": True,
             "adapter_params": {
                 "master": pool.address,
                 "transfer": {

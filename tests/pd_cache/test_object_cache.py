@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-from pd_cache import AsyncObjectCache, CacheConfig, DiskTier, LocalTier, MooncakeTier, ObjectCache
+from pd_cache import AsyncObjectCache, CacheConfig, DiskTier, LocalTier, MooncakeTier, NodeSettings, ObjectCache
 from pd_cache.object_cache import ObjectOutcome
 from pd_cache.values import KEY_FORMAT, OVERHEAD, PartHeader, TensorForm, ValueKeys
 from tests.support.pool import Pool
@@ -255,6 +255,11 @@ def test_mistakes_of_the_caller_raise_before_anything_moves(
 def test_sizes_that_do_not_fit_are_refused(pool: Pool, options: dict[str, int]) -> None:
     with pytest.raises(ValueError):
         ObjectCache.open(pool.settings(), "x", **options)
+
+
+def test_a_master_without_an_address_is_refused() -> None:
+    with pytest.raises(ValueError, match="no address"):
+        ObjectCache.open(NodeSettings(master=""), "x")
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -61,6 +61,9 @@ def test_a_file_and_a_node_become_settings(tmp_path: Path) -> None:
         ({"master": "a:1", "part_size": "much"}, "much"),
         ({"master": "a:1", "transfer": {"protocol": "smoke"}}, "protocol"),
         ({"master": 5}, "master"),
+        ({"master": ""}, "master"),
+        ({"master": "nonsense"}, "master"),
+        ({"master": "a b:1"}, "master"),
     ],
 )
 def test_what_cannot_be_used_is_named_with_what_is_allowed(given: dict[str, Any], complaint: str) -> None:
