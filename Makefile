@@ -1,6 +1,9 @@
-# make demo | test | test-vllm | test-wheel | wheel | manifests | fuzz | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3 JOBS=4
+# make demo | test | test-vllm | test-lmcache | test-sglang | test-wheel | wheel | manifests | fuzz | install | check
+#      VENV=.venv VLLM_VENV=.venv-vllm LMCACHE_VENV=.venv-lmcache SGLANG_VENV=.venv-sglang PYTHON=python3 JOBS=6
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+LMCACHE_VENV ?= .venv-lmcache
+SGLANG_VENV ?= .venv-sglang
 PYTHON ?= python3
 # of `make test`: more than cores, because tests wait for something most of the time; a job takes 2 GiB, and there are ports for six
 JOBS ?= 6
@@ -11,7 +14,7 @@ BIN := $(VENV)/bin
 # the tests start hundreds of processes: each would compile our sources again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install manifests demo test install-vllm test-vllm wheel test-wheel fuzz check format clean
+.PHONY: install manifests demo test install-vllm test-vllm install-lmcache test-lmcache install-sglang test-sglang wheel test-wheel fuzz check format clean
 
 install: $(VENV)/.installed
 
@@ -34,7 +37,26 @@ $(VLLM_VENV)/.installed: pyproject.toml tools/install.sh tools/install-vllm.sh
 	touch $@
 
 test-vllm: install-vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/contracts/test_adapters.py -k vllm-tier  # apart: tests/vllm changes Mooncake's patience
 	$(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=0 tests/vllm
+
+install-lmcache: $(LMCACHE_VENV)/.installed
+
+$(LMCACHE_VENV)/.installed: pyproject.toml tools/install.sh tools/install-vllm.sh tools/install-lmcache.sh
+	PYTHON=$(PYTHON) LMCACHE_VENV=$(LMCACHE_VENV) bash tools/install-lmcache.sh
+	touch $@
+
+test-lmcache: install-lmcache
+	$(LMCACHE_VENV)/bin/python -m pytest -o faulthandler_timeout=0 tests/lmcache tests/contracts/test_adapters.py
+
+install-sglang: $(SGLANG_VENV)/.installed
+
+$(SGLANG_VENV)/.installed: pyproject.toml tools/install.sh tools/install-sglang.sh
+	PYTHON=$(PYTHON) SGLANG_VENV=$(SGLANG_VENV) bash tools/install-sglang.sh
+	touch $@
+
+test-sglang: install-sglang
+	$(SGLANG_VENV)/bin/python -m pytest tests/sglang tests/contracts/test_adapters.py -k sglang
 
 # setuptools would take along what an earlier build has left
 wheel:
@@ -62,4 +84,4 @@ format: install
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(LMCACHE_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pd_cache.async_objects import AsyncObjectCache
     from pd_cache.blocks import BlockCache, Slots, StoreOutcome
     from pd_cache.client.identity import EngineIdentity
     from pd_cache.client.lookup import RpcLookupClient, ServerLookupClient
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pd_cache.layout import KVLayout, PageKind
     from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
     from pd_cache.metrics import CacheMetrics
+    from pd_cache.object_cache import ObjectCache, ObjectOutcome
     from pd_cache.prompts import PromptCache
     from pd_cache.server.lookup_server import RpcLookupServer
     from pd_cache.tokens import CacheMetadata
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncObjectCache",
     "BlockCache",
     "BypassLookupClient",
     "CacheConfig",
@@ -47,6 +50,8 @@ __all__ = [
     "MooncakeLookupClient",
     "MooncakeTier",
     "NodeSettings",
+    "ObjectCache",
+    "ObjectOutcome",
     "PageKind",
     "PdCacheError",
     "PoolUnavailableError",
@@ -63,6 +68,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "pd_cache.async_objects": ("AsyncObjectCache",),
     "pd_cache.blocks": (
         "BlockCache",
         "Slots",
@@ -105,6 +111,10 @@ _MODULES = {
         "MooncakeLookupClient",
     ),
     "pd_cache.metrics": ("CacheMetrics",),
+    "pd_cache.object_cache": (
+        "ObjectCache",
+        "ObjectOutcome",
+    ),
     "pd_cache.prompts": ("PromptCache",),
     "pd_cache.server.lookup_server": ("RpcLookupServer",),
     "pd_cache.tokens": ("CacheMetadata",),

@@ -43,6 +43,11 @@ def test_two_engines_of_ones_own_share_a_pool(pool: Pool) -> None:
     assert output_of("embed_engine.py", pool.address).startswith("stored: 0 tokens\nfound: 768 tokens")
 
 
+def test_bytes_and_tensors_by_name_are_there_the_second_time(pool: Pool) -> None:
+    assert output_of("object_cache.py", pool.address) in (EXAMPLES / "README.md").read_text()
+    assert output_of("object_cache.py", pool.address).startswith("there before: True\nfound: True\n")
+
+
 class Machine:
     """`pd-cache up` on a host."""
 

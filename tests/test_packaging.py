@@ -27,6 +27,8 @@ pytestmark = pytest.mark.slow
 PACKAGES = ("pd_cache", "transfer", "launch", "bench")
 BROUGHT_ALONG = {
     "vllm": "starts us, in an environment of its own",
+    "lmcache": "loads us, in an environment of its own",
+    "sglang": "loads us, in an environment of its own",
     "huggingface_hub": "vllm brings it",
     "triton": "torch brings it where there is CUDA",
 }

@@ -186,8 +186,8 @@ class MooncakeStore:
 
         `master` is `host:port`, or `etcd://host:port;host:port/NAME` for elected masters. `host` is the address at which
         other nodes reach this one; `host:port` also names its segment. `segment_size` overrides that of the settings. `placement`
-        says where its objects go. Raises MissingLibraryError if a library is missing, ValueError if a host client has a segment or no
-        `client_address`.
+        says where its objects go. Raises MissingLibraryError if a library is missing, ValueError if `master` is empty, or if a host client
+        has a segment or no `client_address`.
         """
         self._shared = settings.client == "host"
         if self._shared and not settings.client_address:
@@ -198,6 +198,8 @@ class MooncakeStore:
             raise ValueError(
                 "a host client must have a segment_size of 0; its mooncake_client gives memory to the pool"
             )
+        if not master:  # with an empty address, setup() ends the process
+            raise ValueError("the master has no address; set it to host:port, or etcd://host:port for elected masters")
         self._master, election = split_master(master)
         prepare(settings, election)  # before the import: Mooncake reads its log level when it is loaded
         module = load_mooncake()

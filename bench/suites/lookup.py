@@ -23,7 +23,7 @@ import numpy as np
 from bench.lib.about import about
 from bench.lib.fleet import Crew, Fleet, FleetOptions, Location, Nothing, Site, conduct, fleet_options, step
 from bench.lib.fleet.children import MOST
-from bench.lib.peers import PeerLookups
+from bench.lib.lmcache_lookups import LMCacheLookups
 from bench.lib.pool import bench_transfer, own_master, raw_client
 from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
 from bench.lib.stats import Histogram
@@ -62,7 +62,7 @@ def measure(
     client: MooncakeLookupClient,
     database: ChunkedTokenDatabase,
     raw: Any,
-    peer: PeerLookups | None,
+    peer: LMCacheLookups | None,
     tokens: list[int],
     rounds: int,
 ) -> dict[str, float]:
@@ -268,7 +268,7 @@ def measure_parts(fleet: Fleet, master: str, chunk: int, rounds: int, lmcache: b
         looking_up(fleet.location, master, chunk, f"bench-{uuid.uuid4().hex}") as (client, database, raw),
         progress() as bar,
     ):
-        peer = PeerLookups.of(raw, chunk) if lmcache else None
+        peer = LMCacheLookups.of(raw, chunk) if lmcache else None
         return [
             measure(client, database, raw, peer, prompt(size, size), rounds)
             for size in bar.track((4096, 32768, 131072), description="prompts")

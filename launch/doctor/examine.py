@@ -38,6 +38,7 @@ from launch.doctor.network import (
     reach_from_here,
 )
 from launch.doctor.open_files import descriptor_finding
+from launch.doctor.peers import installed_findings
 from launch.doctor.probe import probe_findings
 from launch.doctor.rdma import rdma_findings
 from launch.masters import Segment
@@ -71,6 +72,7 @@ def examine(config: ClusterConfig | None, file: Path | None, root: Path = Path("
 
 def _findings(config: ClusterConfig | None, root: Path) -> Iterator[Finding]:
     yield from library_findings(root)
+    yield from installed_findings()
     yield from rdma_findings(None if config is None else config.transfer, root)
     yield clock_finding()
     yield descriptor_finding(config, () if config is None else local_nodes(config))

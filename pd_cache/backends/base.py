@@ -146,7 +146,8 @@ class StorageBackend(ABC):
     ) -> Generator[Fetched, None, None]:
         """Yields each key's outcome, in order. No key may occur twice. Closing the iterator early gives up the rest.
 
-        All these keys' payloads have `payload_bytes`; an object of another size is damaged.
+        All these keys' payloads have `payload_bytes`; an object of another size is damaged. With `objects.SELF_SIZED`, each begins with its
+        own size.
 
         The caller must release each outcome. `timeout` (s) bounds the whole call; without it, the configured timeout bounds each transfer.
         """
@@ -184,8 +185,11 @@ class StorageBackend(ABC):
         """
 
     @abstractmethod
-    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
-        """Removes keys. The status is MISSING for a key that is not there, and BUSY for one that a reader uses."""
+    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
+        """Removes keys. The status is MISSING for a key that is not there, and BUSY for one that a reader uses.
+
+        A lookup in the pool counts as a use until its lease ends. With `force` it does not; a read that goes on meanwhile may find damage.
+        """
 
     def pin(self, keys: Sequence[str]) -> Sequence[str]:
         """Protects keys from eviction from local tiers, each until one `unpin`. Returns the keys that are pinned now.

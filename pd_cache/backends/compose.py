@@ -23,11 +23,17 @@ if TYPE_CHECKING:
 
 
 def open_backend(
-    settings: NodeSettings, payload_bytes: int, *, pin: Pin | None = None, metrics: CacheMetrics | None = None
+    settings: NodeSettings,
+    payload_bytes: int,
+    *,
+    pin: Pin | None = None,
+    batch_bytes: int | None = None,
+    metrics: CacheMetrics | None = None,
 ) -> StorageBackend:
     """Returns the backend that `cache.tiers` describes, for payloads of one size.
 
-    Waits neither for the pool nor for a disk. `pin` page-locks the memory for a GPU. Raises ValueError if `transfer.staging_size`
+    Waits neither for the pool nor for a disk. `pin` page-locks the memory for a GPU. `batch_bytes`: how much one transfer moves at most,
+    by default 64 MiB; less lets more of short reads overlap. Raises ValueError if `transfer.staging_size`
     is too small for one chunk.
     """
     tiers = settings.cache.tiers
@@ -46,11 +52,16 @@ def open_backend(
         pool = next((index for index, tier in enumerate(tiers) if isinstance(tier, MooncakeTier)), None)
         if pool is not None:
             # imported here: a node without a pool needs no Mooncake
-            from pd_cache.backends.mooncake import MooncakeBackend
+            from pd_cache.backends.mooncake import BATCH_BYTES, MooncakeBackend
 
-            ahead, counts = cast(MooncakeTier, tiers[pool]).pipelined, metrics.tier(names[pool])
             mooncake = MooncakeBackend(
-                settings, payload_bytes, pin=pin, reserve=reserve, read_ahead=ahead, metrics=counts
+                settings,
+                payload_bytes,
+                pin=pin,
+                reserve=reserve,
+                read_ahead=cast(MooncakeTier, tiers[pool]).pipelined,
+                batch_bytes=batch_bytes or BATCH_BYTES,
+                metrics=metrics.tier(names[pool]),
             )
             opened.append(mooncake)
             memory, store = mooncake.memory, mooncake.store

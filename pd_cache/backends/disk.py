@@ -33,7 +33,7 @@ from pd_cache.backends.eviction import make_policy
 from pd_cache.backends.faults import name_of
 from pd_cache.backends.folder import PAGE, FolderContents, ObjectFolder, digest_of
 from pd_cache.backends.index import Entry, EvictingIndex, Pin, Removal, Room
-from pd_cache.backends.objects import Damage, inspect
+from pd_cache.backends.objects import SELF_SIZED, Damage, inspect
 from pd_cache.backends.places import Place, Share
 from pd_cache.backends.slots import FetchedObject, ObjectMemory, StagedObject
 from pd_cache.config import EvictionName
@@ -64,6 +64,8 @@ class _OnDisk(NamedTuple):
     expected: int
     """The checksum that the payload must have."""
     entry: Entry[str]
+    size: int
+    """The size that its payload should have, as its reader gave it."""
 
 
 class _Read(NamedTuple):
@@ -163,7 +165,7 @@ class LocalDiskBackend(StorageBackend):
     def batched_get(
         self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
     ) -> Generator[Fetched, None, None]:
-        size = self.memory.sized(payload_bytes)
+        size = self.memory.read_size(payload_bytes)
         longest = self._timeouts.get_ms / 1000
         deadline = None if timeout is None else time.monotonic() + timeout
         ahead: deque[_Read] = deque()
@@ -204,7 +206,7 @@ class LocalDiskBackend(StorageBackend):
         deadline = time.monotonic() + seconds
         return _Writes(self.writer, [self._put(key, item, deadline) for key, item in zip(keys, items, strict=True)])
 
-    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
         if self.health.state not in (DiskState.ON, DiskState.FULL):
             return [self.health.refusal] * len(keys)
         return [self._remove(digest_of(key)) for key in keys]
@@ -268,13 +270,14 @@ class LocalDiskBackend(StorageBackend):
         place = self._read_slots.take(patience)
         if place is None:
             return self._rejection().value
-        staged = self.memory.stage(max(0.0, latest - time.monotonic()), payload_bytes=size)
+        room = self.memory.payload_bytes if size == SELF_SIZED else size
+        staged = self.memory.stage(max(0.0, latest - time.monotonic()), payload_bytes=room)
         if staged is None:
             self._read_slots.give_back(place)
             return self.memory.refusal
         target = staged.share()
         call = self._reads.submit(
-            functools.partial(self._read, key, digest, target),
+            functools.partial(self._read, key, digest, target, size),
             time.monotonic() + seconds,
             functools.partial(self._ended, target, place),
         )
@@ -285,7 +288,7 @@ class LocalDiskBackend(StorageBackend):
         target.release()
         self._read_slots.give_back(place)
 
-    def _read(self, key: str, digest: str, target: StagedObject) -> _OnDisk | str:
+    def _read(self, key: str, digest: str, target: StagedObject, size: int) -> _OnDisk | str:
         """Reads an object, on a reading thread. Returns what it found, or the reason why that is of no use."""
         if self.health.state is DiskState.OFF:
             return Status.TIER_OFF.value
@@ -293,12 +296,12 @@ class LocalDiskBackend(StorageBackend):
         if pin is None:  # evicted meanwhile
             return Status.MISSING.value
         try:
-            return self._read_file(key, pin, target)
+            return self._read_file(key, pin, target, size)
         finally:
             if self.index.unpin(pin) and self.health.state is not DiskState.CLOSED:
                 self.sweeper.unlink([pin.entry.resource], self._put_seconds(None))
 
-    def _read_file(self, key: str, pin: Pin[str], target: StagedObject) -> _OnDisk | str:
+    def _read_file(self, key: str, pin: Pin[str], target: StagedObject, size: int) -> _OnDisk | str:
         if pin.entry.damaged:
             self._discard(pin)
             self._metrics.healed()
@@ -309,9 +312,9 @@ class LocalDiskBackend(StorageBackend):
             return self._unread(pin, error)
         self.health.worked()
         whole = nbytes == self.folder.file_bytes
-        found = inspect(key, target.slot.view[: target.object_bytes if whole else nbytes], len(target.payload))
+        found = inspect(key, target.slot.view[: target.object_bytes if whole else nbytes], size)
         if not isinstance(found, Damage):
-            return _OnDisk(found, pin.entry)
+            return _OnDisk(found, pin.entry, size)
         self._discard(pin)
         self._metrics.healed()
         return found.value
@@ -339,6 +342,7 @@ class LocalDiskBackend(StorageBackend):
         if read.staged is None or isinstance(found, str):
             read.release()
             return FetchedObject(None, str(found))
+        read.staged.cut(found.size)
         read.staged.sealed_for = key
         fetched, entry = FetchedObject(read.staged, expected=found.expected), found.entry
         fetched.tier = self.tier

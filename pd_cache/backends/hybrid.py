@@ -126,7 +126,7 @@ class HybridBackend(StorageBackend):
     def batched_get(
         self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
     ) -> Generator[Fetched, None, None]:
-        size = self.memory.sized(payload_bytes)
+        size = self.memory.read_size(payload_bytes)
         yield from self._read(keys, size, 0, None if timeout is None else time.monotonic() + timeout)
 
     def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
@@ -158,10 +158,10 @@ class HybridBackend(StorageBackend):
             for item in items:
                 item.release()
 
-    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
         statuses = [Status.MISSING] * len(keys)
         for tier in self.tiers:
-            for index, answer in enumerate(tier.backend.batched_remove(keys, timeout=timeout)):
+            for index, answer in enumerate(tier.backend.batched_remove(keys, timeout=timeout, force=force)):
                 # a key removed from one tier is gone, unless another tier still has it or cannot find out
                 if answer is not Status.MISSING and statuses[index] in (Status.MISSING, Status.OK):
                     statuses[index] = answer

@@ -197,7 +197,7 @@ class LocalBackend(StorageBackend, Generic[H]):
     def batched_get(
         self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
     ) -> Generator[Fetched, None, None]:
-        size = self.memory.sized(payload_bytes)
+        size = self.memory.read_size(payload_bytes)
         pins: list[Pin[H] | None] = []
         served = 0
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -223,7 +223,7 @@ class LocalBackend(StorageBackend, Generic[H]):
         items = self.memory.own(staged, keys)
         return Settled([self._put(key, item) for key, item in zip(keys, items, strict=True)])
 
-    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
         return [self._remove(key) for key in keys]
 
     def pin(self, keys: Sequence[str]) -> Sequence[str]:

@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from pd_cache.backends.base import Fetched, FetchedPart, PutOutcome, Staged, StorageBackend
-from pd_cache.backends.objects import TRAILER_BYTES, Damage, inspect, inspect_trailer
+from pd_cache.backends.objects import TRAILER_BYTES, Damage, inspect, inspect_trailer, payload_size
 from pd_cache.backends.slots import FetchedObject, ObjectMemory, StagedObject, slots_of
 from pd_cache.checksum import checksum
 from pd_cache.config import MooncakeTier, NodeSettings
@@ -23,7 +23,7 @@ from transfer.ranges import ObjectRange
 from transfer.staging import Pin, Quota, Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore, Pending
 
-_BATCH_BYTES = 64 << 20
+BATCH_BYTES = 64 << 20
 """The most bytes of one transfer call: enough for full speed, yet moved in well under a second. A lease must last for three batches."""
 _BATCH_KEYS = 256
 _READ_AHEAD = 4
@@ -93,13 +93,14 @@ class MooncakeBackend(StorageBackend):
         pin: Pin | None = None,
         reserve: int = 0,
         read_ahead: bool = True,
+        batch_bytes: int = BATCH_BYTES,
         metrics: TierMetrics | None = None,
     ) -> None:
         """Maps the staging memory and begins to open the store. Does not wait for the pool.
 
         `pin` page-locks the staging memory for a GPU. `reserve` bytes are mapped besides `transfer.staging_size`, for local
         tiers that keep objects in the same memory. With `read_ahead` the next batches are fetched while the caller works on
-        the last. Raises ValueError if `transfer.staging_size` is too small for one chunk.
+        the last; a batch has about `batch_bytes`. Raises ValueError if `transfer.staging_size` is too small for one chunk.
         """
         transfer = settings.transfer
         self.payload_bytes = payload_bytes
@@ -126,7 +127,7 @@ class MooncakeBackend(StorageBackend):
         slots = slots_of(transfer.staging_size, payload_bytes)
         self._reads = Quota(min(slots - 1, -(-_READS * slots // _SHARE)), headroom=slots // _SHARE)
         self._puts = Quota(_PUTS * slots // _SHARE, headroom=slots // _SHARE)
-        per_call = min(_BATCH_KEYS, _BATCH_BYTES // max(1, payload_bytes))
+        per_call = min(_BATCH_KEYS, batch_bytes // max(1, payload_bytes))
         self.batch_size = max(1, min(per_call, slots // (_SHARE * transfer.threads)))
 
     @functools.cached_property
@@ -146,7 +147,7 @@ class MooncakeBackend(StorageBackend):
     def batched_get(
         self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
     ) -> Generator[Fetched, None, None]:
-        size = self.memory.sized(payload_bytes)
+        size = self.memory.read_size(payload_bytes)
         longest = self._timeouts.get_ms / 1000
         deadline = None if timeout is None else time.monotonic() + timeout
         ahead: deque[_ReadBatch] = deque()
@@ -294,10 +295,10 @@ class MooncakeBackend(StorageBackend):
             for item in items:
                 item.release()
 
-    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
         if self._closed:
             return [Status.CLOSED] * len(keys)
-        return self.store.remove(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms))
+        return self.store.remove(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms), force=force)
 
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
         if self._closed:
@@ -330,7 +331,8 @@ class MooncakeBackend(StorageBackend):
             slot.release()
             return FetchedObject(None, found)
         slot.settle()  # its peer has delivered, so it leaves the quota
-        fetched = FetchedObject(StagedObject(self.memory, slot, size, key), expected=found)
+        payload_bytes = payload_size(slot.view, size)
+        fetched = FetchedObject(StagedObject(self.memory, slot, payload_bytes, key), expected=found)
 
         def checked(one: FetchedObject) -> None:
             if one.reason:
@@ -357,7 +359,7 @@ class MooncakeBackend(StorageBackend):
         """
         result = self.store.start_get([key], [slot], timeout=max(0.0, end - time.monotonic())).results()[0]
         found = self._object(key, slot, result, size)
-        if isinstance(found, int) and checksum(slot.view[:size]) != found:
+        if isinstance(found, int) and checksum(slot.view[: payload_size(slot.view, size)]) != found:
             found = Damage.CORRUPT.value
         # a part that an object is too short for cannot be told from one that Mooncake refused for another reason
         if found == reason or (reason == "other_size" and found in _DAMAGED):

@@ -9,6 +9,8 @@
     24      8     XXH3-64 of the key, so that an object under a wrong key is recognised
 
 All fields are little-endian. An object with any wrong field is never used.
+
+A payload whose reader does not know its size begins with that size, as 8 bytes (`SELF_SIZED`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ _TRAILER = struct.Struct("<4sHHQQQ")
 _MAGIC = b"PDC1"
 VERSION = 1
 TRAILER_BYTES = _TRAILER.size
+_SIZE = struct.Struct("<Q")
+SELF_SIZED = -1
+"""Stands for a payload's size, for a reader: the payload's first 8 bytes have it."""
 
 
 class Damage(enum.Enum):
@@ -53,12 +58,25 @@ def seal(key: str, buffer: memoryview, payload_bytes: int, payload_checksum: int
     return size
 
 
+def payload_size(data: memoryview, payload_bytes: int) -> int:
+    """Returns `payload_bytes`; for `SELF_SIZED`, what the object in `data` says, or -1 if that cannot be."""
+    if payload_bytes != SELF_SIZED:
+        return payload_bytes
+    if len(data) < _SIZE.size:
+        return -1
+    (size,) = _SIZE.unpack(data[: _SIZE.size])
+    return int(size) if _SIZE.size <= size <= len(data) - TRAILER_BYTES else -1
+
+
 def inspect(key: str, data: memoryview, payload_bytes: int) -> Damage | int:
     """Returns what is wrong with the object of `key` in `data`, or the checksum that its payload must have.
 
-    Only the trailer is looked at. The payload should have `payload_bytes`.
+    Only the trailer is looked at. The payload should have `payload_bytes`. If these are `SELF_SIZED`, more bytes may follow the object.
     """
-    if len(data) != payload_bytes + TRAILER_BYTES:
+    if payload_bytes == SELF_SIZED:
+        payload_bytes = payload_size(data, payload_bytes)
+        data = data[: payload_bytes + TRAILER_BYTES]
+    if payload_bytes < 0 or len(data) != payload_bytes + TRAILER_BYTES:
         return Damage.TRUNCATED
     return inspect_trailer(key, data[payload_bytes:], payload_bytes)
 

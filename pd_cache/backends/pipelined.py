@@ -171,8 +171,8 @@ class PipelinedBackend(StorageBackend):
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
         return self.inner.batched_put(keys, staged, timeout=timeout)
 
-    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
-        return self.inner.batched_remove(keys, timeout=timeout)
+    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
+        return self.inner.batched_remove(keys, timeout=timeout, force=force)
 
     def pin(self, keys: Sequence[str]) -> Sequence[str]:
         return self.inner.pin(keys)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pd_cache.backends.objects import TRAILER_BYTES, Damage, seal
+from pd_cache.backends.objects import SELF_SIZED, TRAILER_BYTES, Damage, payload_size, seal
 from pd_cache.checksum import checksum
 from transfer.errors import Status
 from transfer.staging import Quota, Slot, StagingPool
@@ -42,6 +42,10 @@ class StagedObject:
     def object_bytes(self) -> int:
         """The size of the object: payload and trailer."""
         return len(self.payload) + TRAILER_BYTES
+
+    def cut(self, payload_bytes: int) -> None:
+        """Makes the payload as long as it should be, after an intact object was read into the slot."""
+        self.payload = self.slot.view[: payload_size(self.slot.view, payload_bytes)]
 
     @property
     def slot(self) -> Slot:
@@ -141,6 +145,10 @@ class ObjectMemory:
         size = self.sized(payload_bytes)
         slot = self.pool.lease(time.monotonic() + seconds, quota)
         return None if slot is None else StagedObject(self, slot, size)
+
+    def read_size(self, payload_bytes: int | None) -> int:
+        """Does the same as `sized` for a reader, who may also give `SELF_SIZED`."""
+        return SELF_SIZED if payload_bytes == SELF_SIZED else self.sized(payload_bytes)
 
     def sized(self, payload_bytes: int | None) -> int:
         """Returns the size of a payload, by default the largest. Raises ValueError for one that no slot holds."""

@@ -17,7 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule,
 
 from pd_cache.backends.local import LocalBackend
 from pd_cache.backends.mooncake import MooncakeBackend
-from pd_cache.backends.objects import TRAILER_BYTES, seal
+from pd_cache.backends.objects import SELF_SIZED, TRAILER_BYTES, seal
 from tests.support.backends import BASES, KINDS, TIMEOUTS, SharedPoolBackend, Subject, make_subject, settings_with
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
@@ -148,6 +148,42 @@ def test_payloads_have_one_of_a_few_sizes(subject: Subject, key: Callable[[objec
     for wrong in (largest + 1, -1):
         with pytest.raises(ValueError, match="payloads have at most"):
             subject.backend.stage(payload_bytes=wrong)
+
+
+def test_a_payload_that_begins_with_its_size_is_read_by_one_who_does_not_know_it(
+    subject: Subject, key: Callable[[object], str]
+) -> None:
+    payloads = [struct.pack("<Q", size) + value(size)[: size - 8] for size in (8, 100, 4096, PAYLOAD)]
+    staged = []
+    for payload in payloads:
+        memory = subject.backend.stage(payload_bytes=len(payload), timeout=60)
+        assert memory is not None
+        memory.payload[:] = payload
+        staged.append(memory)
+    names = [key(size) for size in (8, 100, 4096, PAYLOAD)]
+    assert subject.backend.batched_put(names, staged).results() == [Status.OK] * 4
+    for _ in range(2):  # the second time, tiers before the last may have it
+        fetches = subject.backend.batched_get([*names, key("none")], payload_bytes=SELF_SIZED)
+        for fetched, payload in zip(fetches, [*payloads, None], strict=True):
+            assert fetched.payload == payload
+            assert fetched.check() == ("missing" if payload is None else "")
+            fetched.release()
+    with pytest.raises(ValueError):
+        subject.backend.stage(payload_bytes=SELF_SIZED)
+
+
+def test_a_payload_that_does_not_begin_with_its_size_is_damaged_for_one_who_does_not_know_it(
+    subject: Subject, key: Callable[[object], str]
+) -> None:
+    for wrong in (0, 7, 99, 101, PAYLOAD + 1, 2**63, 2**64 - 1):
+        memory = subject.backend.stage(payload_bytes=100, timeout=60)
+        assert memory is not None
+        memory.payload[:] = struct.pack("<Q", wrong) + bytes(92)
+        assert subject.backend.batched_put([key(wrong)], [memory]).results() == [Status.OK]
+        (fetched,) = subject.backend.batched_get([key(wrong)], payload_bytes=SELF_SIZED)
+        assert fetched.payload is None
+        assert fetched.check() in ("truncated", "foreign")
+        fetched.release()
 
 
 def test_memory_from_elsewhere_or_of_another_number_than_keys_is_refused(

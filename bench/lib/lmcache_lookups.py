@@ -1,4 +1,4 @@
-"""Systems that do the same job, for benches that measure them in the same run, if they are installed."""
+"""LMCache's lookup client, for a bench that measures it in the same run if it is installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import click
 
 
-class PeerLookups(NamedTuple):
+class LMCacheLookups(NamedTuple):
     """LMCache's `MooncakeLookupClient`: it hashes tokens with Python's built-in `hash` and asks the master once.
 
     It gets a Mooncake client that is open. Its own would not find the master: LMCache 0.5.6 names it `master_server_address` in the
@@ -19,7 +19,7 @@ class PeerLookups(NamedTuple):
     client: Any
 
     @classmethod
-    def of(cls, store: Any, chunk_size: int) -> PeerLookups:
+    def of(cls, store: Any, chunk_size: int) -> LMCacheLookups:
         """`store` is an open Mooncake client. Raises click.UsageError if LMCache is not installed."""
         if importlib.util.find_spec("lmcache") is None:
             raise click.UsageError("LMCache is not installed in this environment: pip install lmcache")

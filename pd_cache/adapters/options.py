@@ -1,0 +1,88 @@
+"""What all adapters need to be told: which pool, and under which names. The JSON or YAML of each peer has these keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from pd_cache.cluster import decode_custom, load_config
+from pd_cache.config import CacheConfig, LineOrEmpty, NodeSettings, Seconds, Section, StorageTier
+from pd_cache.errors import ConfigError
+from transfer.settings import ByteSize, TransferSettings
+
+MasterAddress = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^(etcd://[^\s/]+(/\S+)?|[^\s:/]+:[0-9]{1,5}|\[[0-9a-fA-F:]+\]:[0-9]{1,5})\Z",
+        description="an address such as 10.0.0.1:50051, or etcd://10.0.0.1:2379",
+    ),
+]
+
+
+class AdapterOptions(Section, frozen=True, kw_only=True):
+    """Either `config_file`, or `master` and what of the file's sections should not be the default."""
+
+    config_file: str | None = None
+    """The cluster's YAML file, for its master, `transfer` and `cache.tiers`."""
+    node: str | None = None
+    """Which of the file's nodes this is, for its address and its segment; without one, this process gives the pool no memory."""
+    master: MasterAddress | None = None
+    """`host:port` of Mooncake's master, or `etcd://host:port;…` of elected ones."""
+    host: str = "127.0.0.1"
+    """The address at which the pool's other nodes reach this one."""
+    transfer: TransferSettings | None = None
+    """As in the file."""
+    tiers: Annotated[tuple[StorageTier, ...], msgspec.Meta(min_length=1, max_length=8)] | None = None
+    """As `cache.tiers` in the file."""
+    namespace: LineOrEmpty = ""
+    """Only those of one namespace share anything. Another one is needed for other weights under the same model name."""
+    part_size: ByteSize | None = None
+    """The most bytes of one object in the pool; all that share a namespace need the same. By default, what fits the peer."""
+    timeout_s: Seconds = 10.0
+    """How long one task may take. After that, it is a miss, or not stored."""
+
+
+Options = TypeVar("Options", bound=AdapterOptions)
+
+
+def read_options(given: Mapping[str, Any], kind: type[Options], where: str) -> Options:
+    """Returns the options that a peer hands over. Raises ConfigError, which names the key and what is allowed. `where` is for its message."""
+    try:
+        options = msgspec.convert(dict(given), kind, dec_hook=decode_custom)
+    except (msgspec.ValidationError, ValueError, TypeError) as error:
+        names = ", ".join(kind.__struct_fields__)
+        raise ConfigError(f"{where}: {error} (allowed: {names})") from None
+    if (options.config_file is None) == (options.master is None):
+        raise ConfigError(f"{where}: needs either a config_file or a master (host:port), got both or neither")
+    if options.config_file is not None and (options.transfer is not None or options.tiers is not None):
+        raise ConfigError(f"{where}: transfer and tiers go with master; the config_file has its own")
+    if options.config_file is None and options.node is not None:
+        raise ConfigError(f"{where}.node: names a node of a config_file, and there is none")
+    return options
+
+
+def settings_of(options: AdapterOptions) -> NodeSettings:
+    """Returns what a cache needs to know. Raises ConfigError for the reasons of `load_config`, or if the file has no such node."""
+    if options.config_file is None:
+        transfer = options.transfer or TransferSettings()
+        cache = CacheConfig() if options.tiers is None else CacheConfig(tiers=options.tiers)
+        return NodeSettings(
+            master=options.master or "",
+            host=options.host,
+            cache=cache,
+            transfer=transfer,
+            segment_size=int(transfer.segment_size),
+        )
+    config = load_config(options.config_file)
+    if options.node is not None:
+        node = config.node(options.node)
+        if node is None:
+            raise ConfigError(
+                f"node: {options.config_file} has no node {options.node!r}; it has {', '.join(one.name for one in config.nodes)}"
+            )
+        return config.settings_of(node)
+    return NodeSettings(
+        master=config.master_address, host=options.host, cache=config.cache, transfer=config.transfer, segment_size=0
+    )

@@ -1,0 +1,352 @@
+"""PdCacheStorage: SGLang's view of the cache. Its calls run on SGLang's storage threads, each with a deadline, and raise nothing.
+
+Pages are copied between staging memory and SGLang's host pool, and never transferred straight into it: a late transfer may go on after its
+caller has given up (docs/architecture.md, "Staging memory and deadlines"), and SGLang would have given the page to another prompt by then.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
+
+from pd_cache.adapters.epoch_names import EpochNames
+from pd_cache.adapters.options import read_options, settings_of
+from pd_cache.adapters.sglang_hicache import (
+    PoolPages,
+    StorageOptions,
+    bytes_of,
+    names_of,
+    namespace_of,
+    prefix_of,
+    split_options,
+)
+from pd_cache.errors import ConfigError, LayoutError
+from pd_cache.object_cache import MOST_BYTES, PART_BYTES, ObjectCache
+from pd_cache.sparse_log import SparseLog
+from pd_cache.values import MOST_PARTS
+
+log = logging.getLogger(__name__)
+
+_MOST_STATS = 4096
+T = TypeVar("T")
+
+
+class _HostPoolEntry(NamedTuple):
+    """A registered host pool."""
+
+    host: Any
+    prefix: bytes
+    pages: PoolPages | None
+    """None for one whose pages are copied by the pool itself."""
+
+
+class PdCacheStorage(HiCacheStorage):
+    """A HiCache backend in pd-cache's pool and tiers, with the v1 and v2 calls and the generic ones."""
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        """Waits neither for the pool nor for a disk. The options are in `storage_config.extra_config`.
+
+        Raises ConfigError for options that are wrong, and for an SGLang whose page hashes do not cover what separates requests.
+        """
+        own, given = split_options(storage_config.extra_config)
+        options = read_options(given, StorageOptions, "--hicache-storage-backend-extra-config")
+        _check_hashes(options.token_only_keys)
+        if not own.get("interface_v1"):
+            log.warning(
+                'without `"interface_v1": 1` in --hicache-storage-backend-extra-config SGLang copies each page twice'
+            )
+        self._config = storage_config
+        self._settings = settings_of(options)
+        self._namespace = namespace_of(
+            storage_config, _server_args(), revision=options.revision, salt=options.namespace
+        )
+        self._seconds = options.timeout_s
+        self._pools: dict[str, _HostPoolEntry] = {}
+        self._plain = prefix_of(storage_config, "kv", None, "tensor")
+        self._cache: ObjectCache | None = None
+        self._names: EpochNames | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._log = SparseLog()
+        self._stats: list[tuple[bool, int, float]] = []
+
+    # --- host pools ----------------------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Notes SGLang's main host pool, and opens the cache for pages of its size."""
+        self.mem_pool_host = mem_pool_host
+        self._register("kv", mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        name = str(host_pool_name)
+        if name != "kv":
+            self._register(name, host_pool)
+
+    def on_host_pools_registered(self) -> None:
+        """Opens the cache. Raises ValueError if the staging memory is too small for a page, MissingLibraryError without Mooncake."""
+        self._opened()
+
+    # --- v1 ------------------------------------------------------------------------------------------------------
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """Returns how many pages are there, from the first, by one request."""
+        return self._safely("exists", lambda: _leading(self._found(self._kv_names(keys))), 0)
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Loads pages into the host pool. Nothing is written to it after the call has returned."""
+        return self._pages("kv", keys, host_indices, load=True)
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Stores pages of the host pool that are not there yet."""
+        return self._pages("kv", keys, host_indices, load=False)
+
+    # --- v2 ------------------------------------------------------------------------------------------------------
+
+    def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """Returns the longest prefix that can be restored from all pools, by one request. See SGLang's own class."""
+        return self._safely("exists", lambda: self._restorable(keys, pool_transfers or []), _result(0, {}, []))
+
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        return {one.name: self._pages(str(one.name), one.keys or [], one.host_indices, load=True) for one in transfers}
+
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        return {one.name: self._pages(str(one.name), one.keys or [], one.host_indices, load=False) for one in transfers}
+
+    # --- single tensors ------------------------------------------------------------------------------------------
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+        """Loads tensors into `target_locations`. Returns None for each miss."""
+
+        def load() -> list[Any]:
+            opened = self._opened()
+            if opened is None:
+                return [None] * len(keys)
+            views = [bytes_of(target) for target in target_locations]
+            reasons = opened.read_into(names_of(self._plain, keys), views, timeout=self._seconds)
+            return [None if reason else target for reason, target in zip(reasons, target_locations, strict=True)]
+
+        return self._safely("get", load, [None] * len(keys))
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Stores tensors. Returns whether all of them can be loaded now."""
+
+        def store() -> bool:
+            opened = self._opened()
+            if opened is None:
+                return False
+            views = [bytes_of(value.contiguous()) for value in values]
+            return all(opened.put(names_of(self._plain, keys), views, timeout=self._seconds))
+
+        return self._safely("set", store, False)
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    # --- life ----------------------------------------------------------------------------------------------------
+
+    def clear(self) -> bool:
+        """Begins a new epoch: no node finds any more what was stored before. Returns whether the pool has taken it."""
+
+        def begin() -> bool:
+            opened = self._opened()
+            return opened is not None and opened.begin()
+
+        return self._safely("clear", begin, False)
+
+    def get_stats(self) -> Any:
+        """Returns pages and GB/s of what was moved since the last call, as SGLang's own backends do; None without storage metrics."""
+        if not self._config.enable_storage_metrics:
+            return None
+        with self._lock:
+            moved, self._stats = self._stats, []
+        collector = importlib.import_module("sglang.srt.observability.metrics_collector")
+        stats = collector.StorageMetrics()
+        for load, pages, speed in moved:
+            (stats.prefetch_pgs if load else stats.backup_pgs).append(pages)
+            (stats.prefetch_bandwidth if load else stats.backup_bandwidth).append(speed)
+        return stats
+
+    @property
+    def cache(self) -> ObjectCache | None:
+        """The cache; None before a host pool is registered."""
+        return self._cache
+
+    def close(self) -> None:
+        """Ends the calls under way, at the latest at their deadlines. Idempotent."""
+        with self._lock:
+            self._closed = True
+            cache = self._cache
+        if cache is not None:
+            cache.close()
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _register(self, name: str, host: Any) -> None:
+        if name == "kv" and getattr(host, "kv_buffer", True) is None:
+            return  # it has indices only; other pools have the pages
+        try:
+            pages: PoolPages | None = PoolPages(host)
+        except (LayoutError, ValueError, AttributeError, TypeError) as error:
+            log.warning("pages of pool %s are copied by SGLang, which takes longer: %s", name, error)
+            pages = None
+        form = "flat" if pages is None else "pieces"
+        self._pools[name] = _HostPoolEntry(host, prefix_of(self._config, name, host, form), pages)
+        if name == "kv":
+            self._plain = prefix_of(self._config, name, host, "tensor")
+
+    def _opened(self) -> EpochNames | None:
+        """Returns the open cache; None after `close`. Opens it for objects of the main pool's pages, or of the largest page."""
+        if self._names is not None:
+            return self._names
+        with self._lock:
+            if self._names is None and not self._closed:
+                sizes = {name: pool.pages.bytes for name, pool in self._pools.items() if pool.pages is not None}
+                part = sizes.get("kv") or max(sizes.values(), default=PART_BYTES)
+                most = min(MOST_BYTES, part * MOST_PARTS)
+                self._cache = ObjectCache.open(self._settings, self._namespace, part_bytes=part, most_bytes=most)
+                self._names = EpochNames(self._cache)
+            return self._names
+
+    def _kv_names(self, keys: Sequence[str]) -> list[bytes]:
+        """Returns the names that the calls for single pages of the main pool use."""
+        pool = self._pools.get("kv")
+        v1 = bool((self._config.extra_config or {}).get("interface_v1"))
+        return names_of(self._plain if pool is None or not v1 else pool.prefix, keys)
+
+    def _found(self, names: Sequence[bytes]) -> list[bool]:
+        opened = self._opened()
+        return [False] * len(names) if opened is None or not names else opened.exist(names)
+
+    def _pages(self, name: str, keys: Sequence[str], indices: Any, *, load: bool) -> list[bool]:
+        pool = self._pools.get(name)
+        if name == "kv" and pool is None and getattr(getattr(self, "mem_pool_host", None), "kv_buffer", 0) is None:
+            return [True] * len(keys)  # no page of this pool has any bytes
+        return self._safely(
+            "get" if load else "set", lambda: self._move(name, pool, keys, indices, load), [False] * len(keys)
+        )
+
+    def _move(
+        self, name: str, pool: _HostPoolEntry | None, keys: Sequence[str], indices: Any, load: bool
+    ) -> list[bool]:
+        opened = self._opened()
+        if opened is None or not keys:
+            return [False] * len(keys)
+        if pool is None or indices is None:
+            raise ValueError(f"pool {name} is not registered, or no pages of it were given")
+        begun = time.perf_counter()
+        names = names_of(pool.prefix, keys)
+        if pool.pages is None:
+            done, moved = _copied(opened, pool.host, names, indices, load, self._seconds)
+        else:
+            values = pool.pages.values(indices.cpu())
+            if len(values) != len(keys):
+                raise ValueError(f"pool {name}: got {len(keys)} keys and {len(values)} pages")
+            if load:
+                done = [not reason for reason in opened.read_into(names, values, timeout=self._seconds)]
+            else:
+                done = opened.put(names, values, timeout=self._seconds)
+            moved = len(values[0]) * sum(done)
+        self._note(load, sum(done), moved / max(time.perf_counter() - begun, 1e-9) / (1 << 30))
+        return done
+
+    def _note(self, load: bool, pages: int, speed: float) -> None:
+        if self._config.enable_storage_metrics and pages:
+            with self._lock:
+                if len(self._stats) < _MOST_STATS:
+                    self._stats.append((load, pages, speed))
+
+    def _restorable(self, keys: Sequence[str], transfers: Sequence[Any]) -> Any:
+        """Returns the longest prefix that all pools can restore, what each pool has of it, and all prefixes that could be restored."""
+        kv = self._pools.get("kv")
+        asked = [names_of(kv.prefix, keys)] if kv is not None else []
+        judged = [one for one in transfers if one.hit_policy in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)]
+        for one in judged:
+            pool = self._pools.get(str(one.name))
+            asked.append([] if pool is None else names_of(pool.prefix, keys))
+        answers = iter(self._found([name for names in asked for name in names]))
+        found = [[next(answers) for _ in names] or [False] * len(keys) for names in asked]
+        pages = _leading(found.pop(0)) if kv is not None else len(keys)
+        hits: dict[Any, int] = {PoolName.KV: pages} if pages else {}
+        restorable = set(range(1, pages + 1))
+        for one, there in zip(judged, found, strict=True):
+            if one.hit_policy == PoolHitPolicy.ALL_PAGES:
+                good = set(range(1, _leading(there[:pages]) + 1))
+            else:
+                tail = max(1, len(one.keys or ()))
+                good = {end for end in range(1, pages + 1) if all(there[max(0, end - tail) : end])}
+            if good:
+                hits[one.name] = max(good)
+            restorable &= good
+        return _result(max(restorable, default=0), hits, sorted(restorable))
+
+    def _safely(self, what: str, call: Callable[[], T], otherwise: T) -> T:
+        """Returns what the call returns, or `otherwise` if it fails: SGLang goes on without the cache."""
+        try:
+            return call()
+        except Exception as error:
+            count = self._log.admit((what, type(error).__name__), 1)
+            if count is not None:
+                log.exception("%s failed (%d times)", what, count)
+            return otherwise
+
+
+def _copied(
+    opened: EpochNames, host: Any, names: Sequence[bytes], indices: Any, load: bool, seconds: float
+) -> tuple[list[bool], int]:
+    """Moves pages that only the pool itself can gather and scatter. Returns which were moved, and their bytes."""
+    size = int(host.page_size or 1)
+    places = [int(index) for index in indices[::size]]
+    if len(places) != len(names):
+        raise ValueError(f"got {len(names)} keys and {len(places)} pages")
+    if not load:
+        pages = [bytes_of(host.get_data_page(place, flat=True).contiguous()) for place in places]
+        done = opened.put(names, pages, timeout=seconds)
+        return done, sum(len(page) for page, ok in zip(pages, done, strict=True) if ok)
+    tensors = [host.get_dummy_flat_data_page() for _ in places]
+    reasons = opened.read_into(names, [bytes_of(tensor) for tensor in tensors], timeout=seconds)
+    for place, tensor, reason in zip(places, tensors, reasons, strict=True):
+        if not reason:
+            host.set_from_flat_data_page(place, tensor)
+    return [not reason for reason in reasons], sum(t.nbytes for t, r in zip(tensors, reasons, strict=True) if not r)
+
+
+def _leading(found: Sequence[bool]) -> int:
+    """Returns how many are true, from the first."""
+    return next((index for index, one in enumerate(found) if not one), len(found))
+
+
+def _result(pages: int, hits: dict[Any, int], restorable: list[int]) -> Any:
+    if "restorable_prefix_pages" in PoolTransferResult.__dataclass_fields__:
+        return PoolTransferResult(pages, hits, restorable)
+    return PoolTransferResult(pages, hits)  # an older SGLang
+
+
+def _server_args() -> Any:
+    """Returns the arguments that SGLang's server was started with; None outside a server."""
+    try:
+        return importlib.import_module("sglang.srt.runtime_context").get_server_args()
+    except Exception:  # noqa: BLE001 - each version of SGLang says in another way that there are none
+        return None
+
+
+def _check_hashes(accepted: bool) -> None:
+    """Raises ConfigError if SGLang's page hashes leave out LoRA adapters and cache salts, unless that is `accepted`."""
+    if not accepted and not hasattr(importlib.import_module("sglang.srt.mem_cache.utils"), "storage_namespace_seed"):
+        raise ConfigError(
+            "this SGLang names pages by their tokens only, so that requests with different LoRA adapters or cache salts would share KV "
+            '(sglang#26747); use SGLang 0.5.23, or accept it with `"token_only_keys": true` if no request has either'
+        )

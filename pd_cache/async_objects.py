@@ -1,0 +1,142 @@
+"""AsyncObjectCache: `ObjectCache` for programs with an asyncio loop. Calls run on threads of its own, so that none blocks the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from pd_cache.object_cache import ObjectCache, ObjectOutcome
+from transfer.calls import CallThreads
+from transfer.errors import Status
+
+if TYPE_CHECKING:
+    import torch
+
+    from pd_cache.object_cache import AnyValue
+
+T = TypeVar("T")
+
+_CLOSE_S = 5.0
+
+
+class AsyncObjectCache:
+    """The same calls as coroutines. A call that is cancelled goes on for nobody, and ends at its deadline.
+
+    There is no `read_into`: a cancelled call would still write to the caller's memory.
+    """
+
+    def __init__(
+        self, cache: ObjectCache, *, threads: int = 4, most_waiting: int = 256, usual_timeout: float = 60.0
+    ) -> None:
+        """Takes over `cache`. `threads`: how many calls run at the same time. `most_waiting`: how many run or wait; one more is refused
+        as OVERLOADED. `usual_timeout` (s) bounds calls that name none."""
+        self.cache = cache
+        self._usual_timeout = usual_timeout
+        self._closed = False
+        self._threads = CallThreads("objects", threads, limit=most_waiting, spare=threads)
+
+    async def __aenter__(self) -> AsyncObjectCache:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def available(self) -> bool:
+        """As of `ObjectCache`."""
+        return self.cache.available
+
+    async def put(self, name: str | bytes, value: AnyValue, *, timeout: float | None = None) -> Status:
+        """Does the same as `ObjectCache.put`."""
+        return (await self.put_many([name], [value], timeout=timeout))[0]
+
+    async def get(self, name: str | bytes, *, timeout: float | None = None) -> bytes | None:
+        """Does the same as `ObjectCache.get`."""
+        return (await self.get_many([name], timeout=timeout))[0].value
+
+    async def get_tensor(self, name: str | bytes, *, timeout: float | None = None) -> torch.Tensor | None:
+        """Does the same as `ObjectCache.get_tensor`."""
+        return await self._call(lambda seconds: self.cache.get_tensor(name, timeout=seconds), timeout, lambda _: None)
+
+    async def exists(self, name: str | bytes, *, timeout: float | None = None) -> bool:
+        """Does the same as `ObjectCache.exists`."""
+        return (await self.exists_many([name], timeout=timeout))[0] is Status.OK
+
+    async def remove(self, name: str | bytes, *, timeout: float | None = None) -> Status:
+        """Does the same as `ObjectCache.remove`."""
+        return await self._call(
+            lambda seconds: self.cache.remove(name, timeout=seconds), timeout, lambda status: status
+        )
+
+    async def put_many(
+        self, names: Sequence[str | bytes], values: Sequence[AnyValue], *, timeout: float | None = None
+    ) -> list[Status]:
+        """Does the same as `ObjectCache.put_many`."""
+        return await self._call(
+            lambda seconds: self.cache.put_many(names, values, timeout=seconds),
+            timeout,
+            lambda status: [status] * len(names),
+        )
+
+    async def get_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[ObjectOutcome]:
+        """Does the same as `ObjectCache.get_many`."""
+        return await self._call(
+            lambda seconds: self.cache.get_many(names, timeout=seconds),
+            timeout,
+            lambda status: [ObjectOutcome(None, status.value)] * len(names),
+        )
+
+    async def exists_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[Status]:
+        """Does the same as `ObjectCache.exists_many`."""
+        return await self._call(
+            lambda seconds: self.cache.exists_many(names, timeout=seconds),
+            timeout,
+            lambda status: [status] * len(names),
+        )
+
+    async def close(self) -> None:
+        """Refuses new calls, ends those under way, and closes the cache. Idempotent."""
+        self._closed = True
+        await asyncio.to_thread(self._close)
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        self.cache.close()  # first: calls under way then end at once
+        self._threads.close(_CLOSE_S)
+
+    async def _call(self, function: Callable[[float], T], timeout: float | None, refused: Callable[[Status], T]) -> T:
+        """Runs `function` with the seconds that are left. Returns `refused` of the reason if it cannot run, or not in time."""
+        loop = asyncio.get_running_loop()
+        seconds = self._usual_timeout if timeout is None else timeout
+        deadline = time.monotonic() + seconds
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def settle(act: Callable[[], None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(lambda: None if answer.done() else act())
+
+        def run() -> None:
+            try:
+                value = function(max(0.0, deadline - time.monotonic()))
+            except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
+                settle(functools.partial(answer.set_exception, error))
+            else:
+                settle(functools.partial(answer.set_result, value))
+
+        # runs last; it is the answer only if the call was never begun
+        call = self._threads.submit(run, deadline, lambda: settle(lambda: answer.set_result(refused(self._refusal()))))
+        if call is None:
+            return refused(Status.CLOSED if self._closed else Status.OVERLOADED)
+        try:
+            done, _ = await asyncio.wait({answer}, timeout=seconds)
+            return answer.result() if done else refused(Status.TIMEOUT)
+        finally:
+            call.abandon()
+
+    def _refusal(self) -> Status:
+        return Status.CLOSED if self._closed else Status.TIMEOUT

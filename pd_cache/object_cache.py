@@ -1,0 +1,619 @@
+"""ObjectCache: bytes and tensors by name, in the same pool and tiers as chunks. For programs that have no paged cache.
+
+1. A name is of bytes or text, of any length. It stands for its contents: while there is a value of a name, a put of the same name changes nothing.
+   So whoever changes a value gives it another name, or another namespace.
+2. A value is what was put, byte for byte, or it is a miss. Its checksum is taken of the caller's bytes on both ways (`values`, `backends`).
+   Damage is removed, so that the next put replaces it.
+3. Nothing raises because the pool is in trouble: a put returns a status, and a miss has a reason. The caller's mistakes are ValueErrors.
+4. Every call has a deadline. Memory is bounded: by the staging memory, and by `most_bytes` for each value.
+
+A namespace of objects has no epochs: see docs/objects.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pd_cache.backends import Staged, StorageBackend, open_backend
+from pd_cache.backends.objects import SELF_SIZED, Damage
+from pd_cache.checksum import Digest, checksum
+from pd_cache.config import NodeSettings
+from pd_cache.metrics import CacheMetrics
+from pd_cache.values import MOST_PARTS, OVERHEAD, PartHeader, Scattered, TensorForm, ValueKeys
+from transfer.errors import PoolUnavailableError, Status
+
+if TYPE_CHECKING:
+    import torch
+
+    AnyValue = bytes | bytearray | memoryview | torch.Tensor | Scattered
+
+PART_BYTES = 4 << 20
+"""The bytes of a value in one object, unless the caller wants another size."""
+MOST_BYTES = 1 << 30
+"""The longest value, unless the caller wants another or the parts are small."""
+_BATCH_BYTES = 12 << 20
+"""About the bytes of one transfer call: few, because a peer's task is short, and what one call brings is copied while the next runs."""
+_STEP_BYTES = 512 << 10
+"""Bytes are hashed in steps of this size while they are in the processor's cache."""
+_RETRIES = 6
+"""How often a damaged object is read again: twice for each kind of tier, which removes an object that fails twice."""
+_DAMAGED = frozenset(damage.value for damage in Damage)
+INCOMPLETE = "incomplete"
+"""The reason of a miss: the head is there, but a part is gone. The head is removed."""
+OTHER_SIZE = "other_size"
+"""The reason of a miss: the value is of another length than the caller's memory, or longer than `most_bytes`."""
+OTHER_FORM = "other_form"
+"""The reason of a miss: the value was put with another form than the caller wants."""
+NOT_A_TENSOR = "not_a_tensor"
+"""The reason of a miss: the value was put as bytes."""
+
+Memory = memoryview | Scattered
+Target = Callable[[PartHeader], Memory | str]
+"""Returns memory for a whole value, or the reason why the caller does not want it. Runs before the header is known to be intact."""
+
+
+class ObjectOutcome(NamedTuple):
+    """What a get found."""
+
+    value: bytes | None
+    reason: str = ""
+    """Why there is no value; empty for a hit."""
+
+
+class _Piece(NamedTuple):
+    """One object to be put."""
+
+    key: str
+    header: PartHeader
+    value: Memory
+
+
+class _Reading:
+    """One value that is being read."""
+
+    def __init__(self, head: str, target: Target) -> None:
+        self.head = head
+        self.target = target
+        self.header: PartHeader | None = None
+        self.memory: Memory | None = None
+        self.reason = ""
+
+
+class ObjectCache:
+    """Values by name, in one namespace. Thread-safe. See the module's docstring for what it promises."""
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        namespace: str,
+        *,
+        part_bytes: int = PART_BYTES,
+        most_bytes: int | None = None,
+        metrics: CacheMetrics | None = None,
+    ) -> None:
+        """Takes over `backend`, whose payloads must have room for `part_bytes` and `values.OVERHEAD`. `open` makes one.
+
+        `most_bytes`: the longest value, by default 1 GiB or 65,536 parts, whichever is less. Raises ValueError for sizes that do not fit.
+        """
+        if not 1 <= part_bytes <= backend.payload_bytes - OVERHEAD:
+            raise ValueError(
+                f"part_bytes must be 1 to {backend.payload_bytes - OVERHEAD} for payloads of {backend.payload_bytes} bytes, "
+                f"got {part_bytes}"
+            )
+        if most_bytes is None:
+            most_bytes = min(MOST_BYTES, part_bytes * MOST_PARTS)
+        if not 0 <= most_bytes <= part_bytes * MOST_PARTS:
+            raise ValueError(f"most_bytes must be at most {MOST_PARTS} parts of {part_bytes} bytes, got {most_bytes}")
+        self.backend = backend
+        self.namespace = namespace
+        self.part_bytes = part_bytes
+        self.most_bytes = most_bytes
+        self.metrics = metrics or CacheMetrics()
+        self._keys = ValueKeys(namespace, part_bytes)
+        self._closed = False
+        self._closing = threading.Lock()
+        self._process = os.getpid()
+
+    @classmethod
+    def open(
+        cls,
+        settings: NodeSettings,
+        namespace: str,
+        *,
+        part_bytes: int = PART_BYTES,
+        most_bytes: int | None = None,
+        metrics: CacheMetrics | None = None,
+    ) -> ObjectCache:
+        """Returns a cache over the tiers that `settings.cache` names. Waits neither for the pool nor for a disk.
+
+        Raises ValueError if `transfer.staging_size` is too small for one part, MissingLibraryError if Mooncake cannot be loaded.
+        """
+        if part_bytes < 1:
+            raise ValueError(f"part_bytes must be at least 1, got {part_bytes}")
+        metrics = metrics or CacheMetrics()
+        backend = open_backend(settings, part_bytes + OVERHEAD, batch_bytes=_BATCH_BYTES, metrics=metrics)
+        try:
+            return cls(backend, namespace, part_bytes=part_bytes, most_bytes=most_bytes, metrics=metrics)
+        except BaseException:
+            backend.close()
+            raise
+
+    def __enter__(self) -> ObjectCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- one value ------------------------------------------------------------------------------------------------
+
+    def put(self, name: str | bytes, value: AnyValue, *, timeout: float | None = None) -> Status:
+        """Stores a value: bytes, anything else with a contiguous buffer, or a tensor. Returns OK if other nodes can get it now.
+
+        Returns OK, too, if the name already has a value, whatever it is. Raises ValueError for a value longer than `most_bytes`.
+        """
+        return self.put_many([name], [value], timeout=timeout)[0]
+
+    def get(self, name: str | bytes, *, timeout: float | None = None) -> bytes | None:
+        """Returns the bytes of a value, also of a tensor; None for a miss."""
+        return self.get_many([name], timeout=timeout)[0].value
+
+    def get_tensor(self, name: str | bytes, *, timeout: float | None = None) -> torch.Tensor | None:
+        """Returns a new tensor on the CPU, as it was put; None for a miss, or for a value that is no tensor."""
+        import torch
+
+        memory: list[torch.Tensor] = []
+
+        def target(header: PartHeader) -> memoryview | str:
+            if header.form is None:
+                return NOT_A_TENSOR
+            dtype = getattr(torch, header.form.dtype, None)
+            count = 1
+            for size in header.form.shape:
+                count *= size
+            if not isinstance(dtype, torch.dtype) or count * dtype.itemsize != header.value_bytes:
+                return NOT_A_TENSOR
+            raw = torch.empty(header.value_bytes, dtype=torch.uint8)
+            memory[:] = [raw.view(dtype).reshape(header.form.shape)]
+            return memoryview(raw.numpy().data)
+
+        (reason,) = self._read([name], [self._bounded(target)], timeout)
+        return None if reason else memory[0]
+
+    def exists(self, name: str | bytes, *, timeout: float | None = None) -> bool:
+        """Returns whether there is a value. A get may still miss: of a long value, a part may be gone."""
+        return self.exists_many([name], timeout=timeout)[0] is Status.OK
+
+    def remove(self, name: str | bytes, *, timeout: float | None = None) -> Status:
+        """Removes a value, also while others read it; for them it is a miss. Returns MISSING if there was none."""
+        return self.remove_many([name], timeout=timeout)[0]
+
+    # --- many values ----------------------------------------------------------------------------------------------
+
+    def put_many(
+        self,
+        names: Sequence[str | bytes],
+        values: Sequence[AnyValue],
+        *,
+        forms: Sequence[TensorForm | None] | None = None,
+        timeout: float | None = None,
+    ) -> list[Status]:
+        """Stores values. Returns a status for each, as `put` does. `timeout` (s) bounds the whole call; without it, the configured
+        timeout bounds each transfer. `forms`: what `read_into` may ask for; by default that of each tensor.
+
+        The caller must not change the values meanwhile. If one changes all the same, it may be damaged for those who get it: a miss.
+        """
+        heads = self._heads(names)
+        if len(values) != len(heads):
+            raise ValueError(f"got {len(heads)} names and {len(values)} values; expected one value for each name")
+        given = [_raw(value) for value in values]
+        if forms is not None:
+            given = [(raw, form) for (raw, _), form in zip(given, _as_many(forms, heads), strict=True)]
+        for raw, _ in given:
+            if len(raw) > self.most_bytes:
+                raise ValueError(f"a value may have up to {self.most_bytes} bytes here, got {len(raw)}")
+        if not heads:
+            return []
+        if self._unusable:
+            return [Status.CLOSED] * len(heads)
+        end = _end(timeout)
+        first = {head: index for index, head in reversed(list(enumerate(heads)))}
+        order = sorted(first.values())
+        wanted = self.backend.batched_wants([heads[index] for index in order], timeout=_left(end))
+        statuses = dict(zip(order, wanted, strict=True))
+        lacking = [index for index in order if statuses[index] is Status.MISSING]
+        self._put_lacking(lacking, heads, given, statuses, end)
+        self.metrics.outages("put", list(statuses.values()))
+        return [statuses[first[head]] for head in heads]
+
+    def get_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[ObjectOutcome]:
+        """Returns the bytes of each value, or the reason why there is none. `timeout` as in `put_many`."""
+        memory: dict[int, bytearray] = {}
+
+        def target_of(index: int) -> Target:
+            def target(header: PartHeader) -> memoryview:
+                memory[index] = bytearray(header.value_bytes)
+                return memoryview(memory[index])
+
+            return self._bounded(target)
+
+        reasons = self._read(names, [target_of(index) for index in range(len(names))], timeout)
+        return [
+            ObjectOutcome(None, reason) if reason else ObjectOutcome(bytes(memory.pop(index)))
+            for index, reason in enumerate(reasons)
+        ]
+
+    def read_into(
+        self,
+        names: Sequence[str | bytes],
+        buffers: Sequence[Any],
+        *,
+        forms: Sequence[TensorForm | None] | None = None,
+        timeout: float | None = None,
+    ) -> list[str]:
+        """Reads each value into the caller's memory: contiguous writable buffers or CPU tensors, each exactly as long as its value.
+
+        Returns the reason of each miss, and an empty text for each hit. A buffer of a miss may hold anything. Nothing is written to any
+        buffer after the call has returned, however late a transfer is. `timeout` as in `put_many`.
+
+        With `forms`, a value that was put with another form is a miss: memory of equal size may be of another shape or type.
+        """
+        views = [_writable(buffer) for buffer in buffers]
+        if len(views) != len(names):
+            raise ValueError(f"got {len(names)} names and {len(views)} buffers; expected one buffer for each name")
+
+        wanted = None if forms is None else _as_many(forms, names)
+
+        def target_of(index: int) -> Target:
+            def target(header: PartHeader) -> Memory | str:
+                if header.value_bytes != len(views[index]):
+                    return OTHER_SIZE
+                return OTHER_FORM if wanted is not None and header.form != wanted[index] else views[index]
+
+            return target
+
+        return self._read(names, [target_of(index) for index in range(len(views))], timeout)
+
+    def exists_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[Status]:
+        """Returns OK or MISSING for each name, with one request; any other status says why the answer is unknown.
+
+        The pool protects what it finds from eviction until the lease ends, so ask only for what will be read.
+        """
+        heads = self._heads(names)
+        if self._unusable:
+            return [Status.CLOSED] * len(heads)
+        statuses = self.backend.batched_contains(heads, timeout=timeout) if heads else []
+        self.metrics.outages("exists", statuses)
+        return statuses
+
+    def remove_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[Status]:
+        """Removes values. Parts of long ones stay until they are evicted; without the head they are never read."""
+        heads = self._heads(names)
+        if self._unusable:
+            return [Status.CLOSED] * len(heads)
+        return self.backend.batched_remove(heads, timeout=timeout, force=True) if heads else []
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> bool:
+        """False while the cache is known to be unusable: calls then return at once."""
+        return not self._unusable and self.backend.available
+
+    def wait_available(self, timeout: float) -> None:
+        """Waits until the cache is open. Raises PoolUnavailableError after `timeout` seconds, or if it is closed."""
+        if self._unusable:
+            raise PoolUnavailableError("this cache is closed")
+        self.backend.wait_available(timeout)
+
+    def close(self) -> None:
+        """Ends the calls under way, at the latest at their deadlines, and closes the tiers. Idempotent."""
+        if os.getpid() != self._process:  # in a forked child, a thread that does not exist here may hold the lock
+            return
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self.backend.close()
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _unusable(self) -> bool:
+        return self._closed or os.getpid() != self._process
+
+    def _heads(self, names: Sequence[str | bytes]) -> list[str]:
+        if isinstance(names, str | bytes):
+            raise ValueError(f"expected a sequence of names, got one name: {names!r:.80}")
+        return self._keys.heads(names)
+
+    def _bounded(self, target: Target) -> Target:
+        return lambda header: OTHER_SIZE if header.value_bytes > self.most_bytes else target(header)
+
+    def _put_lacking(
+        self,
+        lacking: Sequence[int],
+        heads: Sequence[str],
+        given: Sequence[tuple[Memory, TensorForm | None]],
+        statuses: dict[int, Status],
+        end: float | None,
+    ) -> None:
+        """Puts the values with these indices: first all parts but the heads, then the heads of values whose parts are there."""
+        headers = {index: self._header_of(*given[index]) for index in lacking}
+        parts = [(index, number) for index in lacking for number in range(1, headers[index].parts)]
+        pieces = [
+            _Piece(
+                self._keys.part(heads[index], headers[index], number),
+                PartHeader.of(len(given[index][0]), headers[index].checksum, number, self.part_bytes, None),
+                given[index][0],
+            )
+            for index, number in parts
+        ]
+        for (index, _), status in zip(parts, self._put(pieces, end), strict=True):
+            if status is not Status.OK:
+                statuses[index] = status
+        whole = [index for index in lacking if statuses[index] is Status.MISSING]
+        last = [_Piece(heads[index], headers[index], given[index][0]) for index in whole]
+        for index, status in zip(whole, self._put(last, end), strict=True):
+            statuses[index] = status
+            if status is Status.OK:
+                self.metrics.moved("put", len(given[index][0]))
+
+    def _header_of(self, raw: Memory, form: TensorForm | None) -> PartHeader:
+        # a value of one part needs no name for the others
+        total = _checksum(raw) if len(raw) > self.part_bytes else 0
+        return PartHeader.of(len(raw), total, 0, self.part_bytes, form)
+
+    def _put(self, pieces: Sequence[_Piece], end: float | None) -> list[Status]:
+        """Puts objects. One batch is filled while those before it are on their way."""
+        outcomes, done = [], 0
+        while done < len(pieces):
+            # one object first: it is on its way while the others are copied
+            batch = pieces[done : done + (self.backend.batch_size if done else 1)]
+            staged = self._stage(batch, end)
+            if not staged:
+                break
+            keys = [piece.key for piece in batch[: len(staged)]]
+            outcomes.append(self.backend.batched_put(keys, staged, timeout=_left(end)))
+            done += len(staged)
+        statuses = [status for outcome in outcomes for status in outcome.results()]
+        if done < len(pieces):
+            statuses += [self._refusal(end)] * (len(pieces) - done)
+        return statuses
+
+    def _refusal(self, end: float | None) -> Status:
+        """Returns why no memory came free for a put."""
+        if self._unusable:
+            return Status.CLOSED
+        if not self.backend.available:
+            return Status.POOL_DOWN
+        return Status.TIMEOUT if end is not None and time.monotonic() >= end else Status.OVERLOADED
+
+    def _stage(self, batch: Sequence[_Piece], end: float | None) -> list[Staged]:
+        """Fills memory with objects, from the first, as far as there is memory. Only the first object waits for some."""
+        staged: list[Staged] = []
+        try:
+            for piece in batch:
+                wait = 0.0 if staged else _left(end)
+                memory = self.backend.stage(payload_bytes=piece.header.payload_bytes, timeout=wait)
+                if memory is None:
+                    break
+                staged.append(memory)
+                memory.seal(piece.key, _copy_in(piece, memory.payload))
+        except BaseException:
+            for memory in staged:
+                memory.release()
+            raise
+        return staged
+
+    def _read(self, names: Sequence[str | bytes], targets: Sequence[Target], timeout: float | None) -> list[str]:
+        """Reads values. Returns the reason of each miss; empty for a hit."""
+        heads = self._heads(names)
+        if self._unusable:
+            return [Status.CLOSED.value] * len(heads)
+        end = _end(timeout)
+        readings = [_Reading(head, target) for head, target in zip(heads, targets, strict=True)]
+        waiting = readings
+        while waiting:  # a name that occurs again is read in a second round: no key may occur twice in one
+            once = {reading.head: reading for reading in reversed(waiting)}
+            now = [reading for reading in waiting if once[reading.head] is reading]
+            waiting = [reading for reading in waiting if once[reading.head] is not reading]
+            self._read_heads(now, end)
+            self._read_parts(now, end)
+        for reading in readings:
+            if not reading.reason and reading.header is not None:
+                self.metrics.moved("get", reading.header.value_bytes)
+            elif reading.reason != Status.MISSING.value:
+                self.metrics.trouble("get", reading.reason or Status.CLOSED.value)
+        return [reading.reason for reading in readings]
+
+    def _read_heads(self, readings: Sequence[_Reading], end: float | None) -> None:
+        by_head = {reading.head: reading for reading in readings}
+
+        def take(key: str, payload: memoryview) -> tuple[str, int | None]:
+            reading = by_head[key]
+            # copied before it is looked at: the slot is not believed twice
+            before = bytes(payload[:OVERHEAD])
+            header = PartHeader.parsed(before, len(payload))
+            if header is None or header.number or header.part_bytes != self.part_bytes:
+                return Damage.FOREIGN.value, None
+            memory = reading.target(header)
+            if isinstance(memory, str):
+                return memory, checksum(payload)
+            reading.header, reading.memory = header, memory
+            return "", _copy_out(before, header, payload, memory)
+
+        for key, reason in self._fetch(list(by_head), take, end):
+            by_head[key].reason = reason
+        # intact, and of no use to anybody: a put would find it there
+        self._drop([head for head, reading in by_head.items() if reading.reason == Damage.FOREIGN.value], end)
+
+    def _read_parts(self, readings: Sequence[_Reading], end: float | None) -> None:
+        wanted: dict[str, tuple[_Reading, int]] = {}
+        for reading in readings:
+            if not reading.reason and reading.header is not None:
+                for number in range(1, reading.header.parts):
+                    wanted[self._keys.part(reading.head, reading.header, number)] = (reading, number)
+        if not wanted:
+            return
+
+        def take(key: str, payload: memoryview) -> tuple[str, int | None]:
+            reading, number = wanted[key]
+            assert reading.header is not None
+            assert reading.memory is not None
+            before = bytes(payload[:OVERHEAD])
+            header = PartHeader.parsed(before, len(payload))
+            expected = PartHeader.of(reading.header.value_bytes, reading.header.checksum, number, self.part_bytes, None)
+            if header != expected:
+                return Damage.FOREIGN.value, None
+            return "", _copy_out(before, header, payload, reading.memory)
+
+        broken: set[str] = set()
+        for key, reason in self._fetch(list(wanted), take, end):
+            reading, _ = wanted[key]
+            if reason == Status.MISSING.value or reason in _DAMAGED:
+                broken.add(reading.head)
+            if reason == Status.MISSING.value:
+                reason = INCOMPLETE
+            reading.reason = reading.reason or reason
+        self._drop(list(broken), end)
+
+    def _drop(self, heads: list[str], end: float | None) -> None:
+        """Removes heads of values that cannot be read, so that the next put of their names stores all of them."""
+        if heads:
+            self.backend.batched_remove(heads, timeout=_left(end), force=True)
+
+    def _fetch(
+        self, keys: list[str], take: Callable[[str, memoryview], tuple[str, int | None]], end: float | None
+    ) -> Iterator[tuple[str, str]]:
+        """Reads objects. Yields each key with the reason of its miss, in any order.
+
+        `take` uses a payload, and returns why it is of no use, and the checksum of the bytes that it used, or None for damage. A damaged
+        object is read again, because another tier may have a good one; its tier removes it at the second reading.
+        """
+        left = keys
+        for attempt in range(_RETRIES + 1):
+            damaged: list[str] = []
+            fetching = self.backend.batched_get(left, payload_bytes=SELF_SIZED, timeout=_left(end))
+            with contextlib.closing(fetching) as fetches:
+                for key, fetched in zip(left, fetches, strict=True):
+                    try:
+                        if fetched.payload is None:
+                            yield key, fetched.reason or Status.CLOSED.value
+                            continue
+                        if end is not None and time.monotonic() >= end:
+                            yield key, Status.TIMEOUT.value
+                            continue
+                        reason, used = take(key, fetched.payload)
+                        found = fetched.check() if used is None else fetched.check(used)
+                        if found and attempt < _RETRIES:
+                            damaged.append(key)
+                        else:
+                            yield key, found or reason
+                    finally:
+                        fetched.release()
+            left = damaged
+            if not left:
+                return
+
+
+def _as_many(forms: Sequence[TensorForm | None], names: Sequence[object]) -> Sequence[TensorForm | None]:
+    if len(forms) != len(names):
+        raise ValueError(f"got {len(names)} names and {len(forms)} forms; expected one form for each name")
+    return forms
+
+
+def _end(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def _left(end: float | None) -> float | None:
+    return None if end is None else max(0.0, end - time.monotonic())
+
+
+def _raw(value: AnyValue) -> tuple[Memory, TensorForm | None]:
+    """Returns a value's bytes, and the form of a tensor. Copies only tensors that are not contiguous or not on the CPU."""
+    if isinstance(value, Scattered):
+        return value, None
+    if hasattr(value, "untyped_storage"):
+        return _tensor_bytes(value)  # type: ignore[arg-type]  # only tensors have one
+    try:
+        return memoryview(value).cast("B"), None
+    except TypeError:
+        raise ValueError(
+            f"a value must be bytes, have a contiguous buffer or be a tensor, got {type(value).__name__}"
+        ) from None
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> tuple[memoryview, TensorForm]:
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ValueError(f"a tensor must be dense, got {tensor.layout} of {tensor.dtype}")
+    form = TensorForm(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    form.described()
+    flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data), form
+
+
+def _writable(buffer: Any) -> Memory:
+    """Returns the bytes of the caller's memory. Raises ValueError unless it is contiguous, or scattered, and writable."""
+    if isinstance(buffer, Scattered):
+        if buffer.readonly:
+            raise ValueError("a buffer must be writable")
+        return buffer
+    if hasattr(buffer, "untyped_storage"):
+        import torch
+
+        if buffer.device.type != "cpu" or not buffer.is_contiguous():
+            raise ValueError("a buffer must be a contiguous tensor on the CPU")
+        return memoryview(buffer.detach().reshape(-1).view(torch.uint8).numpy().data)
+    try:
+        view = memoryview(buffer).cast("B")
+    except TypeError:
+        raise ValueError(f"a buffer must be contiguous memory or a tensor, got {type(buffer).__name__}") from None
+    if view.readonly:
+        raise ValueError("a buffer must be writable")
+    return view
+
+
+def _copy_in(piece: _Piece, payload: memoryview) -> int:
+    """Fills a payload. Returns the checksum of what it should hold: of the caller's bytes."""
+    before = piece.header.packed()
+    digest = Digest(before)
+    payload[: len(before)] = before
+    place = len(before)
+    for step in _steps(piece.value, piece.header.data):
+        payload[place : place + len(step)] = step
+        place += len(step)
+        digest.update(step)
+    return digest.intdigest()
+
+
+def _copy_out(before: bytes, header: PartHeader, payload: memoryview, value: Memory) -> int:
+    """Copies a part to its place in the caller's memory. Returns the checksum of what was used."""
+    digest = Digest(before[: header.offset])
+    place = header.offset
+    for step in _steps(value, header.data):
+        step[:] = payload[place : place + len(step)]
+        place += len(step)
+        digest.update(step)
+    return digest.intdigest()
+
+
+def _steps(value: Memory, data: slice) -> Iterator[memoryview]:
+    """Yields the bytes of a part of a value, in order."""
+    pieces = (value[data],) if isinstance(value, memoryview) else value.part(data)
+    for piece in pieces:
+        for start in range(0, len(piece), _STEP_BYTES):
+            yield piece[start : start + _STEP_BYTES]
+
+
+def _checksum(value: Memory) -> int:
+    digest = Digest()
+    for step in _steps(value, slice(0, len(value))):
+        digest.update(step)
+    return digest.intdigest()

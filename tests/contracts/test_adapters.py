@@ -1,0 +1,289 @@
+"""What every adapter does alike, the plain client included: under real pools, with real outages and real damage."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.adapters import ALIKE, KINDS, PAGE, AdapterSubject, end_subject, impatient
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+
+Make = Callable[..., AdapterSubject]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=[kind for kind in KINDS if kind not in ALIKE])
+def lone_kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def namespace() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture(scope="module")
+def pair_of_module(pool: Pool, kind: str) -> Iterator[list[AdapterSubject]]:
+    space, subjects = uuid.uuid4().hex, []
+    try:
+        for _ in range(2):
+            subjects.append(KINDS[kind](pool.settings(), space))
+            subjects[-1].wait_available()
+        yield subjects
+    finally:
+        for subject in subjects:
+            end_subject(subject)
+
+
+@pytest.fixture
+def pair(pair_of_module: list[AdapterSubject], monkeypatch: pytest.MonkeyPatch) -> list[AdapterSubject]:
+    """Two adapters of one kind, in one namespace, that live longer than the test, which has names of its own in them."""
+    monkeypatch.setitem(PREFIX, "of the test", uuid.uuid4().hex)
+    return pair_of_module
+
+
+PREFIX = {"of the test": ""}
+
+
+@pytest.fixture
+def make(lone_kind: str, namespace: str) -> Iterator[Make]:
+    """Makes adapters of one kind, in one namespace; all are closed after the test."""
+    subjects: list[AdapterSubject] = []
+
+    def make_one(pool: Pool, *, patient: bool = True, wait: bool = True) -> AdapterSubject:
+        settings = pool.settings()
+        subjects.append(KINDS[lone_kind](settings if patient else impatient(settings), namespace))
+        if wait:
+            subjects[-1].wait_available()
+        return subjects[-1]
+
+    try:
+        yield make_one
+    finally:
+        for subject in subjects:
+            end_subject(subject)
+
+
+def value(n: object) -> bytes:
+    return random.Random(str(n)).randbytes(PAGE)
+
+
+def values(*numbers: int) -> dict[str, bytes]:
+    return {f"{PREFIX['of the test']} value {n}": value(n) for n in numbers}
+
+
+def damage(pool: Pool, before: set[str], change: Callable[[bytes], bytes]) -> None:
+    """Damages every object that was stored since `before`."""
+    with pool.bare_client() as client:
+        changed = 0
+        for key in pool.keys() - before:
+            if good := client.get(key):
+                assert client.upsert(key, change(good)) == 0
+                changed += 1
+    assert changed, "something was stored"
+
+
+def flip(at: float) -> Callable[[bytes], bytes]:
+    """One bit, at this part of the object."""
+
+    def flipped(good: bytes) -> bytes:
+        raw = bytearray(good)
+        raw[int(at * (len(raw) - 1))] ^= 0x10
+        return bytes(raw)
+
+    return flipped
+
+
+def test_what_one_instance_stored_another_finds_and_loads(pair: list[AdapterSubject]) -> None:
+    stored = values(*range(12))
+    one, other = pair
+    assert one.store(stored) == [True] * 12
+    assert other.has(list(stored)) == [True] * 12
+    assert other.load(list(stored)) == list(stored.values())
+
+
+def test_holes_are_misses_and_what_is_around_them_is_loaded(pair: list[AdapterSubject]) -> None:
+    subject = pair[0]
+    subject.store(values(0, 2, 5))
+    names = list(values(*range(7)))
+    assert subject.has(names) == [True, False, True, False, False, True, False]
+    assert subject.load(names) == [value(0), None, value(2), None, None, value(5), None]
+
+
+def test_nothing_asked_for_is_nothing_answered(pair: list[AdapterSubject]) -> None:
+    subject = pair[0]
+    assert subject.store({}) == []
+    assert subject.has([]) == []
+    assert subject.load([]) == []
+
+
+def test_a_second_store_of_a_name_changes_nothing(pair: list[AdapterSubject]) -> None:
+    one, other = pair
+    one.store(values(1))
+    assert other.store(values(1)) == [True]
+    assert other.load(list(values(1))) == [value(1)]
+
+
+@pytest.mark.parametrize("at", [0.0, 0.001, 0.5, 0.999, 1.0], ids=["start", "header", "middle", "trailer", "end"])
+def test_a_flipped_bit_is_a_miss_and_what_is_stored_again_is_whole(
+    pool: Pool, pair: list[AdapterSubject], at: float
+) -> None:
+    (one, other), before = pair, pool.keys()
+    one.store(values(*range(4)))
+    damage(pool, before, flip(at))
+    names = list(values(*range(4)))
+    assert other.load(names) == [None] * 4
+    assert one.load(names) == [None] * 4
+    for _ in range(2):  # of a value in parts whose head and other parts are damaged, the first load finds the head only
+        assert one.store(values(*range(4))) == [True] * 4
+        if (loaded := other.load(names)) != [None] * 4:
+            break
+    assert loaded == list(values(*range(4)).values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda good: good[:-7], lambda good: good[:3], lambda good: bytes(len(good))],
+    ids=["torn", "a few bytes", "zeros"],
+)
+def test_a_torn_or_foreign_object_is_a_miss(
+    pool: Pool, pair: list[AdapterSubject], change: Callable[[bytes], bytes]
+) -> None:
+    subject, before = pair[0], pool.keys()
+    subject.store(values(1))
+    damage(pool, before, change)
+    assert subject.load(list(values(1))) == [None]
+
+
+def test_the_object_of_one_name_under_another_is_a_miss(pool: Pool, pair: list[AdapterSubject]) -> None:
+    subject, before = pair[0], pool.keys()
+    subject.store(values(1))
+    first = pool.keys() - before
+    subject.store(values(2))
+    second = pool.keys() - before - first
+    with pool.bare_client() as client:
+        for one, other in zip(sorted(first), sorted(second), strict=True):
+            assert client.upsert(other, client.get(one)) == 0
+    assert subject.load(list(values(1, 2))) == [value(1), None]
+
+
+def test_with_no_pool_everything_is_a_miss_and_nothing_raises(make_pool: Callable[..., Pool], make: Make) -> None:
+    subject = make(make_pool(), patient=False, wait=False)
+    assert subject.store(values(0, 1)) == [False, False]
+    assert subject.has(list(values(0, 1))) == [False, False]
+    assert subject.load(list(values(0, 1))) == [None, None]
+
+
+def test_a_killed_pool_is_misses_and_a_new_one_is_found_again(make_pool: Callable[..., Pool], make: Make) -> None:
+    pool = make_pool().start()
+    subject = make(pool, patient=False)
+    assert subject.store(values(0, 1)) == [True, True]
+    pool.kill("store-0")
+    pool.kill("master")
+    assert subject.load(list(values(0, 1))) == [None, None]
+    assert subject.has(list(values(0, 1))) == [False, False]
+    assert subject.store(values(2)) == [False]
+    pool.start()
+    wait_for(lambda: subject.store(values(3)) == [True], what="a store in the new pool")
+    wait_for(lambda: subject.load(list(values(3))) == [value(3)], what="a load from the new pool")
+
+
+def test_a_stopped_store_node_costs_deadlines_and_never_a_wrong_byte(
+    make_pool: Callable[..., Pool], make: Make
+) -> None:
+    pool = make_pool().start()
+    subject = make(pool, patient=False)
+    stored = values(*range(6))
+    assert all(subject.store(stored))
+    node = pool.nodes["store-0"]
+    node.send(signal.SIGSTOP)
+    try:
+        assert subject.load(list(stored)) == [None] * 6
+        assert subject.store(values(7)) == [False]
+    finally:
+        node.send(signal.SIGCONT)
+
+    def comes_back() -> bool:
+        loaded = subject.load(list(stored))
+        assert all(found in (None, good) for found, good in zip(loaded, stored.values(), strict=True))
+        return all(subject.store(stored)) and loaded == list(stored.values())
+
+    wait_for(comes_back, what="all of it again")
+
+
+def test_many_threads_store_and_load_the_same_names(pair: list[AdapterSubject]) -> None:
+    subject, other = pair
+    wrong: list[object] = []
+
+    def work(seed: int, mine: AdapterSubject) -> None:
+        chance = random.Random(seed)
+        for _ in range(12):
+            some = chance.sample(range(10), 4)
+            mine.store(values(*some))
+            wrong.extend(
+                (n, "not its value")
+                for n, found in zip(some, mine.load(list(values(*some))), strict=True)
+                if found not in (None, value(n))
+            )
+
+    threads = [threading.Thread(target=work, args=(n, (subject, other)[n % 2])) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+        assert not thread.is_alive()
+    assert not wrong
+    assert all(subject.store(values(*range(10)))), "nothing is in use for ever"
+    assert other.load(list(values(*range(10)))) == list(values(*range(10)).values())
+
+
+def test_after_close_everything_is_a_miss_at_once(pool: Pool, make: Make) -> None:
+    subject = make(pool)
+    subject.store(values(0))
+    subject.close()
+    assert subject.load(list(values(0))) == [None]
+    assert subject.has(list(values(0))) == [False]
+    assert subject.store(values(1)) == [False]
+
+
+def test_close_while_others_use_it_ends_all_of_them(pool: Pool, make: Make) -> None:
+    subject = make(pool)
+    wrong: list[Any] = []
+    rounds = [0, 0, 0]
+    stop = threading.Event()
+
+    def work(worker: int) -> None:
+        while not stop.is_set():
+            try:
+                subject.store(values(worker))
+                found = subject.load(list(values(worker)))[0]
+            except Exception as error:  # noqa: BLE001 - what no engine should see
+                wrong.append(error)
+                return
+            if found not in (None, value(worker)):
+                wrong.append(found)
+            rounds[worker] += 1
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: wrong or min(rounds) > 2)
+    subject.close()
+    now = list(rounds)
+    wait_for(lambda: wrong or all(after > before for before, after in zip(now, rounds, strict=True)))
+    stop.set()
+    for thread in threads:
+        thread.join(300)
+        assert not thread.is_alive()
+    assert not wrong

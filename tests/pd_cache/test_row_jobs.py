@@ -1,0 +1,326 @@
+"""Jobs on rows of a memory, epochs of names, and pages of a host pool: what the adapters of vLLM's tiering and SGLang stand on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pd_cache.adapters.epoch_names import EPOCH_UNKNOWN, RESET, EpochNames
+from pd_cache.adapters.row_jobs import RowJobs, RowResult
+from pd_cache.adapters.sglang_hicache import PoolPages
+from pd_cache.epochs import EpochBook
+from pd_cache.errors import LayoutError
+from pd_cache.metrics import CacheMetrics
+from tests.support.waiting import wait_for
+from transfer.errors import Status
+
+ROW = 100
+
+
+class Names:
+    """Values by name in this process, and a gate that transfers wait for."""
+
+    def __init__(self) -> None:
+        self.last = ""
+        self.values: dict[bytes, bytes] = {}
+        self.epochs: list[str | None] = []
+        self.timeouts: list[float] = []
+        self.open = threading.Event()
+        self.open.set()
+        self.under_way = threading.Semaphore(0)
+
+    def put(self, names: Sequence[bytes], values: Any, *, epoch: str | None, timeout: float) -> list[bool]:
+        self._wait(timeout)
+        self.epochs.append(epoch)
+        self.values.update(zip(names, map(bytes, values), strict=True))
+        return [True] * len(names)
+
+    def read_into(self, names: Sequence[bytes], buffers: Any, *, timeout: float) -> list[str]:
+        self._wait(timeout)
+        if b"bad" in names:
+            raise RuntimeError("what nobody foresaw")
+        for name, buffer in zip(names, buffers, strict=True):
+            if name in self.values:
+                buffer[:] = self.values[name]
+        return ["" if name in self.values else "missing" for name in names]
+
+    def _wait(self, timeout: float) -> None:
+        self.timeouts.append(timeout)
+        self.under_way.release()
+        assert self.open.wait(60)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Jobs:
+    def __init__(self) -> None:
+        self.names, self.clock, self.memory = Names(), Clock(), bytearray(8 * ROW)
+        self.its = RowJobs(
+            self.names,  # type: ignore[arg-type]
+            memoryview(self.memory),
+            ROW,
+            load_s=5,
+            store_s=7,
+            most_waiting=4,
+            threads=1,
+            clock=self.clock,
+        )
+
+    def ended(self, count: int) -> list[RowResult]:
+        results: list[RowResult] = []
+
+        def enough() -> bool:
+            results.extend(self.its.finished())
+            return len(results) >= count
+
+        wait_for(enough, what="the end of jobs")
+        return sorted(results)
+
+
+@pytest.fixture
+def jobs() -> Iterator[Jobs]:
+    jobs = Jobs()
+    try:
+        yield jobs
+    finally:
+        jobs.names.open.set()
+        assert jobs.its.close()
+        assert jobs.its.close()
+
+
+def test_rows_are_stored_and_loaded_and_a_job_says_which(jobs: Jobs) -> None:
+    jobs.memory[:] = bytes(range(8)) * ROW
+    row = bytes(jobs.memory[2 * ROW : 3 * ROW])
+    jobs.its.store(1, [b"a"], [2], epoch="e")
+    assert jobs.ended(1)[0][:4] == (1, False, (b"a",), (True,))
+    jobs.memory[:] = bytes(8 * ROW)
+    jobs.its.load(2, [b"a", b"hole"], [5, 6])
+    assert jobs.ended(1)[0].done == (True, False)
+    assert bytes(jobs.memory) == bytes(5 * ROW) + row + bytes(2 * ROW)
+    assert jobs.names.epochs == ["e"]
+    assert not jobs.its.busy
+
+
+def test_a_job_has_one_deadline_from_its_submission(jobs: Jobs) -> None:
+    jobs.names.open.clear()
+    jobs.its.load(1, [b"a"], [0])
+    jobs.names.under_way.acquire()
+    jobs.its.load(2, [b"b"], [1])
+    jobs.its.load(3, [b"c"], [2])
+    jobs.clock.now = 4
+    jobs.its.load(4, [b"d"], [3])
+    jobs.clock.now = 6
+    jobs.names.open.set()
+    assert [one.job for one in jobs.ended(4)] == [1, 2, 3, 4]
+    assert jobs.names.timeouts == [5, 3], "those whose deadline had passed were not begun"
+
+
+def test_stores_that_wait_are_bounded_and_one_more_fails_at_once(jobs: Jobs) -> None:
+    jobs.names.open.clear()
+    jobs.its.store(1, [b"a"], [0])
+    jobs.names.under_way.acquire()
+    jobs.its.store(2, [b"b", b"c"], [1, 2])
+    jobs.its.store(3, [b"d", b"e", b"f"], [3, 4, 5])
+    assert [(one.job, one.done) for one in jobs.ended(1)] == [(3, (False,) * 3)]
+    jobs.names.open.set()
+    assert [(one.job, all(one.done)) for one in jobs.ended(2)] == [(1, True), (2, True)]
+
+
+def test_rows_that_are_not_there_fail_and_nothing_is_touched(jobs: Jobs) -> None:
+    jobs.names.values[b"a"] = b"x" * ROW
+    for number, (names, rows) in enumerate([([b"a"], [8]), ([b"a"], [-1]), ([b"a"], [0, 1])]):
+        jobs.its.load(number, names, rows)
+    assert not any(any(one.done) for one in jobs.ended(3))
+    assert bytes(jobs.memory) == bytes(8 * ROW)
+
+
+def test_a_job_that_raises_fails_and_the_next_one_runs(jobs: Jobs) -> None:
+    jobs.names.values[b"a"] = b"x" * ROW
+    jobs.its.load(1, [b"bad"], [0])
+    jobs.its.load(2, [b"a"], [0])
+    assert [one.done for one in jobs.ended(2)] == [(False,), (True,)]
+
+
+def test_drain_ends_what_waits_and_waits_for_what_runs(jobs: Jobs) -> None:
+    jobs.names.values.update({b"a": b"x" * ROW, b"b": b"y" * ROW})
+    jobs.names.open.clear()
+    jobs.its.load(1, [b"a"], [0])
+    jobs.names.under_way.acquire()
+    jobs.its.load(2, [b"b"], [1])
+    draining = threading.Thread(target=jobs.its.drain)
+    draining.start()
+    assert [(one.job, one.done) for one in jobs.ended(1)] == [(2, (False,))]
+    assert draining.is_alive()
+    jobs.names.open.set()
+    draining.join(60)
+    assert not draining.is_alive()
+    assert [(one.job, one.done) for one in jobs.its.finished()] == [(1, (True,))]
+    assert bytes(jobs.memory) == b"x" * ROW + bytes(7 * ROW)
+
+
+def test_after_close_jobs_fail_and_the_memory_is_free(jobs: Jobs) -> None:
+    assert jobs.its.close()
+    jobs.its.store(1, [b"a"], [0])
+    assert jobs.ended(1)[0].done == (False,)
+    jobs.memory.clear()  # BufferError while anybody has a view of it
+
+
+class Pool:
+    """The small objects of a pool, which may be down."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.down = False
+
+    def batch_exist(self, keys: list[str], *, timeout: float) -> list[Status]:
+        if self.down:
+            return [Status.POOL_DOWN] * len(keys)
+        return [Status.OK if key in self.values else Status.MISSING for key in keys]
+
+    def put_small(self, key: str, value: bytes, *, timeout: float) -> Status:
+        self.values.setdefault(key, value)
+        return Status.OK
+
+    def get_small(self, key: str, *, timeout: float) -> bytes | None:
+        return None if self.down else self.values.get(key)
+
+    def remove(self, keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:
+        return [Status.OK if self.values.pop(key, None) else Status.MISSING for key in keys]
+
+    def remove_matching(self, pattern: str, *, timeout: float) -> int:
+        return 0
+
+
+class Cache:
+    """An object cache of this process, over a pool that knows epochs."""
+
+    def __init__(self, pool: Pool, values: dict[bytes, bytes]) -> None:
+        self.pool, self.values = pool, values
+        self.backend = SimpleNamespace(epochs=EpochBook(pool))
+        self.namespace, self.metrics = "n", CacheMetrics()
+        self.during_read = lambda: None
+
+    @property
+    def available(self) -> bool:
+        return not self.pool.down
+
+    def exists_many(self, names: Sequence[bytes], *, timeout: float | None = None) -> list[Status]:
+        return [Status.OK if name in self.values else Status.MISSING for name in names]
+
+    def put_many(self, names: Sequence[bytes], values: Any, *, timeout: float | None = None) -> list[Status]:
+        self.values.update(zip(names, map(bytes, values), strict=True))
+        return [Status.OK] * len(names)
+
+    def read_into(self, names: Sequence[bytes], buffers: Any, *, timeout: float | None = None) -> list[str]:
+        self.during_read()
+        return ["" if name in self.values else "missing" for name in names]
+
+
+def test_a_reset_hides_values_from_all_nodes_also_if_it_comes_during_a_load() -> None:
+    pool, values = Pool(), {}
+    one, other = (Cache(pool, values) for _ in range(2))
+    mine, theirs = EpochNames(one), EpochNames(other)  # type: ignore[arg-type]
+    assert mine.put([b"a"], [b"x"]) == [True]
+    assert theirs.read_into([b"a"], [bytearray(1)]) == [""]
+    before = mine.last
+
+    def reset() -> None:
+        theirs.begin()
+        mine._epochs.current("another")  # as after half a second, for which it relies on an answer
+
+    one.during_read = reset
+    assert mine.read_into([b"a"], [bytearray(1)]) == [RESET]
+    one.during_read = lambda: None
+    assert mine.exist([b"a"]) == [False]
+    assert mine.put([b"b"], [b"y"], epoch=before) == [False], "it was computed before the reset"
+    assert mine.put([b"b"], [b"y"]) == [True]
+    assert theirs.exist([b"b"]) == [True]
+
+
+def test_while_the_pool_has_not_taken_a_reset_nothing_is_found() -> None:
+    pool, clock = Pool(), Clock()
+    cache = Cache(pool, {})
+    names = EpochNames(cache, clock=clock)  # type: ignore[arg-type]
+    assert names.put([b"a"], [b"x"]) == [True]
+    pool.down = True
+    assert names.begin() is False
+    pool.down = False
+    assert names.exist([b"a"]) == [False]
+    assert names.read_into([b"a"], [bytearray(1)]) == [EPOCH_UNKNOWN]
+    clock.now = 1.0
+    assert names.exist([b"a"]) == [False], "the reset was made up for"
+    assert names.put([b"a"], [b"x"]) == [True]
+
+
+class Host:
+    """A host pool of two buffers, K and V, with four pages of two tokens."""
+
+    layout, page_size, size = "page_first", 2, 8
+
+    def __init__(self) -> None:
+        self.kv_buffer = [torch.arange(80, dtype=torch.uint8).reshape(8, 10), torch.arange(80, dtype=torch.uint8)]
+        self.off = 0
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        places = [int(index) * 10 + self.off for index in indices[::2]]
+        return [buffer.data_ptr() + place for place in places for buffer in self.kv_buffer], [20] * 2 * len(places)
+
+
+def test_a_page_of_a_host_pool_is_its_pieces_one_after_another() -> None:
+    pages = PoolPages(Host())
+    assert pages.bytes == 40
+    second, first = pages.values(torch.tensor([2, 3, 0, 1]))
+    assert b"".join(first.part(slice(0, 40))) == bytes(range(20)) * 2
+    assert b"".join(second.part(slice(15, 25))) == bytes([35, 36, 37, 38, 39, 20, 21, 22, 23, 24])
+    assert pages.values(torch.tensor([], dtype=torch.int64)) == []
+
+
+@pytest.mark.parametrize("wrong", [[0], [0, 1, 2], [8, 9], [-2, -1]], ids=str)
+def test_indices_that_are_no_pages_are_refused(wrong: list[int]) -> None:
+    with pytest.raises(ValueError, match="whole pages"):
+        PoolPages(Host()).values(torch.tensor(wrong))
+
+
+def test_an_address_outside_the_pools_buffers_is_refused() -> None:
+    host = Host()
+    pages = PoolPages(host)
+    host.off = 70
+    with pytest.raises(LayoutError, match="outside"):
+        pages.values(torch.tensor([2, 3]))
+
+
+@pytest.mark.parametrize("module", ["vllm_tier", "sglang_hicache"])
+def test_importing_an_adapter_imports_neither_its_peer_nor_mooncake_nor_torch(module: str) -> None:
+    """Its class is loaded when the peer asks for it by name; without the peer, that is an ImportError which names it."""
+    name, peer = {"vllm_tier": ("PdCacheTierManager", "vllm"), "sglang_hicache": ("PdCacheStorage", "sglang")}[module]
+    script = f"""
+import sys
+sys.modules["{peer}"] = None
+import pd_cache.adapters.{module} as adapter
+assert not {{"mooncake", "torch"}} & set(sys.modules), "too much was imported"
+try:
+    adapter.{name}
+except ImportError as error:
+    assert "{peer}" in str(error), error
+else:
+    raise AssertionError("its peer is not there")
+try:
+    adapter.Nothing
+except AttributeError:
+    print("as it should be")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout == "as it should be\n", done.stderr

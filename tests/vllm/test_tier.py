@@ -1,0 +1,267 @@
+"""The secondary tier under vLLM's own tiering manager and primary tier, without an engine."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from pd_cache.errors import ConfigError
+from tests.support.adapters import options_of
+from tests.support.pool import Pool
+from tests.support.vllm_tier import offloading_config
+from tests.support.waiting import wait_for
+from tests.vllm.fixtures import *  # noqa: F403
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
+
+CHUNKS = 8
+ROW = 8192
+
+
+class Tiered:
+    """vLLM's tiering manager over its shared memory, with our tier below, made by vLLM's own spec and factory."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+        tier = {"type": "PdCacheTierManager", "module_path": "pd_cache.adapters.vllm_tier", "revision": "r", **options}
+        config = offloading_config(
+            ROW,
+            engine_id=uuid.uuid4().hex,
+            extra_config={"cpu_bytes_to_use": CHUNKS * ROW, "secondary_tiers": [tier]},
+        )
+        self.spec = TieringOffloadingSpec(config)
+        self.manager = self.spec.get_manager()
+        self.tier = self.manager.secondary_tiers[0]
+        self._requests = 0
+
+    def request(self) -> Any:
+        from vllm.v1.kv_offload.base import ReqContext
+
+        self._requests += 1
+        context = ReqContext(req_id=f"request {self._requests}")
+        self.manager.on_new_request(context)
+        return context
+
+    def step(self, *new: Any) -> None:
+        """The end of a step of vLLM's scheduler."""
+        from vllm.v1.kv_offload.base import ScheduleEndContext
+
+        self.manager.on_schedule_end(ScheduleEndContext([one.req_id for one in new], []))
+
+    def settle(self) -> None:
+        """Steps until nothing is under way."""
+
+        def settled() -> bool:
+            self.step()
+            return not self.manager.has_pending_work()
+
+        wait_for(settled, what="the end of all transfers")
+
+    def row(self, chunk: int) -> memoryview:
+        return self.manager.primary_tier.get_kv_memoryview().cast("B")[chunk * ROW : (chunk + 1) * ROW]
+
+    def store(self, values: dict[bytes, bytes], context: Any = None) -> None:
+        """As if a GPU had computed these chunks and copied them to the primary tier."""
+        context = context or self.request()
+        prepared = self.manager.prepare_store(list(values), context)
+        for key, chunk in zip(prepared.keys_to_store, prepared.store_spec.chunk_ids, strict=True):
+            self.row(int(chunk))[:] = values[key]
+        self.manager.complete_store(prepared.keys_to_store, context)
+        self.settle()
+        self.manager.on_request_finished(context)
+
+    def load(self, keys: list[bytes]) -> list[bytes | None]:
+        """Looks chunks up as the scheduler does for a waiting request, step by step, and reads those that are hits."""
+        from vllm.v1.kv_offload.base import LookupResult
+
+        context, found = self.request(), [LookupResult.RETRY] * len(keys)
+
+        def answered() -> bool:
+            found[:] = [self.manager.lookup(key, context) for key in keys]
+            self.step(context)
+            return not {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(found)
+
+        wait_for(answered, what="an answer to each lookup")
+        hits = [key for key, one in zip(keys, found, strict=True) if one is LookupResult.HIT]
+        values: dict[bytes, bytes] = {}
+        if hits:
+            chunks = self.manager.prepare_load(hits, context).chunk_ids
+            values = {key: bytes(self.row(int(chunk))) for key, chunk in zip(hits, chunks, strict=True)}
+            self.manager.complete_load(hits, context)
+        self.manager.on_request_finished(context)
+        return [values.get(key) for key in keys]
+
+    def close(self) -> None:
+        self.manager.shutdown()
+
+
+Open = Callable[..., Tiered]
+
+
+@pytest.fixture
+def salt() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def opened(vllm_pool: Pool, salt: str) -> Iterator[Open]:
+    """Opens managers with our tier, in one namespace; all are shut down after the test."""
+    managers: list[Tiered] = []
+
+    def open_one(**options: Any) -> Tiered:
+        managers.append(Tiered({**options_of(vllm_pool.settings(), salt), **options}))
+        managers[-1].tier.cache.wait_available(60)
+        return managers[-1]
+
+    try:
+        yield open_one
+    finally:
+        for one in managers:
+            one.close()
+
+
+def chunk(number: int) -> bytes:
+    """The key of a chunk: a block hash and the index of its group."""
+    return number.to_bytes(32, "big") + (0).to_bytes(4, "big")
+
+
+def values(*numbers: int) -> dict[bytes, bytes]:
+    return {chunk(number): bytes([number]) * ROW for number in numbers}
+
+
+def test_chunks_cascade_to_the_pool_and_another_engine_promotes_them(opened: Open) -> None:
+    one, other = opened(), opened()
+    stored = values(1, 2, 3)
+    one.store(stored)
+    assert other.load([chunk(1), chunk(9), chunk(3), chunk(2)]) == [
+        stored[chunk(1)], None, stored[chunk(3)], stored[chunk(2)]
+    ]  # fmt: skip
+    assert other.load([chunk(1)]) == [stored[chunk(1)]], "it is in its own primary tier now"
+
+
+def test_the_groups_of_a_hybrid_model_are_chunks_of_their_own(opened: Open) -> None:
+    one, other = opened(), opened()
+    of_group = {chunk(1)[:-4] + group.to_bytes(4, "big"): bytes([group + 1]) * ROW for group in range(3)}
+    one.store(of_group)
+    assert other.load(list(of_group)) == list(of_group.values())
+
+
+def test_a_damaged_chunk_is_missing_and_those_beside_it_are_loaded(opened: Open, vllm_pool: Pool) -> None:
+    """The job fails in part: vLLM keeps what was loaded, and does not ask for ever for what was not (vllm#49176)."""
+    one, other = opened(), opened()
+    one.store(values(1))
+    before = vllm_pool.keys()
+    one.store(values(2))
+    (damaged,) = vllm_pool.keys() - before
+    one.store(values(3))
+    with vllm_pool.bare_client() as client:
+        good = bytearray(client.get(damaged))
+        good[len(good) // 2] ^= 1
+        assert client.upsert(damaged, bytes(good)) == 0
+    assert other.load([chunk(1), chunk(2), chunk(3)]) == [values(1)[chunk(1)], None, values(3)[chunk(3)]]
+
+
+def test_a_prompt_longer_than_the_primary_tier_is_loaded_as_far_as_there_is_room(opened: Open) -> None:
+    """vLLM itself would load its last chunks over its first ones, and those again, without end."""
+    one, other = opened(), opened()
+    for number in range(CHUNKS + 4):
+        one.store(values(number))
+    loaded = other.load([chunk(number) for number in range(CHUNKS + 4)])
+    assert loaded == [*(values(n)[chunk(n)] for n in range(CHUNKS)), *[None] * 4]
+
+
+def test_a_reset_of_vllms_caches_hides_what_all_engines_stored(opened: Open) -> None:
+    """vLLM keeps what is in secondary tiers through a reset, also if the weights have changed. This tier begins a new epoch."""
+    one, other = opened(), opened()
+    one.store(values(1))
+    one.manager.reset_cache()
+    assert one.load([chunk(1)]) == [None]
+    wait_for(
+        lambda: other.load([chunk(1)]) == [None], what="the other engine's answer, for which it asks twice a second"
+    )
+    one.store(values(1))
+    assert other.load([chunk(1)]) == [values(1)[chunk(1)]]
+
+
+def test_a_request_that_began_before_a_reset_stores_nothing_after_it(opened: Open) -> None:
+    one, other = opened(), opened()
+    before = one.request()
+    one.manager.reset_cache()
+    one.store(values(1), before)
+    one.store(values(2))
+    assert other.load([chunk(1), chunk(2)]) == [None, values(2)[chunk(2)]]
+
+
+@pytest.mark.parametrize("other", [{"namespace": "another"}, {"revision": "another"}], ids=str)
+def test_tiers_of_another_salt_or_revision_share_nothing(other: dict[str, str], opened: Open) -> None:
+    opened().store(values(1))
+    assert opened(**other).load([chunk(1)]) == [None]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"masters": "x"}, "masters.*allowed: .*master"),
+        ({"threads": 0}, "threads"),
+        ({"locality": "HERE"}, "locality"),
+        ({"revision": ""}, "cannot tell its weights"),
+        ({"config_file": "/none.yaml"}, "either a config_file or a master"),
+    ],
+)
+def test_options_that_are_wrong_say_so_when_vllm_starts(
+    options: dict[str, Any], message: str, vllm_pool: Pool, salt: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Tiered({**options_of(vllm_pool.settings(), salt), **options})
+
+
+def test_vllms_own_copies_to_its_primary_tier_want_a_gpu(opened: Open) -> None:
+    """This is all of vLLM's tiering that does not run on a CPU; `test_tiering.py` brings copies of its own."""
+    from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
+
+    tensors = [CanonicalKVCacheTensor(torch.zeros((4, ROW), dtype=torch.int8), ROW)]
+    with pytest.raises(Exception, match="only supported on CUDA-alike and XPU"):
+        opened().spec.get_worker(CanonicalKVCaches(tensors, [[]]))
+
+
+def test_weights_ranks_and_layout_are_part_of_the_namespace() -> None:
+    import dataclasses
+
+    from pd_cache.adapters.vllm_tier import namespace_of
+
+    config = offloading_config(ROW)
+    parallel = config.parallel
+
+    def named(config: Any = config, **changes: Any) -> str:
+        given = {"row_bytes": ROW, "blocks_per_chunk": 1, "revision": "r", "salt": "", **changes}
+        return namespace_of(config, **given)
+
+    others = [
+        named(dataclasses.replace(config, parallel=dataclasses.replace(parallel, tp_size=2))),
+        named(dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))),
+        named(dataclasses.replace(config, canonical_layout=True)),
+        named(dataclasses.replace(config, kv_cache_layout="HND")),
+        named(dataclasses.replace(config, groups=config.groups * 2)),
+        named(row_bytes=2 * ROW),
+        named(blocks_per_chunk=2),
+        named(revision="s"),
+        named(salt="t"),
+    ]
+    assert len({named(), *others}) == len(others) + 1
+    agnostic = [
+        dataclasses.replace(
+            config,
+            parallel=dataclasses.replace(parallel, tp_size=size, is_parallelism_agnostic=True),
+            canonical_layout=canonical,
+        )
+        for canonical in (True, False)
+        for size in (1, 2)
+    ]
+    canonical_1, canonical_2, direct_1, direct_2 = map(named, agnostic)
+    assert canonical_1 == canonical_2
+    assert direct_1 != direct_2, "the shares of the ranks lie one after another, each with all layers"

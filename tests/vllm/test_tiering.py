@@ -1,0 +1,88 @@
+"""pd-cache as a secondary tier of vLLM's KV offloading: vLLM's own connector, scheduler and tiering manager, with its copies made on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.lib.model import ModelKind, write_model
+from bench.lib.vllm_server import vllm_server
+from tests.support.pool import ROOT, Pool
+from tests.support.waiting import wait_for
+from tests.vllm.fixtures import *  # noqa: F403
+from tests.vllm.servers import ARGS, BLOCK, ENV, MODEL_NAME, Server, begun
+
+pytestmark = [pytest.mark.slow(seconds=120), pytest.mark.timeout(1800)]
+
+PROMPT = 1000
+TIMEOUTS = {"exist_ms": 10_000, "get_ms": 20_000, "put_ms": 20_000, "close_ms": 10_000}
+
+
+def connector(pool: Pool, salt: str, **extra: Any) -> str:
+    """`--kv-transfer-config` as its users write it, apart from the spec, which vLLM's own worker has no CPU for."""
+    tier = {
+        "type": "PdCacheTierManager",
+        "module_path": "pd_cache.adapters.vllm_tier",
+        "master": pool.address,
+        "namespace": salt,
+        "transfer": {"staging_size": "32MiB", "prefault": False, "timeouts": TIMEOUTS},
+    }
+    spec = {"spec_name": "CpuTieringSpec", "spec_module_path": "tests.support.vllm_cpu_tiering"}
+    options = {"cpu_bytes_to_use": 256 << 20, "secondary_tiers": [tier], **spec, **extra}
+    return json.dumps(
+        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
+    )
+
+
+@contextmanager
+def tiered(model: Path, pool: Pool, salt: str, **extra: Any) -> Iterator[Server]:
+    env = {**ENV, "PYTHONPATH": str(ROOT)}
+    flag = f"--kv-transfer-config={connector(pool, salt, **extra)}"
+    with vllm_server(model, MODEL_NAME, ARGS, env, flag, ready_timeout_s=900) as url:
+        yield Server(url)
+
+
+@contextmanager
+def both(*servers: AbstractContextManager[Server]) -> Iterator[list[Server]]:
+    """Servers that are started at the same time."""
+    with contextlib.ExitStack() as stack:
+        ready = [stack.enter_context(begun(server)) for server in servers]
+        yield [wait() for wait in ready]
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with one group of layers, and one most of whose layers have a sliding window: vLLM keeps their KV in groups."""
+    kind: ModelKind = request.param
+    return write_model(tmp_path_factory.mktemp("tiering") / kind, kind=kind, layers=6 if kind == "gemma3" else 4)
+
+
+def test_what_one_engine_stored_in_the_pool_a_fresh_one_loads_and_computes_the_same_tokens(
+    folder: Path, vllm_pool: Pool, new_prompt: Callable[[int], list[int]]
+) -> None:
+    """A computes a prompt: vLLM copies its blocks to A's primary tier, and cascades them to ours. B has nothing but the pool."""
+    salt, before, prompt = uuid.uuid4().hex, vllm_pool.keys(), new_prompt(PROMPT)
+    with both(tiered(folder, vllm_pool, salt), tiered(folder, vllm_pool, salt)) as (a, b):
+        first = a.complete(prompt)
+        assert first.cached == 0
+        whole = PROMPT // BLOCK
+        cascading = "vllm:kv_offload_tiering_active_cascade_jobs"
+        wait_for(
+            lambda: len(vllm_pool.keys() - before) >= whole and not a.metric(cascading), what="all chunks in the pool"
+        )
+        second = b.complete(prompt)
+        assert second.cached == whole * BLOCK
+        assert second.tokens == first.tokens
+        assert b.metric("vllm:kv_offload_tiering_read_bytes_total") > 0
+        # what A has in its own memory it needs no pool for; what B got from the pool is in its primary tier now
+        assert b.complete(prompt).tokens == first.tokens
+        # a reset hides all of it: from B, and from A
+        b.reset_external()
+        assert b.complete(prompt).cached == 0
