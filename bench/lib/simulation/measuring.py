@@ -48,6 +48,8 @@ from transfer.settings import ByteSize, TransferSettings
 _OPEN_S = 30.0
 _DEADLINE_S = 120.0
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+REPEATS = 9
+"""How often each of an engine's steps is timed."""
 LEAST_S = 0.25
 """Core seconds for each figure of the pool."""
 _SMALL, _LARGE = 8 << 10, 512 << 10
@@ -162,7 +164,7 @@ class Stepper:
 
     def _median(self, parts: Sequence[StepPart]) -> float:
         times = []
-        for _ in range(9):
+        for _ in range(REPEATS):
             start = time.thread_time()
             self._model.step(parts)
             times.append(time.thread_time() - start)
@@ -179,7 +181,7 @@ class Stepper:
                 other.step(parts)
 
         ratios = []
-        for _ in range(5):
+        for _ in range(REPEATS // 2 + 1):
             alone = self._prefill(step, 0)
             stop.clear()
             thread = threading.Thread(target=compute)

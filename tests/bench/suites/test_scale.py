@@ -253,6 +253,7 @@ def test_a_small_real_cluster_beside_its_simulation(
     tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measuring, "LEAST_S", 0.02)  # rough figures will do
+    monkeypatch.setattr(measuring, "REPEATS", 3)
     page = tmp_path / "page.html"
     found = results(
         "--trace",
