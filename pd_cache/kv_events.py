@@ -155,6 +155,8 @@ class StreamOrder:
         self._waiting: dict[int, EventBatch] = {}
         self._most_waiting = most_waiting
         self._joined = False
+        self._last_live, self._last_live_ts = -1, float("-inf")
+        """The number and the time of the last batch of the live stream."""
         self.gaps = 0
         """How often batches were missing."""
         self.losses = 0
@@ -173,10 +175,19 @@ class StreamOrder:
 
     def live(self, number: int, batch: EventBatch) -> list[Step]:
         """Takes in a batch of the live stream. If it does not follow the last one, it waits for `replayed`."""
+        if (
+            number <= self._last_live and batch.ts > self._last_live_ts
+        ):  # the stream of one publisher has no number twice
+            steps = self._begin_anew() if self._next else []
+            self._joined, self._waiting, self._last_live = False, {}, -1
+            return [*steps, *self.live(number, batch)]
+        self._last_live, self._last_live_ts = max(number, self._last_live), max(batch.ts, self._last_live_ts)
         if number < self._next:
             if batch.ts <= self._last_ts:
                 return []  # a replay has brought it
-            return [*self._begin_anew(), *self.live(number, batch)]
+            steps = self._begin_anew()
+            self._last_live = -1
+            return [*steps, *self.live(number, batch)]
         if self._joined and number == self._next and not self._waiting:
             return [self._apply(number, batch)]
         if not self._waiting and self._joined:
@@ -189,9 +200,19 @@ class StreamOrder:
     def replayed(self, answers: Sequence[Numbered]) -> list[Step]:
         """Takes in the answer to a replay from `ask_from` on. The answer may lack batches at its end or in its middle: as long as the stream is not
         `in_order` then, ask again."""
+        if answers:
+            # what waits is of the same publisher only if it is younger where its number is higher
+            last = answers[-1]
+            self._waiting = {
+                number: batch
+                for number, batch in self._waiting.items()
+                if number > last.number and batch.ts > last.batch.ts
+            }
+        elif not self._next:
+            self._waiting = {}  # a publisher that has nothing has not sent these
         if self._next and not self._is_known(answers):
             # the batches in between are gone, or another publisher has this address now: everything that it still has is wanted
-            waiting = self._waiting
+            waiting = self._waiting if answers else {}
             steps = self._begin_anew()
             self._waiting = waiting
             return steps
@@ -200,10 +221,7 @@ class StreamOrder:
         merged, self._waiting, self._joined = {**self._waiting, **numbered}, {}, True
         if not self._next and answers and answers[0].number > 0:  # what came before is gone
             self._next = answers[0].number
-            while self._next - 1 in merged:
-                self._next -= 1
-            if self._next:
-                self._count_loss(merged[self._next])
+            self._count_loss(merged[self._next])
         for number in sorted(merged):
             if number > self._next:
                 self._waiting = {later: batch for later, batch in merged.items() if later >= number}

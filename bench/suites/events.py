@@ -31,6 +31,7 @@ from launch.proxy.block_index import BlockBudget, KnownCache, NamedPrompt
 from pd_cache.cluster import MasterNode
 from pd_cache.cluster.addresses import free_port
 from pd_cache.kv_events import EventBatch, Forget, RemovedEvent, Step, StoredEvent
+from pd_cache.pool_contents import PoolContents, PoolListing
 from pd_cache.wire.event_streams import EventEndpoints, EventPublisher, EventSubscriber
 
 _SPACE = "0123456789abcdef"
@@ -153,6 +154,7 @@ def measure_index(folder: Path, blocks: int, publishers: int) -> dict[str, float
         "rebuilt_s": rebuilt,
         "lookups_per_s": lookups,
         "bytes_per_block": _bytes_per_block(share),
+        "bytes_per_chunk": _bytes_per_chunk(min(share, 100_000)),
     }
 
 
@@ -172,6 +174,20 @@ def _bytes_per_block(blocks: int) -> float:
         for _ in range(0, blocks, 128):
             cache.apply([EventBatch(0.0, [StoredEvent([rng.getrandbits(64) for _ in range(128)])])])
         return (tracemalloc.get_traced_memory()[0] - before) / max(1, len(cache))
+    finally:
+        tracemalloc.stop()
+
+
+def _bytes_per_chunk(chunks: int) -> float:
+    """The most that the pool's publisher takes while it compares two lists, without the lists themselves."""
+    rng = random.Random(4)
+    keys = [f"pdc1/{_SPACE}/0/{rng.randbytes(_HASH_BYTES).hex()}".encode() for _ in range(chunks)]
+    tracemalloc.start()
+    try:
+        contents = PoolContents(2 * chunks)
+        contents.commit(contents.compare(PoolListing(keys, 2 * chunks), {}))
+        contents.commit(contents.compare(PoolListing(keys, 2 * chunks), {}))
+        return tracemalloc.get_traced_memory()[1] / chunks
     finally:
         tracemalloc.stop()
 

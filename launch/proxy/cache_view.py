@@ -25,24 +25,27 @@ class CacheView:
         self._caches: dict[tuple[str, str], KnownCache] = {}
         """By the node's URL and instance: a node that was started anew has an empty cache."""
         self._pools: dict[tuple[str, str], KnownPool] = {}
-        self._names: dict[str, str] = {}
-        """The name of each node that publishes events, by its URL."""
+        self._nodes: dict[str, NodeRecord] = {}
+        """The prefill nodes, by URL."""
 
     @property
     def following(self) -> bool:
-        """Whether any node publishes events."""
-        return bool(self._caches)
+        """Whether any node, or the pool, publishes events."""
+        return bool(self._caches or self._pools)
 
     def update(self, records: Iterable[NodeRecord]) -> dict[str, KnownCache]:
-        """Follows the nodes that publish events, and no others. Returns what is known of their caches, by URL."""
+        """Follows those of these prefill nodes and masters that publish events, and no others. Returns what is known of the nodes' caches,
+        by URL."""
         wanted: dict[Hashable, tuple[EventEndpoints, OnSteps]] = {}
         caches: dict[tuple[str, str], KnownCache] = {}
         pools: dict[tuple[str, str], KnownPool] = {}
-        names = {}
+        nodes = {}
         for record in records:
+            url = record.address.rstrip("/")
+            if record.role != "master":
+                nodes[url] = record
             if record.events is None:
                 continue
-            url = record.address.rstrip("/")
             key = (url, record.instance)
             endpoints = EventEndpoints(record.events, record.replays or "")
             if record.role == "master":
@@ -51,14 +54,13 @@ class CacheView:
             else:
                 caches[key] = cache = self._caches[key] if key in self._caches else KnownCache(self._budget)
                 cache.fingerprint = record.fingerprint
-                names[url] = record.name
                 wanted[key] = (endpoints, cache.apply)
         self._subscriber.follow(wanted)
         for left in self._caches.keys() - caches.keys():
             self._caches[left].forget()
         for gone in self._pools.keys() - pools.keys():
             self._pools[gone].forget()
-        self._caches, self._pools, self._names = caches, pools, names
+        self._caches, self._pools, self._nodes = caches, pools, nodes
         return {url: cache for (url, _), cache in caches.items()}
 
     def load_cost(self, namespaces: Iterable[Namespace]) -> float:
@@ -78,14 +80,17 @@ class CacheView:
             pool.missed(prompt, found)
 
     def hits(self, prompt: NamedPrompt) -> dict[str, dict[str, int]]:
-        """Returns, for each node with events, by name, how many tokens of the prompt's beginning it has in each medium. What the pool holds
-        counts as `CPU`, because it is in the memory of hosts and every node can load it."""
+        """Returns, for each prefill node that shares the prompt's namespace, by name, how many tokens of the prompt's beginning it has in each
+        medium. What the pool holds counts as `CPU`, because it is in the memory of hosts and each of these nodes can load it."""
         pool = max((one.tokens(prompt) for one in self._pools.values()), default=0)
         found = {}
-        for (url, _), cache in self._caches.items():
-            media = cache.media(prompt) if cache.knows(prompt) else {}
+        for url, record in self._nodes.items():
+            if record.fingerprint != prompt.fingerprint:
+                continue
+            cache = self._caches.get((url, record.instance))
+            media = cache.media(prompt) if cache is not None and cache.knows(prompt) else {}
             own = {"GPU": 0, "CPU": 0, "DISK": 0} | media
-            found[self._names[url]] = own | {"CPU": max(own["CPU"], pool)}
+            found[record.name] = own | {"CPU": max(own["CPU"], pool)}
         return found
 
     def describe(self) -> dict[str, Any]:

@@ -227,7 +227,7 @@ class MasterNode(_AnyNode, frozen=True, kw_only=True, tag="master"):
     """How often it looks for chunks that came or went. If the pool is so large that looking takes more than a tenth of that, less
     often."""
     events_chunks: Annotated[int, msgspec.Meta(ge=1, le=2_000_000)] = 1_000_000
-    """The most chunks about which it publishes events. Each takes about 250 bytes of memory."""
+    """The most chunks about which it publishes events. Each takes about 400 bytes of memory."""
 
 
 class StoreNode(_AnyNode, frozen=True, kw_only=True, tag="store"):
@@ -520,7 +520,8 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         if not port:
             return None
         if isinstance(node, EngineNode) and node.host in LOOPBACK:
-            stream = f"ipc://{runtime_folder()}/{self.name}-{node.name}-{port}.events"
+            digest = zlib.crc32(f"{self.name}/{node.name}".encode())  # the path of a socket has at most 107 bytes
+            stream = f"ipc://{runtime_folder()}/events-{digest:08x}-{port}"
             return stream, f"{stream}.replay"
         return f"tcp://{node.host}:{port}", f"tcp://{node.host}:{port + 1}"
 

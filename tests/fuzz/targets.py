@@ -30,10 +30,12 @@ from launch.doctor.network import advertised_findings, peer_findings
 from launch.engines.reference.protocol import BadRequest, parse_completion
 from launch.masters import read_master_health, read_places, read_segments
 from launch.proxy.answers import ApiError
+from launch.proxy.block_index import BlockBudget, KnownCache, KnownPool
 from launch.proxy.completion import Completion, HandedOver, read_handoff, read_models, read_tokens
 from launch.proxy.trips import read_report
 from launch.reachability import read_peers, targets_of
 from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, status_table
+from pd_cache import kv_events
 from pd_cache.backends import objects
 from pd_cache.backends.folder import PAGE, ObjectFolder, digest_of
 from pd_cache.block_hashes import BlockHasher, describe_hashes
@@ -52,6 +54,7 @@ from pd_cache.cluster.addresses import host_of
 from pd_cache.decoding import UndecodableError
 from pd_cache.errors import ConfigError
 from pd_cache.handoff import Announcement, BadParams, PrefillWork, read_params, write_params
+from pd_cache.pool_contents import PoolContents, PoolListing
 from pd_cache.tokens import MAX_SHARDS, Namespace, token_bytes
 from pd_cache.wire import messages
 from pd_cache.wire.lifeline import LifelineClient, LifelineServer
@@ -543,6 +546,52 @@ def _encoded(found: tuple[messages.Message, ...]) -> tuple[bytes, ...]:
 
 _JSON, _MSGPACK, _BYTES = Format.JSON, Format.MSGPACK, Format.BYTES
 _PACK: Callable[[Any], bytes] = msgspec.msgpack.encode
+# --- KV events -------------------------------------------------------------------------------------------------------
+
+_EVENTS = kv_events.encode_batch(
+    kv_events.EventBatch(
+        1.5,
+        [
+            kv_events.StoredEvent([1, b"n" * 16], 7, msgspec.Raw(b"\x91\x05"), 16, medium="GPU", group_idx=0, kv_cache_spec_kind="mla_attention"),
+            kv_events.StoredEvent([b"n" * 32], block_size=256, medium="STORAGE", locality="REMOTE", ownership="f" * 16),
+            kv_events.RemovedEvent([1, b"n" * 16], "STORAGE", ownership="f" * 16),
+            kv_events.ClearedEvent(),
+        ],
+    )
+)  # fmt: skip
+
+
+def _kv_events(data: bytes) -> None:
+    batch, budget = kv_events.read_batch(data), BlockBudget(100)
+    order, cache, pool, contents = kv_events.StreamOrder(), KnownCache(budget), KnownPool(budget), PoolContents(10)
+    steps = [*order.live(0, batch), *order.replayed([]), kv_events.Forget.ALL, batch]
+    cache.apply(steps)
+    pool.apply(steps)
+    for event in batch.events:
+        if isinstance(event, kv_events.StoredEvent):
+            contents.learn(event)
+    assert budget.used <= 100
+    assert kv_events.read_batch(kv_events.encode_batch(batch)).ts == batch.ts or math.isnan(batch.ts)
+
+
+_KEYS = b"\n".join(
+    b"pdc1/" + key
+    for key in (b"f" * 16 + b"/0/" + b"ab" * 16, b"f" * 16 + b".0123abcd-2/1/" + b"cd" * 16, b"epochs/" + b"0" * 16,
+                b"epochs/" + b"0" * 16 + b"/0123abcd-2", b"f" * 16 + b"/manifest")
+)  # fmt: skip
+
+
+def _pool_keys(data: bytes) -> None:
+    contents = PoolContents(10)
+    for keys in (data.split(b"\n"), [], data.split(b"\n")):
+        listing = PoolListing(keys, 10)
+        for spaces in ({}, dict.fromkeys(listing.manifests, NAMESPACE)):
+            change = contents.compare(listing, spaces)
+            kv_events.encode_batch(kv_events.EventBatch(0.0, change.events))
+        contents.commit(change)
+        assert len(contents) <= 10
+
+
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
@@ -552,6 +601,8 @@ TARGETS: dict[str, Target] = {
             "lifeline", _lifeline, (), (_said(b"c" * 32, b"d" * 32, b"d" * 32), _said(b"c" * 32), _said(b"c" * 33)), _BYTES,
             alone=False,
         ),
+        _target("kv-events", _kv_events, (UndecodableError,), (_EVENTS,), _MSGPACK),
+        _target("pool-keys", _pool_keys, (), (_KEYS,), _BYTES),
         _target("object", _object, (), (_SEALED,), _BYTES),
         Target("folder", _folder, (), (b"\x09" + _NAME.encode(), b"\x0bnote-" + _NAME.encode(), b"\x04" + b"ab"), _BYTES, alone=False),
         _target("manifest", _manifest, (ValueError,), (NAMESPACE.manifest(),), _JSON),

@@ -199,7 +199,7 @@ def test_a_list_that_is_too_long_or_no_list_is_an_error() -> None:
 
 
 def test_the_masters_role_publishes_them_where_the_file_says(make_pool: Any) -> None:
-    port = free_port()
+    port, _replays = free_port(), free_port()  # one after the other
     pool, chunks, one = make_pool(segment="32MiB", events_port=port, events_interval_ms=50), names(5, "role"), Heard()
     pool.start()
     with pool.bare_client() as client, closing(EventSubscriber(check_s=0.5, again_s=0.02)) as subscriber:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pd_cache.decoding import UndecodableError
@@ -163,6 +163,9 @@ def test_what_waits_for_a_replay_is_bounded() -> None:
     assert numbers(heal(order, publisher)) == list(range(1, 51))
 
 
+@settings(max_examples=400)
+@example(keeps=1, actions=["publish", "publish", "restart", "publish", "heal"])
+@example(keeps=1, actions=["publish", "publish", "restart", "lose", "lose", "publish", "heal"])
 @given(
     keeps=st.integers(1, 12),
     actions=st.lists(

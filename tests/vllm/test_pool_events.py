@@ -10,13 +10,6 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
-from vllm.distributed.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVEventBatch,
-    ZmqEventPublisher,
-)
 
 from launch.pool_events import PoolWatch
 from launch.proxy.block_index import BlockBudget, KnownCache
@@ -29,8 +22,12 @@ from tests.support.pool import Pool, free_port
 from tests.support.waiting import wait_for
 from tests.vllm.servers import PdCacheServer, cluster_file, running
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
+
 
 def test_vllms_own_decoder_reads_every_event_of_ours() -> None:
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
     tokens = msgspec.Raw(msgspec.msgpack.encode([5, 6]))
     raw = encode_batch(
         EventBatch(
@@ -58,6 +55,8 @@ def test_vllms_own_decoder_reads_every_event_of_ours() -> None:
 
 def test_a_subscriber_of_vllms_publisher_that_comes_later_catches_up_by_its_replay(tmp_path: Path) -> None:
     """More batches than a socket holds: vLLM's replays lose what does not fit, and the rest is asked for again."""
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
+
     ends = EventEndpoints(f"ipc://{tmp_path}/stream", f"ipc://{tmp_path}/replay")
     publisher = ZmqEventPublisher(0, ends.stream, ends.replay)
     known = KnownCache(BlockBudget(1 << 20))
