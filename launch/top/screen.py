@@ -12,6 +12,7 @@ from rich.text import Text
 from launch.figures.readings import TIMINGS
 from launch.top.watched import NodeRow, WatchedCluster
 from pd_cache.cluster.memory import shown_bytes
+from pd_cache.decoding import one_line
 from pd_cache.misses import MEANINGS
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -299,7 +300,7 @@ def details(row: NodeRow, width: int, height: int) -> list[Text]:
         part = segment.allocator_used_bytes / segment.size_bytes if segment.size_bytes else 0.0
         lines.append(
             Text(
-                f"gives    {_bar(part, 20)} {shown_bytes(segment.allocator_used_bytes)} of {shown_bytes(segment.size_bytes)}  {segment.segment_name}"
+                f"gives    {_bar(part, 20)} {shown_bytes(segment.allocator_used_bytes)} of {shown_bytes(segment.size_bytes)}  {one_line(segment.segment_name)}"
             )
         )
     if rates is not None:

@@ -155,3 +155,13 @@ def test_an_input_that_ends_is_no_key_and_does_not_spin() -> None:
         assert keyboard._descriptor is None, "it is not looked at again"
     finally:
         os.close(reading)
+
+
+def test_what_a_master_calls_its_segments_cannot_steer_the_terminal() -> None:
+    watched = cluster()
+    watched.press("last", 5.0)
+    odd = [Segment("\x1b[2J\x1b]0;owned\x07" + "x" * 500, 1 << 61, "", 1 << 61), Segment("\r\n", 0, "", 5)]
+    watched.take([NodeAnswer(watched.selected, 5.0, NodeReading(at=5.0), segments=odd)])
+    lines = shown(watched, 120, 40)
+    assert any("\\x1b[2J" in line for line in lines)
+    assert not any("\x1b" in line or "\x07" in line for line in lines)
