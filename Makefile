@@ -1,4 +1,4 @@
-# make demo | test | test-vllm | test-wheel | wheel | fuzz | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3 JOBS=4
+# make demo | test | test-vllm | test-wheel | wheel | manifests | fuzz | install | check        VENV=.venv VLLM_VENV=.venv-vllm PYTHON=python3 JOBS=4
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 PYTHON ?= python3
@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 # the tests start hundreds of processes: each would compile our sources again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test install-vllm test-vllm wheel test-wheel fuzz check format clean
+.PHONY: install manifests demo test install-vllm test-vllm wheel test-wheel fuzz check format clean
 
 install: $(VENV)/.installed
 
@@ -24,6 +24,7 @@ demo: install
 
 test: install
 	bash tools/system-packages.sh test
+	VENV=$(VENV) bash tools/deploy-tools.sh
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder  # a file's tests share servers
 
 install-vllm: $(VLLM_VENV)/.installed
@@ -42,6 +43,10 @@ wheel:
 
 test-wheel: wheel
 	PYTHON=$(PYTHON) bash tools/test-wheel.sh
+
+manifests: install
+	VENV=$(VENV) bash tools/deploy-tools.sh
+	PATH="$(abspath $(BIN)):$$PATH" bash tools/render-manifests.sh
 
 fuzz: install
 	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --seed $(SEED)

@@ -55,9 +55,9 @@ def ask(
     *,
     most: int = LARGEST_ANSWER,
 ) -> Answer:
-    """Returns the answer to a GET, or with a `body`, which is JSON, to a POST, if it is no larger than any answer of ours.
+    """Returns the answer to a GET, or with a `body`, which is JSON, to a POST: its first `most` bytes.
 
-    `access`: key and certificates for the node. `most`: the bytes of the body that are read.
+    `access`: key and certificates for the node.
 
     `timeout` bounds the connection, and then everything else together, however slowly the answer arrives. Redirects are not followed, and
     `http_proxy` is ignored: a key goes to the node alone.

@@ -287,7 +287,9 @@ def config_example(name: str) -> None:
         (
             "bandwidth",
             "engine",
+            "events",
             "host_mode",
+            "layerwise",
             "lookup",
             "proxy",
             "replay",

@@ -11,7 +11,8 @@ from pd_cache.block_hashes import SEED_VARIABLE, BlockHasher
 from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig
 from pd_cache.config import NodeSettings
 from pd_cache.lookup import MooncakeLookupClient
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, Namespace, salt_keys, stride_hashes
+from pd_cache.tokens import KEY_FORMAT, CacheMetadata, ChunkedTokenDatabase, Namespace, salt_keys, stride_hashes
+from transfer.store import MooncakeStore
 
 
 def master_of(config: ClusterConfig, view: View) -> str | None:
@@ -43,6 +44,32 @@ def open_lookup(config: ClusterConfig, host: str, namespaces: Sequence[Namespace
     transfer = msgspec.structs.replace(config.transfer, client="embedded", client_address="")
     settings = NodeSettings(master=master, host=host, cache=cache, transfer=transfer)
     return MooncakeLookupClient(settings, first, master, further=further)
+
+
+class NamespaceReader:
+    """Reads namespaces in the pool. Connects when it is first used."""
+
+    def __init__(self, config: ClusterConfig, host: str) -> None:
+        """`host` is this process's address. The file must have a master."""
+        self._transfer = msgspec.structs.replace(config.transfer, client="embedded", client_address="")
+        self._master = config.master_address
+        self._host = host
+        self._store: MooncakeStore | None = None
+        self._timeout = config.transfer.timeouts.exist_ms / 1000
+
+    def read(self, fingerprint: str) -> Namespace | None:
+        """Returns the namespace of a fingerprint; None if the pool does not say it now."""
+        if self._store is None:
+            self._store = MooncakeStore(self._transfer, master=self._master, host=self._host, segment_size=0)
+        manifest = self._store.get_small(f"{KEY_FORMAT}/{fingerprint}/manifest", timeout=self._timeout)
+        try:
+            return None if manifest is None else Namespace.read(manifest)
+        except ValueError:
+            return None
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
 
 
 def name_prompt(space: Namespace, tokens: Sequence[int], salt: str | None, seeds: Collection[str]) -> list[bytes]:

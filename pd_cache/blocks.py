@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from pd_cache.misses import ChunkHistory, MissReason
 
@@ -174,3 +174,26 @@ class BlockCache(Protocol):
 
     def close(self) -> None:
         """Releases the cache and the KV tensors. Idempotent."""
+
+
+@runtime_checkable
+class RestoresByLayers(Protocol):
+    """A `BlockCache` whose loads can be watched layer by layer."""
+
+    @property
+    def restores_by_layers(self) -> bool:
+        """Whether `restore_by_layers` works for the registered tensors."""
+
+    def restore_by_layers(
+        self,
+        names: Sequence[bytes],
+        blocks: Sequence[int],
+        *,
+        session: str = "",
+        epoch: str | None = None,
+        timeout: float | None = None,
+    ) -> Generator[int, None, Restored]:
+        """Does the same as `BlockCache.restore`. Yields, more than once, how many layers, from the first, have arrived in the blocks.
+
+        What has arrived may be wrong: only the returned value says what was loaded.
+        """

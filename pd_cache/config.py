@@ -124,6 +124,25 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     segment_size: int = 0
 
 
+class TracingConfig(Section, frozen=True, kw_only=True):
+    """Where spans of requests are sent (`pd_cache/tracing.py`)."""
+
+    endpoint: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                pattern=r"^https?://[^\x00-\x20\x7f]+\Z",
+                max_length=300,
+                description="the URL of a collector of OpenTelemetry, for OTLP over HTTP: http://10.0.0.9:4318/v1/traces",
+            ),
+        ]
+        | None
+    ) = None
+    """None: there are no spans."""
+    sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    """The share of requests without a `traceparent` that are traced. For the others, their `traceparent` decides."""
+
+
 class ServerSettings(Section, frozen=True, kw_only=True):
     """How a cache server divides its threads and memory among the engines of its host."""
 

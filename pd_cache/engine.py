@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -177,6 +177,31 @@ class CacheEngine:
             self.metrics.trouble("retrieve", "epoch_unknown", len(names))
             return Restored(0, "epoch_unknown")
         return self.mover.load(run, timeout).explained(self.history, names)
+
+    @property
+    def restores_by_layers(self) -> bool:
+        """Whether `restore_by_layers` works: the chunks are in the pool only, and the KV tensors on the CPU."""
+        pages = self._registered
+        return self.mover.loads_by_layers and pages is not None and all(copier.by_planes for copier in pages.copiers)
+
+    def restore_by_layers(
+        self,
+        names: Sequence[bytes],
+        blocks: Sequence[int],
+        *,
+        session: str = "",
+        epoch: str | None = None,
+        timeout: float | None = None,
+    ) -> Generator[int, None, Restored]:
+        """Does the same as `restore`, layer by layer. Yields how many layers have arrived, and returns what was loaded; see
+        `ChunkMover.load_by_layers`."""
+        current = self.mover.epochs.current() if epoch is None else epoch
+        run = self._run(names, blocks, None, current or FIRST, may_leave_out="ends")
+        if current is None:
+            self.metrics.trouble("retrieve", "epoch_unknown", len(names))
+            return Restored(0, "epoch_unknown")
+        restored = yield from self.mover.load_by_layers(run, timeout)
+        return restored.explained(self.history, names)
 
     def end(self, session: str) -> None:
         """Does nothing: a lookup protects nothing here."""

@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from pd_cache.misses import MissReason
 from pd_cache.sparse_log import SparseLog
 from transfer.errors import Status
 
@@ -38,6 +39,8 @@ class BackendLevels(NamedTuple):
     staging: int
     """The memory between paged caches and tiers, without what local tiers keep in it."""
     staging_used: int
+    staging_forfeited: int
+    """What was given up since the start, because a transfer may still write to it."""
     pool_up: bool | None
     """Whether calls go to the pool: its client is open and its breaker closed. None without a pool."""
     segment: str = ""
@@ -66,16 +69,22 @@ class LevelCollector(Collector):
         found = [one for one in levels.values() if one is not None]
         if not found:
             return
-        yield GaugeMetricFamily(
-            "pd_cache_staging_bytes",
-            "Staging memory, without what local tiers keep in it",
-            sum(one.staging for one in found),
-        )
-        yield GaugeMetricFamily(
-            "pd_cache_staging_used_bytes",
-            "Staging memory that is leased or quarantined",
-            sum(one.staging_used for one in found),
-        )
+        if any(one.staging for one in found):
+            yield GaugeMetricFamily(
+                "pd_cache_staging_bytes",
+                "Staging memory, without what local tiers keep in it",
+                sum(one.staging for one in found),
+            )
+            yield GaugeMetricFamily(
+                "pd_cache_staging_used_bytes",
+                "Staging memory that is leased or quarantined",
+                sum(one.staging_used for one in found),
+            )
+            yield GaugeMetricFamily(
+                "pd_cache_staging_forfeited_bytes",
+                "Staging memory given up since the start, because a transfer may still write to it",
+                sum(one.staging_forfeited for one in found),
+            )
         pools = [one.pool_up for one in found if one.pool_up is not None]
         if pools:
             yield GaugeMetricFamily("pd_cache_pool_up", "0 while calls do not go to the pool", float(all(pools)))
@@ -98,6 +107,8 @@ class TierMetrics:
         self._bytes = owner._tier_bytes.labels(tier)
         self._evictions = owner._tier_evictions.labels(tier)
         self._off = owner._tier_off.labels(tier)
+        # shown from the start, so that the first event is an increase
+        owner._tier_healed.labels(tier)
 
     def hit(self, chunks: int = 1) -> None:
         """Counts chunks that were read from this tier."""
@@ -165,7 +176,7 @@ class CacheMetrics:
         tokens = Counter(
             "pd_cache_tokens",
             "Tokens by what became of them. `stored`: this node found them missing, put them, and the pool holds them; if two nodes put "
-            "a chunk at the same time, both count it",
+            "a chunk at the same time, both count it. `by_layers`: those of `loaded` that arrived layer by layer",
             ["op", "outcome"],
             registry=self.registry,
         )
@@ -176,6 +187,7 @@ class CacheMetrics:
                 ("lookup", "hit"),
                 ("retrieve", "requested"),
                 ("retrieve", "loaded"),
+                ("retrieve", "by_layers"),
                 ("store", "requested"),
                 ("store", "stored"),
             )
@@ -216,6 +228,9 @@ class CacheMetrics:
             ["reason"],
             registry=self.registry,
         )
+        for reason in get_args(MissReason):  # shown from the start, so that the first of each is an increase
+            self._requests.labels(reason)
+            self._missed_tokens.labels(reason)
         self.changes = 0
         """Increases whenever something was counted."""
         tier, registry = ["tier"], self.registry
@@ -258,7 +273,7 @@ class CacheMetrics:
         self._lock = threading.Lock()
 
     def tokens(self, op: str, outcome: str, count: int) -> None:
-        """Counts tokens; outcomes are `requested` and `hit`, `loaded` or `stored`."""
+        """Counts tokens; outcomes are `requested` and `hit`, `loaded` (of these `by_layers`) or `stored`."""
         if count:
             self._tokens[op, outcome].inc(count)
 

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from pd_cache.backends import PutOutcome, Staged, StorageBackend
 from pd_cache.backends.base import TierKind
 from pd_cache.backends.places import Place, Taken, wait_for
 from pd_cache.blocks import Restored, StoreOutcome, TierChunks
+from pd_cache.checksum import Digest
 from pd_cache.metrics import CacheMetrics
 from pd_cache.misses import miss_reason
 from pd_cache.paged import ChunkSlots, PagedCopier, PendingCopy
@@ -28,6 +29,8 @@ from transfer.locks import Condition
 
 log = logging.getLogger(__name__)
 
+_PART_BYTES = 16 << 10
+"""The least bytes of an object that are worth a transfer of their own, when objects are read layer by layer."""
 _RETRIES = 6
 """How often one load reads a damaged object again: twice for each kind of tier, which removes an object that fails twice."""
 
@@ -75,6 +78,12 @@ class ChunkRun(NamedTuple):
         return self.copiers[shard].scatter(self.chunks[chunk], payload)
 
 
+def layer_parts(layers: int, payload_bytes: int) -> list[range]:
+    """Returns which layers of a payload are read together: one, or several if a layer of a chunk is small."""
+    together = min(layers, max(1, -(-_PART_BYTES * layers // payload_bytes)))
+    return [range(first, min(first + together, layers)) for first in range(0, layers, together)]
+
+
 class ChunkMover:
     """Moves runs of chunks between paged caches and a backend, in overlapping steps. Thread-safe.
 
@@ -93,6 +102,11 @@ class ChunkMover:
         self._under_way: Taken = set()
         self._idle = Condition()
         self._process = os.getpid()
+
+    @property
+    def loads_by_layers(self) -> bool:
+        """Whether the backend can be read in parts; so can `load_by_layers`, if the copiers write planes."""
+        return self.backend.reads_parts
 
     @property
     def closed(self) -> bool:
@@ -133,6 +147,31 @@ class ChunkMover:
         of_chunks = kinds[: loaded * shards : shards]
         tiers = TierChunks(of_chunks.count("memory"), of_chunks.count("disk"), of_chunks.count("pool"))
         return Restored(loaded, miss_reason(reason), tiers)
+
+    def load_by_layers(self, run: ChunkRun, timeout: float | None = None) -> Generator[int, None, Restored]:
+        """Does what `load` does, layer by layer. Yields how many layers, from the first, have arrived for all chunks that can be had.
+
+        Nothing that has arrived counts as loaded before the end: only then are checksums and the epoch known. What `load` retries, this
+        reports as not loaded. Raises NotImplementedError without `loads_by_layers`.
+        """
+        self.metrics.tokens("retrieve", "requested", self._tokens(run, len(run.keys)))
+        good, reason = 0, "none"
+        with self._moving() as may_move, self.metrics.timed("retrieve"):
+            if not run.keys:
+                return Restored(0)
+            if not may_move:
+                return Restored(0, "not_asked")
+            good, reason = yield from self._get_by_layers(run, Deadline(timeout))
+            if reason != "none":
+                self.metrics.trouble("retrieve", reason, len(run.keys) - good if reason == "deadline" else 1)
+            if good and (outdated := self.outdated(run)):
+                self.metrics.trouble("retrieve", outdated, good)
+                good, reason = 0, outdated
+        loaded = good // len(run.copiers)
+        self.metrics.moved("retrieve", good * self._payload_bytes(run), self._database.namespace.group)
+        self.metrics.tokens("retrieve", "loaded", loaded * self._database.chunk_size)
+        self.metrics.tokens("retrieve", "by_layers", loaded * self._database.chunk_size)
+        return Restored(loaded, miss_reason(reason), TierChunks(pool=loaded))
 
     def outdated(self, run: ChunkRun) -> Literal["", "reset", "epoch_unknown"]:
         """Returns why the run's epoch cannot be taken for the current one; empty if it is that."""
@@ -284,6 +323,44 @@ class ChunkMover:
             else:
                 together *= 2
         return "none"
+
+    def _get_by_layers(self, run: ChunkRun, deadline: Deadline) -> Generator[int, None, tuple[int, str]]:
+        """Returns how many objects, from the first, are good, and why not more. See `load_by_layers`."""
+        size, layout = self._payload_bytes(run), run.copiers[0].layout
+        parts = layer_parts(layout.layers, size)
+        planes = layout.planes // layout.layers
+        ends = [part.stop * size // layout.layers for part in parts]
+        digests = [Digest() for _ in run.keys]
+        checked, alive, reason, arrived = 0, len(run.keys), "none", 0
+        fetching = self.backend.batched_get_parts(run.keys, ends, timeout=deadline.left())
+        with contextlib.closing(fetching) as parts_of_keys:
+            for fetched in parts_of_keys:
+                if self._closed or deadline.passed:
+                    return 0, "not_asked" if self._closed else "deadline"
+                if fetched.part > arrived:
+                    arrived = fetched.part
+                    yield parts[arrived].start
+                if fetched.payload is None:
+                    alive, reason = fetched.place, fetched.reason
+                    continue
+                chunk, shard = divmod(fetched.place, len(run.copiers))
+                part, digest = parts[fetched.part], digests[fetched.place]
+                run.copiers[shard].scatter_planes(
+                    run.chunks[chunk],
+                    range(part.start * planes, part.stop * planes),
+                    torch.frombuffer(fetched.payload, dtype=torch.uint8),
+                    digest,
+                )
+                if fetched.check is not None and fetched.place == checked < alive:
+                    if damage := fetched.check(digest.intdigest()):
+                        alive, reason = fetched.place, damage
+                    else:
+                        checked += 1
+                if fetched.place == alive - 1 and fetched.part >= arrived:  # the last one that can be had
+                    arrived = fetched.part + 1
+                    yield part.stop
+        yield layout.layers
+        return checked, reason
 
     def _place(
         self, run: ChunkRun, first: int, end: int, deadline: Deadline, kinds: list[TierKind]

@@ -31,7 +31,7 @@ BROUGHT_ALONG = {
     "triton": "torch brings it where there is CUDA",
 }
 """What is imported only where something else has installed it."""
-EXTRAS = {"mooncake": ("cpu", "cuda12", "cuda13"), "transformers": ("reference",)}
+EXTRAS = {"mooncake": ("cpu", "cuda12", "cuda13"), "transformers": ("reference",), "opentelemetry": ("otel",)}
 """What is imported inside of functions only, so that an installation without it has the rest."""
 
 

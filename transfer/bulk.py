@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from transfer.environment import stall_seconds
 from transfer.errors import Status, status_of
 from transfer.peers import Peers
+from transfer.ranges import ObjectRange, OpenReads, RangeRead
 from transfer.settings import TransferSettings
 from transfer.staging import Slot
 
@@ -63,6 +64,11 @@ class BulkClient(Protocol):
     def batch_put_session_end(self, keys: list[str]) -> list[int]: ...
     def batch_put_session_revoke(self, keys: list[str]) -> list[int]: ...
     def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Any]]: ...
+    def batch_get_session_start(self, keys: list[str]) -> list[int]: ...
+    def batch_get_session_end(self, keys: list[str]) -> int: ...
+    def batch_get_into_multi_buffer_ranges(
+        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]], offsets: list[list[int]]
+    ) -> list[int]: ...
 
 
 def keys_per_step(settings: TransferSettings) -> int:
@@ -120,6 +126,8 @@ class Bulk:
         self._step = 0 if self._shared else keys_per_step(settings)
         self._stall_s = stall_seconds(settings)
         self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
+        self.reads = OpenReads(client)
+        """Which objects are read range by range."""
         self.own_peer = ""
         """The address of this process's own segment, which it reads without a transfer; empty if it has none."""
         self._unrevoked: dict[str, None] = {}
@@ -134,6 +142,24 @@ class Bulk:
         return self._steps(
             len(keys), deadline, lambda some: self._get([keys[i] for i in some], [slots[i] for i in some])
         )
+
+    def get_ranges(
+        self, read: RangeRead, keys: Sequence[str], slot: Slot, ranges: Sequence[ObjectRange], deadline: float
+    ) -> list[int]:
+        """Reads a range of each key into its place in `slot`. Returns the bytes read, or a code, for each key.
+
+        The keys are some of those of `read`, which has begun. No step begins after `deadline`.
+        """
+        self.reads.retain(keys)  # a session must not end under a call that is late
+        try:
+            read.renew_if_due()
+            return self._steps(
+                len(keys),
+                deadline,
+                lambda some: self._get_ranges([keys[i] for i in some], slot, [ranges[i] for i in some]),
+            )
+        finally:
+            self.reads.end(keys)
 
     def put(
         self, keys: Sequence[str], slots: Sequence[Slot], sizes: Sequence[int], config: Any, deadline: float
@@ -195,16 +221,35 @@ class Bulk:
         return codes
 
     def _get(self, keys: list[str], slots: list[Slot]) -> list[int]:
+        def read(wanted: Sequence[int]) -> list[int]:
+            targets = [slots[i] for i in wanted]
+            some, addresses = [keys[i] for i in wanted], [slot.address for slot in targets]
+            sizes = [slot.size for slot in targets]
+            return self._guarded(targets, lambda: self._client.batch_get_into(some, addresses, sizes))
+
+        return self._read(keys, read)
+
+    def _get_ranges(self, keys: list[str], slot: Slot, ranges: list[ObjectRange]) -> list[int]:
+        def read(wanted: Sequence[int]) -> list[int]:
+            some, parts = [keys[i] for i in wanted], [ranges[i] for i in wanted]
+            addresses = [[slot.address + part.place] for part in parts]
+            sizes, starts = [[part.size] for part in parts], [[part.start] for part in parts]
+            return self._guarded(
+                [slot], lambda: self._client.batch_get_into_multi_buffer_ranges(some, addresses, sizes, starts)
+            )
+
+        return self._read(keys, read)
+
+    def _read(self, keys: list[str], read: Callable[[Sequence[int]], list[int]]) -> list[int]:
+        """Returns a code for each key. `read` takes the indices of the keys that are worth reading."""
         wanted = self._from_others_than_silent_peers(keys)
         codes = [_SILENT] * len(keys)
         if wanted:
             some = [keys[i] for i in wanted]
-            targets = [slots[i] for i in wanted]
-            addresses, sizes = [slot.address for slot in targets], [slot.size for slot in targets]
             me = threading.get_ident()
             self._reading[me] = (time.monotonic(), some)
             try:
-                outcomes = self._guarded(targets, lambda: self._client.batch_get_into(some, addresses, sizes))
+                outcomes = read(wanted)
             finally:
                 del self._reading[me]
                 self._stalled.pop(me, None)

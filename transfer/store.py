@@ -33,6 +33,7 @@ from transfer.environment import MAX_TRANSFERS, prepare, split_master
 from transfer.errors import OUTAGE, MissingLibraryError, PoolUnavailableError, Status, TransferError, status_of
 from transfer.host import MOST_SMALL, HostClient
 from transfer.locks import Condition
+from transfer.ranges import ObjectRange, RangeRead
 from transfer.segment import prefault_segment
 from transfer.settings import Placement, TransferSettings
 from transfer.staging import Pin, SharedStagingPool, Slot, StagingPool
@@ -369,6 +370,38 @@ class MooncakeStore:
         call = self._start(
             self._gets, lambda taken, deadline: self._bulk.get(keys, taken, deadline), slots, timeout, Slot.release
         )
+        return Pending(self, call, len(keys), lambda status, code: GetResult(status, max(code, 0)))
+
+    @property
+    def reads_ranges(self) -> bool:
+        """Whether parts of objects can be read: a host client has no sessions."""
+        return not self._shared
+
+    def start_ranges(self, keys: list[str], *, timeout: float) -> tuple[RangeRead, Pending[Status]]:
+        """Begins to read objects range by range. Returns what `start_get_range` needs, which the caller must close, and the statuses of
+        the keys. With OK, the key is there and leased."""
+        read = RangeRead(self._bulk.reads, keys)
+        call = None
+        if self.available and self.reads_ranges:
+            call = self._gets.submit(self._judged("a read", read.begin), time.monotonic() + timeout)
+        return read, Pending(self, call, len(keys), lambda status, _: status)
+
+    def start_get_range(
+        self, read: RangeRead, keys: list[str], slot: Slot, ranges: Sequence[ObjectRange], *, timeout: float
+    ) -> Pending[GetResult]:
+        """Begins to read a range of each key, which are some of those of `read`, into its place in `slot`.
+
+        The slot is retained until the call has really ended. Raises ValueError for ranges that do not fit into it.
+        """
+        if not 0 < len(keys) == len(ranges) <= MAX_TRANSFERS:
+            raise ValueError(f"got {len(keys)} keys and {len(ranges)} ranges; expected 1 to {MAX_TRANSFERS} of each")
+        if any(one.size < 1 or one.place < 0 or one.place + one.size > slot.size for one in ranges):
+            raise ValueError(f"expected ranges that lie in a slot of {slot.size} bytes, got {ranges}")
+
+        def get(taken: Sequence[Slot], deadline: float) -> list[int]:
+            return self._bulk.get_ranges(read, keys, taken[0], ranges, deadline)
+
+        call = self._start(self._gets, get, [slot], timeout, Slot.release)
         return Pending(self, call, len(keys), lambda status, code: GetResult(status, max(code, 0)))
 
     def start_put(

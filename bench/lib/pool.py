@@ -27,6 +27,13 @@ def local_pool(
 
 
 @contextmanager
+def whole_pool(segment_size: int, master: MasterNode) -> Iterator[ClusterConfig]:
+    """Yields the file of a pool as `local_pool` makes it, with every port in it."""
+    with _pool(segment_size, TransferSettings(), master) as config:
+        yield config
+
+
+@contextmanager
 def host_pool(segment_size: int) -> Iterator[tuple[str, str]]:
     """`host:port` of a master, and of the `mooncake_client` that owns `segment_size` bytes of memory, prefaulted."""
     with _pool(segment_size, TransferSettings(client="host")) as config:

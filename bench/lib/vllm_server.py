@@ -27,14 +27,15 @@ def vllm_server(
     env: Mapping[str, str],
     *more: str,
     ready_timeout_s: float = 600.0,
+    program: str = "vllm",
 ) -> Iterator[str]:
-    """Yields a server of `model` under the name `name`, on a free port of this machine; its URL.
+    """Yields a server of `model` under the name `name`, on a free port of this machine; its URL. `program` is vLLM's command.
 
     RoleError, with the last lines that it printed, if it ends or is not ready in time.
     """
     port = free_port("127.0.0.1")
     command = (
-        executable("vllm"),
+        executable(program),
         "serve",
         str(model),
         f"--served-model-name={name}",
@@ -49,8 +50,8 @@ def vllm_server(
         del last[:-_LINES]
 
     with closing(LocalProcesses(_GRACE_S)) as processes, closing(StopFlag()) as never:
-        program = Program("vllm", command, env)
-        with ForeignProgram("vLLM", lambda: processes.spawn(program, note), _GRACE_S) as vllm:
+        server = Program("vllm", command, env)
+        with ForeignProgram("vLLM", lambda: processes.spawn(server, note), _GRACE_S) as vllm:
             vllm.wait_serving(
                 never,
                 serving=lambda: healthy("127.0.0.1", port),

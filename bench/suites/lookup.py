@@ -1,7 +1,7 @@
-"""How long a lookup takes, against hashing alone and a raw `batch_is_exist` of the same keys, in the same run; and how many lookups a
-second one master answers as clients grow.
+"""How long a lookup takes, against naming alone, a raw `batch_is_exist` of the same keys and, if asked for, LMCache's lookup client, in
+the same run; and how many lookups a second one master answers as clients grow.
 
-pd-cache bench lookup                                        or  python -m bench.suites.lookup
+pd-cache bench lookup [--lmcache]                            or  python -m bench.suites.lookup
 pd-cache bench lookup -c cluster.yaml [--node NAME]          on every machine
 """
 
@@ -23,17 +23,23 @@ import numpy as np
 from bench.lib.about import about
 from bench.lib.fleet import Crew, Fleet, FleetOptions, Location, Nothing, Site, conduct, fleet_options, step
 from bench.lib.fleet.children import MOST
+from bench.lib.peers import PeerLookups
 from bench.lib.pool import bench_transfer, own_master, raw_client
 from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
 from bench.lib.stats import Histogram
 from bench.lib.svg import line_plot
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.lookup import MooncakeLookupClient
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ChunkNamer, Tokens
 from transfer.errors import TransferError
 
 _HASH_LIMIT_RATIO = 5 / 1.5
 """Hashing 128k tokens may take 5 ms where building a NumPy array from the same list takes 1.5 ms."""
+_PEER_RATIO = 0.8
+"""A lookup may take so much of LMCache's."""
+_CLIENTS = 8
+_RATES = {4096: 0.6, 32768: 0.4}
+"""How many lookups a second there have to be, in raw requests a second, of `_CLIENTS` clients, by tokens."""
 _SEGMENT = 64 << 20
 _WARM_UP = 20
 _OPEN_S, _MARGIN_S = 30.0, 20.0
@@ -53,25 +59,37 @@ def interleaved(rounds: int, **functions: Callable[[], object]) -> dict[str, flo
 
 
 def measure(
-    client: MooncakeLookupClient, database: ChunkedTokenDatabase, raw: Any, tokens: list[int], rounds: int
+    client: MooncakeLookupClient,
+    database: ChunkedTokenDatabase,
+    raw: Any,
+    peer: PeerLookups | None,
+    tokens: list[int],
+    rounds: int,
 ) -> dict[str, float]:
-    """Returns one row of the report: a prompt whose every chunk is in the pool."""
+    """Returns one row of the report: a prompt whose every chunk is in the pool, looked up for the first time and again."""
     import torch  # takes seconds: only one process of all that look up needs it
 
     keys = database.all_shard_keys(database.hash_tokens(tokens))
     store(client, raw, keys, tokens)
     tensor = torch.tensor(tokens)
-    return {
-        "tokens": len(tokens),
-        **interleaved(
-            rounds,
-            hash_ms=lambda: database.all_shard_keys(database.hash_tokens(tokens)),
-            raw_exist_ms=lambda: raw.batch_is_exist(keys),
-            lookup_ms=lambda: client.lookup(tokens),
-            hash_tensor_ms=lambda: database.hash_tokens(tensor),
-            numpy_ms=lambda: np.array(tokens, dtype=np.int32),
-        ),
+
+    def names(prompt: Tokens) -> list[bytes]:
+        return ChunkNamer(database.chunk_size).hash_tokens(prompt)  # one that has not seen the prompt
+
+    functions: dict[str, Callable[[], object]] = {
+        "hash_ms": lambda: database.all_shard_keys(names(tokens)),
+        "raw_exist_ms": lambda: raw.batch_is_exist(keys),
+        "first_ms": lambda: client.find(names(tokens)),
+        "again_ms": lambda: client.lookup(tokens),
+        "hash_tensor_ms": lambda: names(tensor),
+        "numpy_ms": lambda: np.array(tokens, dtype=np.int32),
     }
+    if peer is not None:
+        theirs = peer.keys(tokens)
+        if (code := raw.put_batch(theirs, [b"x"] * len(theirs))) or peer.lookup(tokens) != len(tokens):
+            raise TransferError(f"LMCache does not find what was put under its own keys (put_batch answered {code})")
+        functions["lmcache_ms"] = lambda: peer.lookup(tokens)
+    return {"tokens": len(tokens), **interleaved(rounds, **functions)}
 
 
 def metadata_of(model: str) -> CacheMetadata:
@@ -244,14 +262,15 @@ class LookupSite(Site):
 # --- at the coordinator ----------------------------------------------------------------------------------------------
 
 
-def measure_parts(fleet: Fleet, master: str, chunk: int, rounds: int) -> list[dict[str, float]]:
+def measure_parts(fleet: Fleet, master: str, chunk: int, rounds: int, lmcache: bool) -> list[dict[str, float]]:
     """Lookups of 4k, 32k and 128k tokens by one client against their parts."""
     with (
         looking_up(fleet.location, master, chunk, f"bench-{uuid.uuid4().hex}") as (client, database, raw),
         progress() as bar,
     ):
+        peer = PeerLookups.of(raw, chunk) if lmcache else None
         return [
-            measure(client, database, raw, prompt(size, size), rounds)
+            measure(client, database, raw, peer, prompt(size, size), rounds)
             for size in bar.track((4096, 32768, 131072), description="prompts")
         ]
 
@@ -289,22 +308,44 @@ def measure_clients(
 
 
 def lead(
-    fleet: Fleet, chunk: int, rounds: int, levels: Sequence[int], lengths: Sequence[int], seconds: float
+    fleet: Fleet,
+    chunk: int,
+    rounds: int,
+    levels: Sequence[int],
+    lengths: Sequence[int],
+    seconds: float,
+    lmcache: bool,
 ) -> dict[str, Any]:
     """Both parts, on a pool of the bench's own at the coordinator."""
     config, hosts = fleet.location.config, fleet.hosts
     with own_master(config, hosts[fleet.own], _SEGMENT) as master, fleet.closing_sites():
-        parts = measure_parts(fleet, master, chunk, rounds)
+        parts = measure_parts(fleet, master, chunk, rounds, lmcache)
         clients = measure_clients(fleet, master, chunk, levels, lengths, seconds) if levels else []
     return {"about": about(config), "nodes": hosts, "coordinator": fleet.own, "results": parts, "clients": clients}
 
 
 def checks_of(figures: dict[str, Any]) -> list[Check]:
-    """Returns the checks of one client's lookups, against the parts."""
+    """Returns the checks of one client's lookups, against their parts and LMCache's, and of many clients' against raw requests."""
     rows = figures["results"]
     checks = [
-        Check(f"lookup_ms, {row['tokens']} tokens", row["lookup_ms"], 1.3 * row["raw_exist_ms"] + row["hash_ms"], False)
+        Check(f"first_ms, {row['tokens']} tokens", row["first_ms"], 1.3 * row["raw_exist_ms"] + row["hash_ms"], False)
         for row in rows
+    ]
+    checks += [
+        Check(f"{time}, {row['tokens']} tokens, against LMCache", row[time], _PEER_RATIO * row["lmcache_ms"], False)
+        for row in rows
+        if "lmcache_ms" in row
+        for time in ("first_ms", "again_ms")
+    ]
+    checks += [
+        Check(
+            f"lookups / raw requests, {row['tokens']} tokens, {_CLIENTS} clients",
+            row["ratio"],
+            _RATES[row["tokens"]],
+            at_least=True,
+        )
+        for row in figures["clients"]
+        if row["clients"] == _CLIENTS and row["tokens"] in _RATES
     ]
     longest = rows[-1]
     checks.append(
@@ -352,8 +393,8 @@ def report_of(figures: dict[str, Any]) -> Report:
         )
     parts.append(Table("Nodes", ("node", "host"), list(nodes.items()), f"The master is on {figures['coordinator']}."))
     summary = (
-        "How long a prefix of a prompt the pool holds: MooncakeLookupClient, which hashes the tokens and asks the master, next to a "
-        "raw batch_is_exist of the same keys in the same run."
+        "How long a prefix of a prompt the pool holds: MooncakeLookupClient, which names the chunks and asks the master, for a prompt "
+        "that it sees for the first time and again, next to a raw batch_is_exist of the same keys in the same run."
     )
     return Report("Lookups", summary, parts, figures["about"])
 
@@ -370,6 +411,9 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
 @fleet_options
 @option("--chunk", default=256, type=click.IntRange(1), help="Tokens a chunk.")
 @option("--rounds", default=200, type=click.IntRange(5), help="Of the one client's lookups.")
+@option(
+    "--lmcache", is_flag=True, help="Measure LMCache's MooncakeLookupClient beside ours; it must be installed here."
+)
 @option("--clients", default="1,2,4,8", callback=_numbers, help="Clients a node, one number after the other; empty leaves this part out.")  # fmt: skip
 @option("--tokens", "lengths", default="4096,32768", callback=_numbers, help="Lengths of the clients' prompts.")  # fmt: skip
 @option("--seconds", default=2.0, type=click.FloatRange(0.1, 600), help="For each number of clients and length.")  # fmt: skip
@@ -378,6 +422,7 @@ def main(
     fleet: FleetOptions,
     chunk: int,
     rounds: int,
+    lmcache: bool,
     clients: tuple[int, ...],
     lengths: tuple[int, ...],
     seconds: float,
@@ -394,7 +439,7 @@ def main(
         "lookup",
         fleet,
         LookupSite,
-        lambda all_of_us: lead(all_of_us, chunk, rounds, clients, lengths, seconds),
+        lambda all_of_us: lead(all_of_us, chunk, rounds, clients, lengths, seconds, lmcache),
         local=1,
     )
     if figures is not None:

@@ -1,31 +1,49 @@
-"""The proxy's policies on a trace, in simulation: hit rate of the nodes' own caches, and how long prompts queue.
+"""The proxy's policies on traces, in simulation: hit rate of the nodes' own caches, and how long prompts queue.
 
 The router is the proxy's own (`launch/proxy/routing.py`), with simulated time. A prefill node is modelled as a queue that computes one
 prompt after the other, at a steady rate of tokens that its cache lacks; its cache keeps the blocks used last. `bench/lib/trace.py`
-describes the format of traces.
+describes the format of traces, `bench/lib/agents.py` the synthetic one.
 
-    pd-cache bench routing --trace FILE --json         or  python -m bench.suites.routing --trace FILE --json
+- `round_robin`, `least_loaded`: the proxy's policies of these names.
+- `guess`: `prefix_aware` without events, if nodes do not say how large their caches are, as vLLM's do not. The proxy assumes a million
+  tokens.
+- `guess_of_size`: the same, if nodes say it.
+- `events`: `prefix_aware` with the nodes' KV events, encoded and decoded as on the wire, which arrive a while (`--lag`) after the block was computed or
+  evicted.
+- `oracle`: the same cost, by a router that looks into every cache and queue at the moment of its choice.
+
+With `--cluster`, a small real cluster too (`bench/lib/routed_cluster.py`), beside the simulation of the same requests.
+
+    pd-cache bench routing [--trace FILE] --json         or  python -m bench.suites.routing --json
 """
 
 from __future__ import annotations
 
 import heapq
 import statistics
-from collections import deque
+import sys
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import click
+import msgspec
 
-from bench.lib.report import Check, finish, option, output_options, progress
+from bench.lib.agents import agent_trace
+from bench.lib.report import Check, Figure, Report, Table, finish, option, output_options, progress
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, read_trace
-from launch.proxy.prefixes import PrefixIndex, RoutedPrompt
+from launch.proxy.block_index import BlockBudget, KnownCache, NamedPrompt, leading
+from launch.proxy.prefixes import RoutedPrompt
 from launch.proxy.routing import NodePool, Policy, Target
+from pd_cache.kv_events import EventBatch, KvEvent, RemovedEvent, StoredEvent, encode_batch, read_batch
 
-_POLICIES: tuple[Policy, ...] = ("round_robin", "least_loaded", "prefix_aware")
+Router = Literal["round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle"]
+_ROUTERS: tuple[Router, ...] = get_args(Router)
+_SPACE = "0" * 16
+_LAG_S = 0.1
 
 
 class PolicyOutcome(NamedTuple):
@@ -45,16 +63,67 @@ class _Waiting(NamedTuple):
 
 class _SimulatedNode:
     def __init__(self, cache_tokens: int) -> None:
-        self.cache = PrefixIndex(cache_tokens)
         self.queue: deque[_Waiting] = deque()
         self.busy: _Waiting | None = None
+        self.blocks: OrderedDict[int, None] = OrderedDict()
+        self.events: deque[tuple[float, bytes]] = deque()
+        """When each batch arrives at the router."""
+        self._room = cache_tokens // BLOCK_TOKENS
+
+    def compute(self, blocks: list[int], now: float, lag_s: float) -> int:
+        """Returns how many of a prompt's blocks, from the first, the cache has; then it has all, as far as there is room."""
+        found = leading(blocks, self.blocks)
+        came = [block for block in blocks if block not in self.blocks]
+        for block in reversed(blocks):  # the end of a prompt goes first, and not the beginning that others share
+            self.blocks[block] = None
+            self.blocks.move_to_end(block)
+        gone = []
+        while len(self.blocks) > self._room:
+            gone.append(self.blocks.popitem(last=False)[0])
+        events: list[KvEvent] = []
+        if came:
+            events.append(StoredEvent([*came], block_size=BLOCK_TOKENS, medium="GPU"))
+        if gone:
+            events.append(RemovedEvent([*gone], "GPU"))
+        if events:
+            self.events.append((now + lag_s, encode_batch(EventBatch(now, events))))
+        return found
 
 
-def simulate(requests: Iterable[Request], policy: Policy, nodes: int, cache_tokens: int, rate: float) -> PolicyOutcome:
+class _SeenCache(KnownCache):
+    """A cache into which the router looks."""
+
+    def __init__(self, node: _SimulatedNode) -> None:
+        super().__init__(BlockBudget(0))
+        self._node = node
+        self.ready = True
+
+    def tokens(self, prompt: NamedPrompt) -> int:
+        there = leading(prompt.blocks, self._node.blocks)
+        for block in prompt.blocks[there:]:
+            if block not in self._under_way and block not in self._node.blocks:
+                break
+            there += 1
+        return there * prompt.block_tokens
+
+
+def simulate(
+    requests: Iterable[Request], router: Router, nodes: int, cache_tokens: int, rate: float, lag_s: float = _LAG_S
+) -> PolicyOutcome:
     """Lets `nodes` nodes of `rate` tokens/s each compute the trace."""
+    policy: Policy = router if router in ("round_robin", "least_loaded") else "prefix_aware"
     pool = NodePool("prefill", policy)
-    pool.update(Target(str(index), kv_tokens=cache_tokens) for index in range(nodes))
+    told = 0 if router == "guess" else cache_tokens
+    pool.update(Target(str(index), kv_tokens=told) for index in range(nodes))
     fleet = {url: _SimulatedNode(cache_tokens) for url in pool.urls()}
+    budget = BlockBudget(sys.maxsize)
+    known: dict[str, KnownCache] = {}
+    if router in ("events", "oracle"):
+        known = {url: KnownCache(budget) if router == "events" else _SeenCache(node) for url, node in fleet.items()}
+        for cache in known.values():
+            cache.fingerprint = _SPACE
+            cache.apply([])
+        pool.know(known)
     ends: list[tuple[float, int, str]] = []
     queueing: list[float] = []
     hit = total = 0
@@ -64,11 +133,18 @@ def simulate(requests: Iterable[Request], policy: Policy, nodes: int, cache_toke
         node = fleet[url]
         node.busy = one = node.queue.popleft()
         queueing.append(now - one.arrived)
-        found = node.cache.match(one.prompt)
-        node.cache.add(one.prompt)
+        assert one.prompt.named is not None
+        found = node.compute(list(one.prompt.named.blocks), now, lag_s) * BLOCK_TOKENS
         hit += found
         total += one.prompt.tokens
         heapq.heappush(ends, (now + (one.prompt.tokens - found) / rate, len(queueing), url))
+
+    def hear(now: float) -> None:
+        for url, node in fleet.items():
+            while node.events and node.events[0][0] <= now:
+                batch = read_batch(node.events.popleft()[1])
+                if router == "events":
+                    known[url].apply([batch])
 
     def finish_until(now: float) -> None:
         while ends and ends[0][0] <= now:
@@ -83,7 +159,9 @@ def simulate(requests: Iterable[Request], policy: Policy, nodes: int, cache_toke
     for request in requests:
         now = request.timestamp / 1000
         finish_until(now)
-        prompt = RoutedPrompt(request.input_length, request.hash_ids, BLOCK_TOKENS)
+        hear(now)
+        named = NamedPrompt(_SPACE, request.input_length, request.whole_blocks, BLOCK_TOKENS)
+        prompt = RoutedPrompt(request.input_length, request.whole_blocks, BLOCK_TOKENS, named)
         url = pool.pick(now, prompt)
         assert url is not None
         done = ExitStack()
@@ -101,15 +179,17 @@ def ideal_hit_rate(requests: Iterable[Request]) -> float:
     return simulate(requests, "round_robin", 1, 1 << 60, 1e12).hit_rate
 
 
-def compare(requests: list[Request], nodes: int, cache_tokens: int, rate: float) -> list[dict[str, Any]]:
-    """Returns one row per policy."""
+def compare(
+    requests: list[Request], nodes: int, cache_tokens: int, rate: float, lag_s: float = _LAG_S
+) -> list[dict[str, Any]]:
+    """Returns one row per router."""
     rows = []
-    for policy in _POLICIES:
-        outcome = simulate(requests, policy, nodes, cache_tokens, rate)
+    for router in _ROUTERS:
+        outcome = simulate(requests, router, nodes, cache_tokens, rate, lag_s)
         rows.append(
             {
                 "cache_tokens": cache_tokens,
-                "policy": policy,
+                "policy": router,
                 "hit_rate": outcome.hit_rate,
                 "queueing_mean_s": statistics.fmean(outcome.queueing),
                 "queueing_p50_s": quantile(outcome.queueing, 0.5),
@@ -119,8 +199,60 @@ def compare(requests: list[Request], nodes: int, cache_tokens: int, rate: float)
     return rows
 
 
+_BUSY = 0.6
+"""Which part of the time the real cluster's nodes are to compute, if half of all tokens are hits."""
+
+
+def compare_real(agents: int, cache_blocks: int, most: int = 160) -> list[dict[str, Any]]:
+    """Returns what routers make of a real cluster of two prefill nodes, beside what the simulation says of it. A row per router.
+
+    The simulated nodes compute at the rate at which a real one computes a prompt that it does not know.
+    """
+    from bench.lib.routed_cluster import BLOCK, fits, real_reports, routed_cluster, shrunken_prompts
+    from pd_cache.cluster import ProxyConfig
+
+    fitting = [request for request in agent_trace(agents, span_s=120.0, seed=1) if fits(request)][:most]
+    shrunk = BLOCK_TOKENS // BLOCK
+    rows = []
+    with routed_cluster(cache_blocks) as config:
+        spread = ProxyConfig(policy="round_robin", direct_tokens=0)
+        (cold,) = shrunken_prompts([fitting[-1]], 99)
+        warm_up, first, second = (
+            real_reports(config, spread, False, [[*cold[index:], *cold[:index]]], [0.0])[0] for index in (1, 2, 3)
+        )
+        del warm_up  # what is computed first takes longer
+        rate = (first["asked"] + second["asked"]) / (first["seconds"] + second["seconds"])
+        span = sum(request.input_length for request in fitting) / shrunk * 0.5 / (2 * rate * _BUSY)
+        stretch = span * 1000 / fitting[-1].timestamp
+        requests = [msgspec.structs.replace(request, timestamp=request.timestamp * stretch) for request in fitting]
+        times = [request.timestamp / 1000 for request in requests]
+        routers: tuple[Router, ...] = ("round_robin", "least_loaded", "guess", "events")
+        for number, router in enumerate(routers):
+            policy: Policy = router if router in ("round_robin", "least_loaded") else "prefix_aware"
+            settings = ProxyConfig(policy=policy, direct_tokens=0)
+            prompts = shrunken_prompts(requests, number)
+            reports = real_reports(config, settings, router == "events", prompts, times)
+            rows.append(_real_row(router, requests, cache_blocks, rate * shrunk, reports))
+    return [*rows, _real_row("oracle", requests, cache_blocks, rate * shrunk, [])]
+
+
+def _real_row(
+    router: Router, requests: list[Request], cache_blocks: int, rate: float, reports: list[dict[str, float]]
+) -> dict[str, Any]:
+    simulated = simulate(requests, router, 2, cache_blocks * BLOCK_TOKENS, rate).hit_rate
+    row = {"policy": router, "requests": len(requests), "simulated_hit_rate": simulated}
+    if not reports:
+        return {**row, "real_hit_rate": None, "real_p50_s": None, "real_p99_s": None}
+    seconds = [report["seconds"] for report in reports]
+    hit = sum(report["at_hand"] for report in reports) / sum(report["asked"] for report in reports)
+    return {**row, "real_hit_rate": hit, "real_p50_s": quantile(seconds, 0.5), "real_p99_s": quantile(seconds, 0.99)}
+
+
 @click.command()
-@option("--trace", required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@option("--trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Besides the synthetic one.")
+@option(
+    "--agents", default=400, type=click.IntRange(0), help="Sessions of the synthetic trace in its hour; 0 for none."
+)
 @option("--nodes", default=4, type=click.IntRange(1))
 @option(
     "--cache",
@@ -131,25 +263,66 @@ def compare(requests: list[Request], nodes: int, cache_tokens: int, rate: float)
     help="Tokens that a node's own cache holds; may be given several times.",
 )
 @option("--rate", default=12_000.0, type=click.FloatRange(1.0), help="Tokens/s of a node.")
+@option("--lag", default=_LAG_S, type=click.FloatRange(0.0), help="Seconds until an event is with the router.")
+@option("--cluster", is_flag=True, help="A small real cluster with vLLM, too; needs vLLM and some minutes.")
+@option("--cluster-agents", default=12, type=click.IntRange(1), help="Sessions of its trace.")
+@option("--cluster-blocks", default=256, type=click.IntRange(140), help="Blocks of a node's own cache there.")
 @output_options
-def main(trace: Path, nodes: int, caches: tuple[int, ...], rate: float, **output: Any) -> None:
-    """Policies on a trace, in simulation."""
-    requests = read_trace(trace)
+def main(
+    trace: Path | None,
+    agents: int,
+    nodes: int,
+    caches: tuple[int, ...],
+    rate: float,
+    lag: float,
+    cluster: bool,
+    cluster_agents: int,
+    cluster_blocks: int,
+    **output: Any,
+) -> None:
+    """Policies on traces, in simulation."""
+    workloads = {} if trace is None else {"trace": read_trace(trace)}
+    if agents:
+        workloads["agents"] = agent_trace(agents)
+    if not workloads and not cluster:
+        raise click.UsageError("neither --trace, --agents nor --cluster: nothing to route")
     rows: list[dict[str, Any]] = []
-    with progress() as bar:
-        for cache in bar.track(caches, description="caches"):
-            rows += compare(requests, nodes, cache, rate)
     checks = []
-    for start in range(0, len(rows), len(_POLICIES)):
-        by_policy = {row["policy"]: row for row in rows[start : start + len(_POLICIES)]}
-        aware, robin = by_policy["prefix_aware"], by_policy["round_robin"]
-        at = f"at {aware['cache_tokens']}"
-        checks += [
-            Check(f"hit_rate {at}", aware["hit_rate"], robin["hit_rate"], at_least=True),
-            Check(f"queueing_p99_s {at}", aware["queueing_p99_s"], robin["queueing_p99_s"], at_least=False),
-        ]
-    results = {"requests": len(requests), "ideal_hit_rate": ideal_hit_rate(requests), "results": rows}
-    finish(results, checks, **output)
+    with progress() as bar:
+        for name, cache in bar.track([(name, cache) for name in workloads for cache in caches], description="caches"):
+            compared = compare(workloads[name], nodes, cache, rate, lag)
+            rows += [{"workload": name, **row} for row in compared]
+            by_router = {row["policy"]: row for row in compared}
+            known, at = by_router["events"], f"{name} at {cache}"
+            oracle, robin = by_router["oracle"], by_router["round_robin"]
+            checks += [
+                Check(
+                    f"hits of the oracle's, {at}",
+                    known["hit_rate"] / max(1e-9, oracle["hit_rate"]),
+                    0.95,
+                    at_least=True,
+                ),
+                Check(f"hit_rate, {at}", known["hit_rate"], robin["hit_rate"], at_least=True),
+                Check(f"queueing_p99_s, {at}", known["queueing_p99_s"], robin["queueing_p99_s"], at_least=False),
+            ]
+    results: dict[str, Any] = {
+        "requests": {name: len(requests) for name, requests in workloads.items()},
+        "ideal_hit_rate": {name: ideal_hit_rate(requests) for name, requests in workloads.items()},
+        "results": rows,
+    }
+    if cluster:
+        results["cluster"] = real = compare_real(cluster_agents, cluster_blocks)
+        measured = {row["policy"]: row for row in real}
+        known, oracle = measured["events"]["real_hit_rate"], measured["oracle"]["simulated_hit_rate"]
+        checks.append(
+            Check("hits of the simulated oracle's, real cluster", known / max(1e-9, oracle), 0.95, at_least=True)
+        )
+    tables: list[Table | Figure] = [
+        Table("", tuple(part[0]), [tuple(row.values()) for row in part])
+        for part in (rows, results.get("cluster"))
+        if part
+    ]
+    finish(results, checks, report=Report("Routing", parts=tables), **output)
 
 
 if __name__ == "__main__":

@@ -145,18 +145,27 @@ def describe_node(
         else:
             model = config.engine.name or config.engine.model
     capacity = msgspec.structs.replace(capacity, segment_bytes=config.segment_size(node))
+    events, replays = config.event_addresses(node) or (None, None)
     return NodeRecord(
         name=node.name,
         role=node.role,
         address=address,
         instance=uuid.uuid4().hex,
-        metrics=f"http://{node.host}:{node.metrics_port}" if isinstance(node, MasterNode | CacheServerNode) else None,
+        metrics=_metrics_address(node),
         lease_ttl_ms=node.lease_ttl_ms if isinstance(node, MasterNode) else 0,
         model=model,
         capacity=capacity,
+        events=events,
+        replays=replays,
         version=pd_cache.__version__,
         **_described(namespaces),
     )
+
+
+def _metrics_address(node: Node) -> str | None:
+    """Returns where a node that has a port for them answers questions."""
+    port: int | None = getattr(node, "metrics_port", None)
+    return None if port is None else f"http://{node.host}:{port}"
 
 
 def _described(namespaces: tuple[Namespace, ...]) -> dict[str, Any]:

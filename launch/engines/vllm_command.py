@@ -19,14 +19,29 @@ from pd_cache.cluster import (
 from pd_cache.vllm.namespace_file import NAMESPACE_FILE, TellNamespace
 from pd_cache.vllm.report_file import TellRequests
 
+_TRACES = "otlp-traces-endpoint"
 
-def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path, namespace_file: Path) -> list[str]:
-    """Returns the command `vllm serve` for a node of `file`. `environment` has its secrets. Raises RoleError if there is no vLLM."""
+
+def command(
+    engine: VllmEngineConfig,
+    node: PrefillNode | DecodeNode,
+    file: Path,
+    namespace_file: Path,
+    events: tuple[str, str] | None = None,
+    traces: str | None = None,
+) -> list[str]:
+    """Returns the command `vllm serve` for a node of `file`. `environment` has its secrets. Raises RoleError if there is no vLLM.
+
+    `events`: where it publishes KV events and sends them again. `traces`: the collector's endpoint, if the file has one. vLLM then sends its
+    own spans there, and tells the connector under which trace context a request came. It does so only with this option.
+    """
     arguments = {
         name: value
         for name, value in _arguments(engine, node).items()
         if name not in SECRET_VARIABLES or isinstance(value, bool)
     }
+    if traces is not None:
+        arguments.setdefault(_TRACES, traces)
     connector = {
         "kv_connector": "PdCacheConnector",
         "kv_connector_module_path": "pd_cache.vllm.connector",
@@ -47,19 +62,43 @@ def command(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, file: Path
         f"--served-model-name={engine.name or engine.model}",
         f"--kv-transfer-config={json.dumps(connector)}",
         *(f"--middleware={one.__module__}.{one.__name__}" for one in (TellNamespace, TellRequests)),
+        *([f"--kv-events-config={json.dumps(_events_config(*events))}"] if events else []),
         *flags(arguments),
     ]
 
 
-def environment(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, namespace_file: Path) -> dict[str, str]:
-    """Returns what is added to the environment of a node's vLLM: the file's own, and the secrets of its arguments."""
+def _events_config(stream: str, replay: str) -> dict[str, str | bool]:
+    """Returns vLLM's settings for events that others find at these addresses.
+
+    vLLM 0.32 binds the stream only if its address has a `*` or is no TCP address; any other address it connects to.
+    """
+    if stream.startswith("tcp:"):
+        stream = f"tcp://*:{stream.rpartition(':')[2]}"
+    return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": stream, "replay_endpoint": replay}
+
+
+def environment(
+    engine: VllmEngineConfig, node: PrefillNode | DecodeNode, namespace_file: Path, traces: str | None = None
+) -> dict[str, str]:
+    """Returns what is added to the environment of a node's vLLM: the file's own, and the secrets of its arguments. `traces` as of `command`."""
     arguments = _arguments(engine, node)
     secrets = {}
     for name, variable in SECRET_VARIABLES.items():
         value = arguments.get(name)
         if value is not None and not isinstance(value, bool):  # true is vLLM's word for the token of `hf auth login`
             secrets[variable] = str(value[0] if isinstance(value, list) else value)
-    return {**engine.env, **node.env, **secrets, NAMESPACE_FILE: str(namespace_file)}
+    # events with whole hashes, from which the pool's publisher knows the names of chunks
+    events = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"} if node.events_port else {}
+    # vLLM would send over gRPC, which is another port of a collector
+    spans = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": f"vllm-{node.role}"}
+    return {
+        **events,
+        **(spans if traces is not None else {}),
+        **engine.env,
+        **node.env,
+        **secrets,
+        NAMESPACE_FILE: str(namespace_file),
+    }
 
 
 def _arguments(engine: VllmEngineConfig, node: PrefillNode | DecodeNode) -> dict[str, Argument]:

@@ -95,12 +95,15 @@ class Completions:
             raise overloaded("No decode node could answer")
         exchange.trial.budget.asked(time.monotonic())
         handoff: HandedOver | None = None
-        why = await self._direct.why(
-            completion, prompt, exchange.id, lambda: self._tokenize(exchange, completion, nbytes)
-        )
-        if why is not None:
-            result: str = why
+        with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
+            judged = await self._direct.judge(
+                completion, prompt, exchange.id, lambda: self._tokenize(exchange, completion, nbytes)
+            )
+            span.note(direct=judged.why or "")
+        if judged.why is not None:
+            result: str = judged.why
         elif self._pools["prefill"].count(exchange.model):
+            prompt = prompt._replace(named=self._node_pools.caches.completed(judged.named))
             answer = await self._prefill(exchange, await self._body(completion, nbytes, completion.for_prefill), prompt)
             self._metrics.prefill_seconds.observe(time.monotonic() - exchange.started)
             if isinstance(answer, Refusal):
@@ -145,7 +148,7 @@ class Completions:
         attempts = Attempts(pool, exchange.trial, prompt, exchange.model)
         while (left := until - time.monotonic()) > 0 and (node := attempts.next(time.monotonic())) is not None:
             try:
-                with pool.working(node, prompt):
+                with pool.working(node, prompt), exchange.hop_span("prefill", node):
                     answer = await asyncio.wait_for(self._prefill_at(exchange, node, body), left)
             except TimeoutError:
                 # a second node is not to blame if the first one left it too little time
@@ -184,7 +187,7 @@ class Completions:
         while (node := attempts.next(time.monotonic())) is not None:
             answer: aiohttp.ClientResponse | None = None
             try:
-                with pool.working(node):
+                with pool.working(node), exchange.hop_span("decode", node) as span:
                     try:
                         answer = await self._ask(exchange, "decode", node, body)
                         await check_status(answer)
@@ -192,6 +195,8 @@ class Completions:
                     except HopError as error:
                         self._nodes.failed(exchange, "decode", node, attempts, error)
                         failures.append(error)
+                        if exchange.tracing.on:
+                            span.end(f"{error.reason}: {error}")
                         continue
                     attempts.answered(node, time.monotonic(), well=answer.status < 300)
                     exchange.first_byte_s = time.monotonic() - exchange.started

@@ -13,12 +13,13 @@ from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
+from launch.proxy.block_index import NamedPrompt
 from launch.proxy.completion import Completion
+from launch.proxy.naming import Naming, PromptNamer
 from launch.proxy.patience import within
 from launch.proxy.prefixes import RoutedPrompt
-from pd_cache.block_hashes import BlockHasher
 from pd_cache.lookup import LookupClient
-from pd_cache.tokens import Namespace, salt_keys, stride_hashes
+from pd_cache.tokens import Namespace
 
 log = logging.getLogger(__name__)
 
@@ -48,23 +49,21 @@ OpenLookup = Callable[[Pool], LookupClient]
 """Opens a client of a pool. Must return quickly; may raise any exception."""
 
 
+class Judged(NamedTuple):
+    """What is known of a prompt before a node is chosen."""
+
+    why: Why | None = None
+    """Why it needs no prefill node; None if it needs one."""
+    named: NamedPrompt | None = None
+    """The prompt's hashes, and how much of it the pool holds; None if they are not known."""
+
+
 class _Eyes(NamedTuple):
     """Everything that a lookup needs."""
 
     client: LookupClient
-    chunk_size: int
     keys_per_chunk: int
     """How many objects a chunk has, in all groups of layers."""
-    hasher: BlockHasher | None
-    """Set if chunks are named by the engine's block hashes."""
-    model: str | None
-
-    def find(self, tokens: list[int], salt: str | None, request_id: str) -> int:
-        """Returns the length of the prefix that the pool holds, in tokens."""
-        if self.hasher is None:
-            return self.client.lookup(tokens, request_id, {"extra_keys": salt_keys(salt)})
-        names = stride_hashes(self.hasher.hashes(tokens, salt), self.chunk_size // self.hasher.block_size)
-        return self.client.find(names, request_id)
 
 
 class DirectRule:
@@ -88,6 +87,11 @@ class DirectRule:
         self._seeds = seeds
         self._pool: Pool | None = None
         self._eyes: _Eyes | None = None
+        self._namer: PromptNamer | None = None
+        self.wants_names = False
+        """Whether prompts have to be named although they are not looked up."""
+        self.on_lookup: Callable[[NamedPrompt, int], None] = lambda prompt, found: None
+        """Called after each lookup, with how many tokens it found."""
         self.blind = "nothing is known of the pool yet"
         """The reason why no prompt is looked up; empty while prompts are."""
         self._waiting = 0
@@ -98,23 +102,21 @@ class DirectRule:
         """Looks up in this pool from now on. If given a reason why that is impossible instead, looks up in none."""
         if self._closed:
             return
-        if self._open is None or self._tokens == 0:
-            self._tell("direct_tokens is 0" if self._tokens == 0 else "this proxy has no client of the pool")
-        elif isinstance(pool, str):
+        if isinstance(pool, str):
             self._retire()
             self._tell(pool)
         elif pool != self._pool:
             self._retire()
             self._pool = pool
             try:
-                space = pool.namespaces[0]
-                blocks = space.hash_mode == "blocks"
-                hasher = BlockHasher(space.block_size, space.hash_seed, self._seeds) if blocks else None
-                objects = sum(one.shards for one in pool.namespaces)
-                self._eyes = _Eyes(self._open(pool), space.chunk_size, objects, hasher, pool.model)
+                self._namer = PromptNamer(pool.namespaces[0], self._seeds)
+                if self._open is not None and self._tokens:
+                    self._eyes = _Eyes(self._open(pool), sum(one.shards for one in pool.namespaces))
                 self._tell("")
             except Exception as error:  # noqa: BLE001 - without lookups prompts take the usual way
                 self._tell(str(error))
+        if self._open is None or self._tokens == 0:
+            self._tell("direct_tokens is 0" if self._tokens == 0 else "this proxy has no client of the pool")
 
     def _tell(self, blind: str) -> None:
         if blind != self.blind:
@@ -122,48 +124,80 @@ class DirectRule:
             if self._tokens:
                 log.info("looking up prompts in the pool" if not blind else f"looking up no prompts: {blind}")
 
-    async def why(
+    async def judge(
         self,
         completion: Completion,
         prompt: RoutedPrompt,
         request_id: str,
         tokenize: Callable[[], Awaitable[list[int] | None]],
-    ) -> Why | None:
-        """Returns why a prompt needs no prefill node, or None if it needs one. Calls `tokenize` if the prompt is text."""
+    ) -> Judged:
+        """Returns whether a prompt needs a prefill node, and what it is known by. Calls `tokenize` if the prompt is text."""
         if prompt.tokens < self._tokens:
-            return "short"
-        eyes = self._eyes
-        if eyes is None or self._tokens == 0 or self._waiting >= _MAX_WAITING or prompt.tokens > _MAX_TOKENS:
-            return None
+            return Judged("short")
+        namer, eyes = self._namer, self._eyes
+        if namer is None or self._waiting >= _MAX_WAITING or prompt.tokens > _MAX_TOKENS:
+            return Judged()
+        if eyes is None and not self.wants_names:
+            return Judged()
         self._waiting += 1
         try:
-            if not completion.plain() or (eyes.model is not None and completion.model() not in (None, eyes.model)):
-                return None
-            return await within(self._look(eyes, completion, request_id, tokenize), self._timeout_s)
+            model = None if self._pool is None else self._pool.model
+            if not completion.plain() or (model is not None and completion.model() not in (None, model)):
+                return Judged()
+            return await within(self._look(namer, eyes, completion, request_id, tokenize), self._timeout_s)
         except (TimeoutError, ValueError):
-            return None
+            return Judged()
         finally:
             self._waiting -= 1
 
+    async def name(self, tokens: list[int], salt: str | None) -> NamedPrompt | None:
+        """Returns what a prompt is known by; None if that cannot be known here, or if too many prompts are being named. Raises ValueError
+        if a token is none."""
+        namer = self._namer
+        if namer is None or self._waiting >= _MAX_WAITING or len(tokens) > _MAX_TOKENS:
+            return None
+        self._waiting += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return (await loop.run_in_executor(self._threads(), namer.name, tokens, salt)).prompt
+        finally:
+            self._waiting -= 1
+
+    @property
+    def model(self) -> str | None:
+        """The model whose prompts can be named; None if requests for it may name any."""
+        return None if self._pool is None else self._pool.model
+
     async def _look(
         self,
-        eyes: _Eyes,
+        namer: PromptNamer,
+        eyes: _Eyes | None,
         completion: Completion,
         request_id: str,
         tokenize: Callable[[], Awaitable[list[int] | None]],
-    ) -> Why | None:
+    ) -> Judged:
         tokens = completion.token_ids()
         if tokens is None:
             tokens = await tokenize()
         if tokens is None:
-            return None
+            return Judged()
         if len(tokens) < self._tokens:
-            return "short"
-        if len(tokens) // eyes.chunk_size * eyes.keys_per_chunk > _MAX_KEYS:
-            return None
+            return Judged("short")
         loop, salt = asyncio.get_running_loop(), completion.cache_salt()
-        found = await loop.run_in_executor(self._threads(), eyes.find, tokens, salt, request_id)
-        return "in_pool" if len(tokens) - found < self._tokens else None
+        if eyes is None:
+            return Judged(None, (await loop.run_in_executor(self._threads(), namer.name, tokens, salt)).prompt)
+        if len(tokens) // namer.chunk_size * eyes.keys_per_chunk > _MAX_KEYS:
+            return Judged()
+
+        def find() -> tuple[Naming, int]:
+            naming = namer.name(tokens, salt)
+            return naming, eyes.client.find(naming.names, request_id)
+
+        naming, found = await loop.run_in_executor(self._threads(), find)
+        self.on_lookup(naming.prompt, found)
+        return Judged(
+            "in_pool" if len(tokens) - found < self._tokens else None, naming.prompt._replace(pool_tokens=found)
+        )
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._executor is None:
@@ -173,7 +207,7 @@ class DirectRule:
     def _retire(self) -> None:
         if self._eyes is not None:
             self._threads().submit(self._eyes.client.close)  # takes up to a second
-        self._eyes = self._pool = None
+        self._eyes = self._pool = self._namer = None
 
     def close(self) -> None:
         """Closes the client for good. Waits for lookups under way, which have their own deadlines."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from aiohttp import web
 
@@ -12,6 +13,7 @@ from launch.proxy.budget import RetryBudget
 from launch.proxy.connections import Connections
 from launch.proxy.trips import HopReport, Trip
 from pd_cache.reports import RequestReport
+from pd_cache.tracing import UNTRACED, TraceSpan, Tracing, trace_headers
 
 ID_HEADER = "X-Request-Id"
 _TO_NODE = ("Authorization", "Traceparent", "Tracestate")
@@ -46,6 +48,11 @@ class Exchange:
         """Charges the client for `count` more bytes, until the body is not needed any more. Returns False if it has no room for them."""
         self.response: web.StreamResponse | None = None
         """Set when the first byte is about to be sent."""
+        self.tracing = UNTRACED
+        self.span: TraceSpan = UNTRACED.begin("request")
+        """The proxy's own span for the request."""
+        self._trace: Mapping[str, str] = {}
+        """The trace context for nodes: that of the hop under way. Empty: the client's own."""
         self.event_ended = True
         """Whether what was sent so far ends with a blank line, as each server-sent event does."""
 
@@ -55,9 +62,31 @@ class Exchange:
         parts = {**({"client": self.client} if self.client else {}), **self.nodes, **missed}
         return " ".join(f"{name}={value}" for name, value in parts.items())
 
+    def begin_span(self, tracing: Tracing) -> TraceSpan:
+        """Begins the request's span, under the client's trace context."""
+        self.tracing = tracing
+        self.span = tracing.begin(
+            "pd_cache.proxy", trace_headers(self.request.headers), kind="server", request_id=self.id, path=self.path
+        )
+        return self.span
+
+    @contextmanager
+    def hop_span(self, hop: str, node: str) -> Iterator[TraceSpan]:
+        """A span for a request to a node. What is sent while it lasts has the span as its parent."""
+        if not self.tracing.on:
+            yield self.span
+            return
+        with self.tracing.begin(f"pd_cache.{hop}", self.span.headers, kind="client", node=node) as span:
+            self._trace = span.headers
+            try:
+                yield span
+            finally:
+                self._trace = {}
+
     def headers(self, guarded: bool, node_key: str | None) -> dict[str, str]:
         """Returns the headers for a node. If the proxy is `guarded` by keys, leaves out the client's key. Adds `node_key` if there is one."""
         headers = {name: self.request.headers[name] for name in _TO_NODE if name in self.request.headers}
+        headers |= {name.capitalize(): value for name, value in self._trace.items()}
         if guarded:
             headers.pop("Authorization", None)
         if node_key is not None:

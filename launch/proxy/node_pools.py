@@ -9,6 +9,7 @@ from typing import Any
 
 from launch.discovery import View
 from launch.proxy.answers import ApiError
+from launch.proxy.cache_view import CacheView
 from launch.proxy.direct import DirectRule, Pool
 from launch.proxy.routing import Hop, NodePool, Target
 from pd_cache.cluster import Namespaced, NodeRecord, ProxyConfig, differences
@@ -34,7 +35,10 @@ class NodePools:
             )
             for hop in _HOPS
         }
+        self.caches = CacheView(config.index_blocks, config.load_bytes)
+        """What the nodes' events say."""
         self._direct = direct
+        direct.on_lookup = self.caches.looked_up
         self._master = master or (lambda view: None)
         self._view = View(())
         self._told: dict[str, Namespaced] = {}
@@ -91,11 +95,21 @@ class NodePools:
     def describe(self, now: float) -> dict[str, Any]:
         """Returns the fields for `/health`."""
         lookups = f"off: {self._direct.blind}" if self._direct.blind else "on"
-        return {"discovery_stale_s": round(self.stale_s(now), 1), "differences": self._differences, "lookups": lookups}
+        return {
+            "discovery_stale_s": round(self.stale_s(now), 1),
+            "differences": self._differences,
+            "lookups": lookups,
+            **({"events": described} if (described := self.caches.describe())["publishers"] else {}),
+        }
 
     def _compare(self) -> None:
         records = [self._completed(record) for record in self._view.by_role(*_HOPS)]
         self._fingerprints = {record.address.rstrip("/"): record.fingerprint for record in records}
+        prefill = self.pools["prefill"]
+        prefill.know(
+            self.caches.update([*(one for one in records if one.role == "prefill"), *self._view.by_role("master")])
+        )
+        self._direct.wants_names = self.caches.following
         found = differences([*records, *self._view.by_role("master")])
         for name, difference in found.items():
             if self._differences.get(name) != difference:
@@ -108,6 +122,7 @@ class NodePools:
             self._direct.use("no master of the pool is known")
         else:
             namespaces, model = usual
+            prefill.load_cost = self.caches.load_cost(namespaces)
             self._direct.use(Pool(namespaces, master, model))
 
     def _completed(self, record: NodeRecord) -> NodeRecord:

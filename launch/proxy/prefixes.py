@@ -11,6 +11,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+from launch.proxy.block_index import NamedPrompt
+
 _BLOCK_BYTES = 2048
 """About 350 token ids, or 500 tokens of text."""
 _BYTES_A_TOKEN = 4
@@ -28,6 +30,8 @@ class RoutedPrompt(NamedTuple):
     """The names of its blocks. Each stands for everything up to the block's end."""
     block_tokens: float = _LEAST_BLOCK_TOKENS
     """The number of tokens per block."""
+    named: NamedPrompt | None = None
+    """What nodes and the pool know it by, if that is known."""
 
 
 def read_prompt(text: bytes, isolation: bytes = b"") -> RoutedPrompt:

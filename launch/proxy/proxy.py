@@ -25,10 +25,12 @@ from launch.proxy.models import ModelList
 from launch.proxy.node_pools import NodePools
 from launch.proxy.nodes import Nodes
 from launch.proxy.overview import Overview, Peers
+from launch.proxy.query import CacheQuery
 from launch.proxy.requests import Requests
 from launch.proxy.ui import NodeWatch, RecentRequests, UiPages
 from launch.proxy.watched_files import WatchedFiles
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
+from pd_cache.tracing import UNTRACED, Tracing
 
 _FEW_RETRIES = 100
 
@@ -45,11 +47,12 @@ class Proxy:
         files: WatchedFiles | None = None,
         peers: Peers | None = None,
         connections: Connections | None = None,
+        tracing: Tracing = UNTRACED,
     ) -> None:
         """Makes a proxy that knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node; by default all need one.
 
         `master` returns the address of the pool's master, for lookups. `files` watches the key files. `peers` returns the content of
-        `/peers`. `connections`: those of the listener, if it counts them. Raises ConfigError if a key file cannot be used.
+        `/peers`. `connections`: those of the listener, if it counts them. The caller closes `tracing`. Raises ConfigError if a key file cannot be used.
         """
         self.metrics = ProxyMetrics()
         self.connections = Connections(0) if connections is None else connections
@@ -79,7 +82,9 @@ class Proxy:
             connections=self.connections,
             deliveries=self.deliveries,
             metrics=self.metrics,
+            tracing=tracing,
         )
+        self._query = CacheQuery(self._direct, self._node_pools.caches, self._keys)
         self._overview = Overview(self._node_pools, self._keys, self._admission, self.metrics, completions.trips, peers)
         self._ui = UiPages(config.ui_followers, self._keys, self._watch, recent, self.metrics, self.connections)
 
@@ -95,6 +100,7 @@ class Proxy:
         app.router.add_post(CHAT, self._requests.complete)
         app.router.add_get("/v1/models", self._requests.list_models, allow_head=False)
         self._overview.add_to(app)
+        self._query.add_to(app)
         self._ui.add_to(app)
         app.cleanup_ctx.append(self._with_session)
         app.on_shutdown.append(self._drain)
@@ -119,6 +125,7 @@ class Proxy:
             await asyncio.wait(beside)
             await session.close()
             await asyncio.to_thread(self._direct.close)
+            await asyncio.to_thread(self._node_pools.caches.close)
 
     async def _drain(self, app: web.Application) -> None:
         """Waits for requests to end, then cuts off the rest. Meanwhile, new ones are refused."""

@@ -21,6 +21,7 @@ from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.models import LIST_S, ModelList
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
+from pd_cache.tracing import UNTRACED, Tracing
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Requests:
         connections: Connections,
         deliveries: Deliveries,
         metrics: ProxyMetrics,
+        tracing: Tracing = UNTRACED,
     ) -> None:
         self._config = config
         self._completions = completions
@@ -54,6 +56,7 @@ class Requests:
         self._connections = connections
         self._deliveries = deliveries
         self._metrics = metrics
+        self._tracing = tracing
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         return await self._answered(request, self._read_and_complete)
@@ -66,6 +69,7 @@ class Requests:
     ) -> web.StreamResponse:
         """Checks the client's key and runs `answer`. Counts and logs the request."""
         exchange = Exchange(request, request_id.get(), self._retries, self._connections)
+        span = exchange.begin_span(self._tracing)
         status = 499
         try:
             exchange.client = self._keys.client(request.headers.get("Authorization"))
@@ -80,6 +84,8 @@ class Requests:
             return exchange.response or web.Response(status=499)
         finally:
             self._metrics.requests.labels(str(status)).inc()
+            span.note(status=status, **{f"{hop}_node": node for hop, node in exchange.nodes.items()})
+            span.end(f"status {status}" if status >= 500 else "")
             took = time.monotonic() - exchange.started
             log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.told())
         return response

@@ -4,8 +4,11 @@ A policy is a cost. The node that costs least is taken, and among equals, the on
 
 - `round_robin`: all cost the same;
 - `least_loaded`: the work that this proxy has given it and that is not done;
-- `prefix_aware`: that work, plus what the node would compute of this prompt, which is less if its own cache holds the beginning.
-  So a node that knows the prompt is taken unless its queue makes another node quicker.
+- `prefix_aware`: that work, plus what the node would compute of this prompt, which is less if its own cache holds the beginning,
+  plus what it would load from the pool. So a node that knows the prompt is taken unless its queue makes another node quicker.
+
+What a node's cache holds, its KV events say (`block_index.py`). For a node without events, and for a prompt whose tokens are not known, it is guessed
+from what was sent there (`prefixes.py`).
 
 For prefill nodes, work is counted in prompt tokens to compute. For decode nodes, it is counted in requests, relative to how many the node
 computes at a time.
@@ -17,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
+from launch.proxy.block_index import KnownCache
 from launch.proxy.breaker import Blame, NodeBreaker
 from launch.proxy.prefixes import PrefixIndex, RoutedPrompt
 
@@ -56,6 +60,8 @@ class _RoutedNode:
         self.suspicions = 0
         """How many requests it has failed since it last answered one well, for any cause."""
         self.prefixes = PrefixIndex(target.kv_tokens or cache_tokens)
+        self.cache: KnownCache | None = None
+        """What its KV events say, if it has any."""
 
     def takes(self, model: str | None) -> bool:
         return model is None or self.target.model in (None, model)
@@ -77,6 +83,8 @@ class NodePool:
         if hop == "decode":
             costs["least_loaded"] = self._room_cost
         self._cost = costs[policy]
+        self.load_cost = 0.0
+        """What a token costs that is loaded from the pool, if one that is computed costs 1."""
         self._learns = hop == "prefill" and policy == "prefix_aware"
         self._failures = breaker_failures
         self._cache_tokens = cache_tokens
@@ -92,6 +100,11 @@ class NodePool:
             else _RoutedNode(target, self._failures, self._cache_tokens)
             for url, target in wanted.items()
         }
+
+    def know(self, caches: Mapping[str, KnownCache]) -> None:
+        """Uses, from now on, what the events of these nodes say of their caches; for the other nodes it guesses."""
+        for url, node in self._nodes.items():
+            node.cache = caches.get(url)
 
     def urls(self) -> list[str]:
         """Returns the URLs of all nodes."""
@@ -167,14 +180,18 @@ class NodePool:
         if node is None:  # it left since it was picked
             yield
             return
-        work = 1.0 if self._hop == "decode" else float(max(1, prompt.tokens - node.prefixes.match(prompt)))
+        work = 1.0 if self._hop == "decode" else max(1.0, self._prefix_work(node, prompt))
         if self._learns:
             node.prefixes.add(prompt)
+        cache, named = node.cache, prompt.named
+        begun = cache.begin(named) if cache is not None and named is not None and cache.knows(named) else ()
         node.load += work
         try:
             yield
         finally:
             node.load -= work
+            if begun and cache is not None:
+                cache.end(begun)
 
     def failed(self, url: str, reason: Reason, now: float) -> None:
         """Counts a failure against the node."""
@@ -223,4 +240,16 @@ class NodePool:
         return node.load / max(1, node.target.max_running)
 
     def _prefix_cost(self, node: _RoutedNode, prompt: RoutedPrompt) -> float:
-        return node.load + prompt.tokens - node.prefixes.match(prompt)
+        return node.load + self._prefix_work(node, prompt)
+
+    def _prefix_work(self, node: _RoutedNode, prompt: RoutedPrompt) -> float:
+        """Returns what a node would compute of the prompt, in tokens, plus the cost of what it would load."""
+        named = prompt.named
+        if named is None:
+            return prompt.tokens - node.prefixes.match(prompt)
+        if node.cache is not None and node.cache.knows(named):
+            own: float = node.cache.tokens(named)
+        else:  # the guess counts in another unit if it does not know the tokens
+            own = node.prefixes.match(prompt) * named.tokens / prompt.tokens
+        loaded = max(0.0, named.pool_tokens - own)
+        return named.tokens - own - loaded * (1 - self.load_cost)

@@ -6,10 +6,10 @@ import gc
 import sys
 from collections.abc import Callable
 
-from prometheus_client import ProcessCollector, start_http_server
+from prometheus_client import ProcessCollector
 
 from launch.discovery import Member
-from launch.errors import RoleError
+from launch.exposition import RoleHealth, exposed, health_of
 from launch.signals import stop_on_signals
 from pd_cache.cluster import CacheServerNode, ClusterConfig
 from pd_cache.metrics import CacheMetrics
@@ -24,29 +24,29 @@ def run_cache_server(
     sys.setswitchinterval(0.0005)
     metrics = CacheMetrics()
     ProcessCollector(registry=metrics.registry)
-    with stop_on_signals() as stop:
+    serving: list[CacheServer] = []
+
+    def health() -> RoleHealth:
+        return health_of(serving[0].available) if serving else RoleHealth("starting")
+
+    with (
+        stop_on_signals() as stop,
+        exposed(node.host, node.metrics_port, metrics.registry, health),
+    ):
+        server = CacheServer(
+            config.settings_of(node),
+            node,
+            config.server_url(node),
+            metrics=metrics,
+            lease_s=config.lease_ttl_ms / 1000,
+        )
         try:
-            scraped, thread = start_http_server(node.metrics_port, node.host, metrics.registry)
-        except OSError as error:
-            raise RoleError(f"port {node.metrics_port} of {node.host}: {error.strerror}") from None
-        try:
-            server = CacheServer(
-                config.settings_of(node),
-                node,
-                config.server_url(node),
-                metrics=metrics,
-                lease_s=config.lease_ttl_ms / 1000,
-            )
-            try:
-                # a full collection stops every thread for 0.1 s, nearly all of it for objects that imports leave for good
-                gc.collect()
-                gc.freeze()
-                ready(server.url)
-                stop.wait()
-            finally:
-                member.leave()
-                server.close()
+            # a full collection stops every thread for 0.1 s, nearly all of it for objects that imports leave for good
+            gc.collect()
+            gc.freeze()
+            serving.append(server)
+            ready(server.url)
+            stop.wait()
         finally:
-            scraped.shutdown()
-            scraped.server_close()
-            thread.join()
+            member.leave()
+            server.close()

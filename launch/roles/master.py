@@ -11,6 +11,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 
 from launch.discovery import Member
+from launch.errors import RoleError
 from launch.foreign import ForeignProgram, wheel_program
 from launch.masters import LEADER, MasterHealth, master_health
 from launch.process import spawn_child
@@ -72,6 +73,7 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], N
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
         anew = stack.enter_context(_lost_election(config, node))
+        stack.enter_context(_events(config, node))
         master = stack.enter_context(ForeignProgram("mooncake_master", spawn, settings.stop_grace_s))
         try:
             master.run(
@@ -84,6 +86,38 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], N
             )
         finally:
             member.leave()  # first, so that no process that starts now looks for it there
+
+
+@contextlib.contextmanager
+def _events(config: ClusterConfig, node: MasterNode) -> Iterator[None]:
+    """Publishes the pool's KV events while the block runs, if the node has an address for them. Raises RoleError if it is taken."""
+    addresses = config.event_addresses(node)
+    if addresses is None:
+        yield
+        return
+    from launch.discovery import open_directory
+    from launch.pool_events import PoolWatch
+    from launch.pool_lookups import NamespaceReader
+    from pd_cache.wire.event_streams import EventEndpoints
+
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(contextlib.closing(NamespaceReader(config, node.host)))
+        try:
+            watch = PoolWatch(
+                f"http://{node.host}:{node.metrics_port}",
+                EventEndpoints(*addresses),
+                interval_s=node.events_interval_ms / 1000,
+                most_chunks=node.events_chunks,
+                read_namespace=reader.read,
+                elected=config.masters.ha,
+            )
+        except OSError as error:
+            raise RoleError(f"the KV events have no address: {error}") from None
+        stack.callback(watch.close)
+        directory = open_directory(config, lambda view: watch.follow(view.nodes))
+        stack.callback(directory.close)
+        watch.start()
+        yield
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from launch.proxy.watched_files import WatchedFiles
 from launch.reachability import PeerChecks
 from launch.signals import stop_signals
 from pd_cache.cluster import ClusterConfig, ProxyNode
+from pd_cache.tracing import open_tracing
 from pd_cache.wire.descriptors import raise_limit
 
 _SYNC_S = 2.0
@@ -47,6 +48,7 @@ def run_proxy(
         room, header_s=settings.header_timeout_s, idle_s=settings.idle_timeout_s, write_s=settings.write_timeout_s
     )
     files, checks = WatchedFiles(), PeerChecks(config, node.name)
+    tracing = open_tracing(config.tracing, node.role, node.name)
     tls = None if settings.tls is None else ServerTls(settings.tls, files).current
     proxy = Proxy(
         settings,
@@ -55,17 +57,21 @@ def run_proxy(
         files=files,
         peers=checks.answer,
         connections=connections,
+        tracing=tracing,
     )
-    asyncio.run(
-        _serve(
-            config,
-            proxy,
-            Listener(proxy.app, connections, tls, settings.header_timeout_s),
-            node,
-            ready,
-            on_stop,
+    try:
+        asyncio.run(
+            _serve(
+                config,
+                proxy,
+                Listener(proxy.app, connections, tls, settings.header_timeout_s),
+                node,
+                ready,
+                on_stop,
+            )
         )
-    )
+    finally:
+        tracing.close()
 
 
 async def _serve(

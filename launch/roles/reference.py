@@ -20,6 +20,7 @@ from pd_cache.errors import ConfigError
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tokens import CacheMetadata
+from pd_cache.tracing import open_tracing
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ def run_reference_engine(
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
 
+    tracing = open_tracing(config.tracing, node.role, node.name)
     opened: list[BlockCache] = []
 
     def open_cache(metadata: CacheMetadata, layout: KVLayout, kv_caches: dict[str, torch.Tensor]) -> BlockCache:
@@ -68,8 +70,10 @@ def run_reference_engine(
                 on_stop=member.leave,  # first, so that no proxy sends new requests
                 about=member.about,
                 peers=PeerChecks(config, node.name).answer,
+                tracing=tracing,
             )
         finally:
             CacheEngineBuilder.destroy(node.name)
             for cache in opened:
                 cache.close()
+            tracing.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from launch.discovery import Member
 from launch.foreign import ForeignProgram, wheel_program
@@ -54,6 +55,7 @@ def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Callable[[st
     """Runs a host's `mooncake_client` as a child that ends with this process, and unmounts its segment as it ends."""
     _, election = split_master(config.master_address)
     settings = config.supervisor
+    listens = f"{node.host}:{node.port}"
     with stop_on_signals() as stop:
         deadline = time.monotonic() + settings.ready_timeout_s
         # without a master, mooncake_client aborts; only it finds out whether one of several leads
@@ -70,12 +72,15 @@ def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Callable[[st
             env=host_environment(config.transfer, election),
             stdout=subprocess.DEVNULL,
         )
-        with ForeignProgram("mooncake_client", spawn, settings.stop_grace_s) as client:
+        with (
+            _questions(node, lambda: _listening(listens) or None, lambda: listens),
+            ForeignProgram("mooncake_client", spawn, settings.stop_grace_s) as client,
+        ):
             try:
                 client.run(
                     stop,
-                    serving=lambda: _listening(f"{node.host}:{node.port}"),
-                    ready=lambda: ready(f"{node.host}:{node.port}"),
+                    serving=lambda: _listening(listens),
+                    ready=lambda: ready(listens),
                     deadline=deadline,
                     hint=lambda: (
                         f"is the port {node.port} of {node.host} free, and is there memory for {node.segment_size}?"
@@ -92,8 +97,11 @@ def _run_segment(config: ClusterConfig, node: StoreNode, ready: Callable[[str], 
 
     settings = config.settings_of(node)
     named = f"{settings.host}:{node.port}" if node.port else settings.host
+    mounted: list[MooncakeStore] = []
     with (
         stop_on_signals() as stop,
+        # first, so that a store that waits for its master says so
+        _questions(node, lambda: mounted[0].available if mounted else None, lambda: mounted[0].hostname),
         MooncakeStore(
             settings.transfer, master=settings.master, host=named, segment_size=settings.segment_size
         ) as store,
@@ -106,9 +114,43 @@ def _run_segment(config: ClusterConfig, node: StoreNode, ready: Callable[[str], 
                 if time.monotonic() > deadline:
                     raise
             else:
+                mounted.append(store)
                 ready(store.hostname)
                 stop.wait()
                 member.leave()  # before Mooncake's close(), which holds the GIL for longer than a lease may last
+
+
+@contextlib.contextmanager
+def _questions(node: StoreNode, available: Callable[[], bool | None], segment: Callable[[], str]) -> Iterator[None]:
+    """Answers `/health` and `/metrics` while the block runs, if the file has a port for them.
+
+    `available` returns whether the pool answers, or None as long as the node gives no memory; `segment` the name of what it gives.
+    """
+    if node.metrics_port is None:
+        yield
+        return
+    from prometheus_client import CollectorRegistry, ProcessCollector
+
+    from launch.exposition import RoleHealth, exposed, health_of
+    from pd_cache.metrics import BackendLevels, LevelCollector
+
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    levels = LevelCollector()
+    registry.register(levels)
+
+    def given() -> BackendLevels:
+        up = available()
+        return BackendLevels(0, 0, 0, bool(up), "" if up is None else segment(), int(node.segment_size))
+
+    levels.add(given)
+
+    def health() -> RoleHealth:
+        up = available()
+        return RoleHealth("starting") if up is None else health_of(up)
+
+    with exposed(node.host, node.metrics_port, registry, health):
+        yield
 
 
 def _listening(address: str) -> bool:

@@ -31,12 +31,15 @@ def run_vllm(
     """Runs vLLM until SIGTERM. Raises RoleError if it is not installed, ends by itself or is not ready in time."""
     settings = config.supervisor
     with stop_on_signals() as stop, temporary_folder() as folder:
+        traces = config.tracing.endpoint
         file, namespace = folder / "cluster.yaml", folder / "namespace.json"
         file.write_text(dump_config(config), encoding="utf-8")
         # vLLM starts processes of its own; a guard ends them with it, however it ends
         guarded = LocalProcesses(settings.stop_grace_s)
-        variables = environment(engine, node, namespace)
-        program = Program(node.name, tuple(command(engine, node, file, namespace)), variables)
+        variables = environment(engine, node, namespace, traces)
+        program = Program(
+            node.name, tuple(command(engine, node, file, namespace, config.event_addresses(node), traces)), variables
+        )
         output = _VllmOutput()
 
         def announce() -> None:

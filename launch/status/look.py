@@ -95,7 +95,9 @@ def _ask(record: NodeRecord, access: Access) -> NodeStatus:
     """`access`: key and certificates for proxies."""
     row = NodeStatus(record=record)
     try:
-        if record.role == "store":
+        if record.role == "store" and record.metrics is not None:
+            _ask_store(record.metrics, row)
+        elif record.role == "store":
             row.state = f"{NOT_ASKED}: it takes no questions; its memory shows in the master's row"
         elif record.role == "master":
             _ask_master(row)
@@ -143,6 +145,18 @@ def _ask_master(row: NodeStatus) -> None:
     row.bytes_by_tier = {"mooncake": total(samples, "master_allocated_bytes")}
     refused = total(samples, "master_put_start_alloc_failures_total")
     row.errors = {"store.no_space": refused} if refused else {}
+
+
+def _ask_store(metrics: str, row: NodeStatus) -> None:
+    with _refusals(row, "/health", worst=500):
+        _read_store(_get(metrics, "/health"), read_samples(_get(metrics, "/metrics")), row)
+
+
+def _read_store(health: str, samples: Samples, row: NodeStatus) -> None:
+    row.record = msgspec.structs.replace(row.record, version=read_about(health).version or row.record.version)
+    if not total(samples, "pd_cache_pool_up"):
+        row.state = "degraded: its pool does not answer"
+    _read_cache(samples, row)
 
 
 def _ask_http(address: str, row: NodeStatus, access: Access) -> None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from pd_cache.epochs import PROCESS_EPOCHS, EpochBook
 from transfer.errors import Status
@@ -68,6 +68,20 @@ class Fetched(Protocol):
 
     def release(self) -> None:
         """Gives the payload's memory back. Idempotent."""
+
+
+class FetchedPart(NamedTuple):
+    """A part of one key's payload."""
+
+    part: int
+    place: int
+    """The place of the key among the keys that were asked for."""
+    payload: memoryview | None
+    """The part's bytes, until the next part is asked for; None if this key's payload cannot be had."""
+    reason: str = ""
+    """Why there is no payload, as in `Fetched.reason`."""
+    check: Callable[[int], str] | None = None
+    """For the last part: takes the checksum of the whole payload, and does what `Fetched.check` does."""
 
 
 class PutOutcome(Protocol):
@@ -136,6 +150,23 @@ class StorageBackend(ABC):
 
         The caller must release each outcome. `timeout` (s) bounds the whole call; without it, the configured timeout bounds each transfer.
         """
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether `batched_get_parts` works."""
+        return False
+
+    def batched_get_parts(
+        self, keys: Sequence[str], ends: Sequence[int], *, timeout: float | None = None
+    ) -> Generator[FetchedPart, None, None]:
+        """Yields the first part of each key's payload, in order, then the second part of each, and so on. Part p ends at byte `ends[p]`,
+        and the last one ends the payload.
+
+        After a key that cannot be had, which is reported once, nothing more comes of the keys behind it. Nothing that was read counts
+        before its key's last part was checked. Closing the iterator early gives up the rest. `timeout` is that of `batched_get`. Raises
+        NotImplementedError without `reads_parts`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:

@@ -108,10 +108,11 @@ def _report_levels(
         kept = sum(len(shelf.index) for one in keeping if (shelf := one()) is not None)
         used = max(0, memory.pool.in_use - kept) * slot_bytes
         total = memory.pool.slots * slot_bytes - reserve
+        forfeited = memory.pool.forfeited_bytes
         if store is None:
-            return BackendLevels(total, used, None)
+            return BackendLevels(total, used, forfeited, None)
         segment = store.hostname if store.segment_size else ""
-        return BackendLevels(total, used, store.available, segment, store.segment_size if segment else 0)
+        return BackendLevels(total, used, forfeited, store.available, segment, store.segment_size if segment else 0)
 
     metrics.levels.add(levels)
 

@@ -11,14 +11,15 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-from pd_cache.backends.base import Fetched, PutOutcome, Staged, StorageBackend
-from pd_cache.backends.objects import TRAILER_BYTES, Damage, inspect
+from pd_cache.backends.base import Fetched, FetchedPart, PutOutcome, Staged, StorageBackend
+from pd_cache.backends.objects import TRAILER_BYTES, Damage, inspect, inspect_trailer
 from pd_cache.backends.slots import FetchedObject, ObjectMemory, StagedObject, slots_of
 from pd_cache.checksum import checksum
 from pd_cache.config import MooncakeTier, NodeSettings
 from pd_cache.epochs import EpochBook
 from pd_cache.metrics import CacheMetrics, TierMetrics
 from transfer.errors import Status
+from transfer.ranges import ObjectRange
 from transfer.staging import Pin, Quota, Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore, Pending
 
@@ -44,6 +45,41 @@ class _ReadBatch(NamedTuple):
     call: Pending[GetResult]
     end: float
     """The deadline for everything that concerns its keys, by `time.monotonic()`."""
+
+
+class _PartBatch(NamedTuple):
+    part: int
+    first: int
+    """The place of its first key."""
+    ranges: list[ObjectRange]
+    """One for each key, all in one slot."""
+    slot: Slot
+    call: Pending[GetResult]
+    end: float
+
+
+class _PartPlan:
+    """Cuts payloads into parts, and the parts into batches that fit into a slot."""
+
+    def __init__(self, keys: int, ends: Sequence[int], slot_bytes: int) -> None:
+        self.alive = keys
+        """The keys from this place on are not read any more."""
+        self._ends = ends
+        self._slot_bytes = slot_bytes
+        self._part, self._first = 0, 0
+
+    def next(self) -> tuple[int, int, list[ObjectRange]] | None:
+        """Returns the part of the next batch, the place of its first key, and the range of each key; None if there are no more."""
+        if self._first >= self.alive:
+            self._part, self._first = self._part + 1, 0
+        if self._part >= len(self._ends) or not self.alive:
+            return None
+        part, first = self._part, self._first
+        start = self._ends[part - 1] if part else 0
+        size = self._ends[part] - start + (TRAILER_BYTES if part == len(self._ends) - 1 else 0)
+        count = min(max(1, self._slot_bytes // size), self.alive - first, _BATCH_KEYS)
+        self._first += count
+        return part, first, [ObjectRange(start, size, place * size) for place in range(count)]
 
 
 class MooncakeBackend(StorageBackend):
@@ -147,6 +183,103 @@ class MooncakeBackend(StorageBackend):
                 for slot in batch_left.slots:
                     slot.release()
 
+    @property
+    def reads_parts(self) -> bool:
+        return self.store.reads_ranges
+
+    def batched_get_parts(
+        self, keys: Sequence[str], ends: Sequence[int], *, timeout: float | None = None
+    ) -> Generator[FetchedPart, None, None]:
+        size = self.memory.sized(ends[-1])
+        longest = self._timeouts.get_ms / 1000
+        deadline = None if timeout is None else time.monotonic() + timeout
+        plan = _PartPlan(len(keys), ends, self.staging.slot_bytes)
+        ahead: deque[_PartBatch] = deque()
+        read, begun = self.store.start_ranges(list(keys), timeout=longest if timeout is None else min(longest, timeout))
+        try:
+            for index, status in enumerate(begun.results()):
+                if status is not Status.OK:
+                    plan.alive = index
+                    yield FetchedPart(0, index, None, status.value)
+                    break
+            planned = plan.next()
+            while planned is not None or ahead:
+                while planned is not None and len(ahead) < self.read_ahead:
+                    part, first, ranges = planned
+                    now = time.monotonic()
+                    end = now + longest if deadline is None else min(now + longest, deadline)
+                    # as in `batched_get`, only a reader that holds no slot waits for one
+                    slot = self.staging.lease(now if ahead else end, self._reads)
+                    if slot is None:
+                        break
+                    some, seconds = list(keys[first : first + len(ranges)]), max(0.0, end - time.monotonic())
+                    call = self.store.start_get_range(read, some, slot, ranges, timeout=seconds)
+                    ahead.append(_PartBatch(part, first, ranges, slot, call, end))
+                    planned = plan.next()
+                if not ahead:
+                    assert planned is not None
+                    down = not self._closed and not self.store.available
+                    yield FetchedPart(planned[0], 0, None, Status.POOL_DOWN.value if down else self.memory.refusal)
+                    return
+                batch = ahead[0]
+                for place, result in enumerate(batch.call.results()):
+                    index = batch.first + place
+                    if index >= plan.alive:
+                        break
+                    last = batch.part == len(ends) - 1
+                    fetched = self._fetched_part(keys[index], batch, place, result, size if last else None)
+                    if isinstance(fetched, str):
+                        plan.alive = index
+                        if fetched in _DAMAGED:
+                            self._reexamine(keys[index], fetched, size, batch.end)
+                        yield FetchedPart(batch.part, index, None, fetched)
+                        break
+                    yield fetched._replace(place=index)
+                ahead.popleft().slot.release()
+                if planned is not None and planned[1] >= plan.alive:
+                    planned = plan.next()
+        finally:
+            for left in ahead:
+                left.call.abandon()
+                left.slot.release()
+            read.close()
+
+    def _fetched_part(
+        self, key: str, batch: _PartBatch, place: int, result: GetResult, size: int | None
+    ) -> FetchedPart | str:
+        """Returns a part, or the reason why it cannot be used. `size` is that of the payload if its last part is in the batch."""
+        one = batch.ranges[place]
+        if result.status is not Status.OK:
+            return "other_size" if result.status is Status.INVALID else result.status.value
+        if result.size != one.size:
+            return Damage.TRUNCATED.value
+        batch.slot.settle()
+        view = batch.slot.view[one.place : one.place + one.size]
+        if size is None:
+            return FetchedPart(batch.part, 0, view)
+        found = inspect_trailer(key, view[-TRAILER_BYTES:], size)
+        if isinstance(found, Damage):
+            return found.value
+        end = batch.end
+
+        def check(payload_checksum: int) -> str:
+            if payload_checksum == found:
+                return ""
+            self._reexamine(key, Damage.CORRUPT.value, size, end)
+            return Damage.CORRUPT.value
+
+        return FetchedPart(batch.part, 0, view[:-TRAILER_BYTES], check=check)
+
+    def _reexamine(self, key: str, reason: str, size: int, end: float) -> None:
+        """Removes an object that was damaged when it was read in parts, if it still is. Does nothing if no memory is free: this reader has
+        some, and must not wait for more."""
+        slot = self.staging.try_lease(self._reads)
+        if slot is not None:
+            try:
+                self._look_again(key, slot, reason, size, end)
+            finally:
+                slot.release()
+
     def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
         return self.memory.stage(self._seconds(timeout, self._timeouts.put_ms), self._puts, payload_bytes=payload_bytes)
 
@@ -226,7 +359,8 @@ class MooncakeBackend(StorageBackend):
         found = self._object(key, slot, result, size)
         if isinstance(found, int) and checksum(slot.view[:size]) != found:
             found = Damage.CORRUPT.value
-        if found == reason:
+        # a part that an object is too short for cannot be told from one that Mooncake refused for another reason
+        if found == reason or (reason == "other_size" and found in _DAMAGED):
             self._heal(key, end)
         return reason if isinstance(found, str) else found
 

@@ -60,7 +60,12 @@ def inspect(key: str, data: memoryview, payload_bytes: int) -> Damage | int:
     """
     if len(data) != payload_bytes + TRAILER_BYTES:
         return Damage.TRUNCATED
-    magic, version, zero, length, payload_checksum, key_hash = _TRAILER.unpack(data[payload_bytes:])
+    return inspect_trailer(key, data[payload_bytes:], payload_bytes)
+
+
+def inspect_trailer(key: str, trailer: memoryview, payload_bytes: int) -> Damage | int:
+    """Does what `inspect` does, for a trailer of `TRAILER_BYTES` that lies behind a payload of `payload_bytes`."""
+    magic, version, zero, length, payload_checksum, key_hash = _TRAILER.unpack(trailer)
     if magic != _MAGIC:
         return Damage.FOREIGN
     if version != VERSION or zero:

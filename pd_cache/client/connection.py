@@ -8,6 +8,7 @@ turn into a miss.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -22,7 +23,7 @@ import pd_cache
 from pd_cache.client.identity import EngineIdentity
 from pd_cache.layout import PageKind
 from pd_cache.sparse_log import SparseLog
-from pd_cache.tokens import ExtraKey, Tokens, hash_tokens, stride_hashes
+from pd_cache.tokens import ChunkNamer, ExtraKey, Tokens, stride_hashes
 from pd_cache.wire.channel import (
     CacheServerError,
     ClientChannel,
@@ -223,7 +224,11 @@ class ServerConnection:
         if hashes is not None:
             return stride_hashes(hashes, self.blocks_per_chunk)
         assert tokens is not None
-        return hash_tokens(tokens, self.chunk_size, extra_keys)
+        return self._namer.hash_tokens(tokens, extra_keys)
+
+    @functools.cached_property
+    def _namer(self) -> ChunkNamer:
+        return ChunkNamer(self.chunk_size)  # which never changes once it is known
 
     # --- requests ------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ from pd_cache.cluster.schema import (
     ReferenceEngineConfig,
     StaticDiscovery,
     StoreNode,
+    VllmEngineConfig,
+    argument,
     tensor_parallel,
 )
 from pd_cache.config import MAX_SHARDS, DiskTier, LocalTier, MooncakeTier, StorageTier
@@ -67,12 +69,27 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
     yield from _master_problems(config, masters)
     ports: dict[tuple[str, int], str] = {}
     for index, node in enumerate(config.nodes):
-        for field in ("port", "metrics_port"):
-            port = getattr(node, field, 0)
+        events = getattr(node, "events_port", 0)
+        if events == 65535:
+            yield Problem(("nodes", index, "events_port"), "must be below 65535, because replays are at the next port")
+        if events and isinstance(node, EngineNode) and isinstance(config.engine, ReferenceEngineConfig):
+            yield Problem(
+                ("nodes", index, "events_port"),
+                "the reference engine has no prefix cache of its own, and so no events; leave it out",
+            )
+        if events and isinstance(node, EngineNode) and isinstance(config.engine, VllmEngineConfig):
+            for args in (node.args, config.engine.args):
+                if argument(args, "kv-events-config") is not None:
+                    yield Problem(
+                        ("nodes", index, "events_port"),
+                        "sets vLLM's kv-events-config, which `args` sets, too; use one of them",
+                    )
+        taken = {"port": getattr(node, "port", 0), "metrics_port": getattr(node, "metrics_port", 0)}
+        for field, port in (*taken.items(), ("events_port", events), ("events_port", events and events + 1)):
             if not port:
                 continue
             other = ports.setdefault((node.host, port), node.name)
-            if other != node.name or (field == "metrics_port" and getattr(node, "port", 0) == port):
+            if other != node.name or (field != "port" and port in list(taken.values())[: 1 + (field == "events_port")]):
                 yield Problem(("nodes", index, field), f"{other} already uses this port of {node.host}")
         size = getattr(node, "segment_size", None)
         if size is not None and (0 < size < MIN_SEGMENT or (size == 0 and isinstance(node, StoreNode))):

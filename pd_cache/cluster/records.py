@@ -30,6 +30,10 @@ Address = Annotated[
 Line = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 """Matches text that a log and a terminal can show as it is."""
 
+EventAddress = Annotated[
+    str, msgspec.Meta(pattern=rf"^(tcp://{_HOST}{_PORT}|ipc:///[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300)
+]
+
 _EXPECTED = {
     "master": (re.compile(rf"{_HOST}{_PORT}"), "a master's address is host:port"),
     "store": (re.compile(rf"{_HOST}{_PORT}"), "a store's address is host:port"),
@@ -100,6 +104,10 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     model: Annotated[Line, msgspec.Meta(max_length=1024)] | None = None
     """What clients write into `model`."""
     capacity: Capacity = Capacity()
+    events: EventAddress | None = None
+    """Where it publishes KV events, as an address of ZMQ; None if it publishes none."""
+    replays: EventAddress | None = None
+    """Where it sends them again."""
     version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
 
     def telling(self, told: Namespaced) -> NodeRecord:

@@ -8,7 +8,16 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from pd_cache.config import MAX_SHARDS, CacheConfig, LineOrEmpty, NodeSettings, Seconds, Section, ServerSettings
+from pd_cache.config import (
+    MAX_SHARDS,
+    CacheConfig,
+    LineOrEmpty,
+    NodeSettings,
+    Seconds,
+    Section,
+    ServerSettings,
+    TracingConfig,
+)
 from pd_cache.runtime import runtime_folder
 from transfer.settings import ByteSize, Positive, TransferSettings
 
@@ -45,6 +54,7 @@ VariableName = Annotated[
     ),
 ]
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+LOOPBACK = ("127.0.0.1", "localhost")
 HOST = rf"{_LABEL}(\.{_LABEL})*"
 """The pattern of a host name or an IPv4 address: labels of at most 63 characters, as in DNS."""
 Host = Annotated[
@@ -159,8 +169,9 @@ EngineConfig = ReferenceEngineConfig | VllmEngineConfig
 class ConnectorConfig(Section, frozen=True, kw_only=True):
     """The `connector` section: pd-cache inside vLLM."""
 
-    load: Literal["async", "sync"] = "async"
-    """`async` loads while other requests compute, `sync` before the forward pass of the step that needs the KV."""
+    load: Literal["async", "sync", "layerwise", "auto"] = "async"
+    """`async` loads while other requests compute, `sync` before the forward pass of the step that needs the KV, `layerwise` during that
+    pass, layer by layer. `auto` loads like `layerwise` where that saves time, and otherwise like `async`."""
     lookup_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 50
     """How long a lookup may hold up the scheduler."""
     recompute: Literal["token", "block"] = "token"
@@ -210,6 +221,13 @@ class MasterNode(_AnyNode, frozen=True, kw_only=True, tag="master"):
     """The seconds after which the put of a writer that died no longer blocks its key."""
     eviction_high_watermark: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
     eviction_ratio: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
+    events_port: Port = 0
+    """Where it publishes which chunks the pool gets and loses, as KV events in vLLM's form; replays are at the next port. 0 publishes none."""
+    events_interval_ms: Annotated[int, msgspec.Meta(ge=50, le=600_000)] = 1000
+    """How often it looks for chunks that came or went. If the pool is so large that looking takes more than a tenth of that, less
+    often."""
+    events_chunks: Annotated[int, msgspec.Meta(ge=1, le=2_000_000)] = 1_000_000
+    """The most chunks about which it publishes events. Each takes about 250 bytes of memory."""
 
 
 class StoreNode(_AnyNode, frozen=True, kw_only=True, tag="store"):
@@ -221,6 +239,8 @@ class StoreNode(_AnyNode, frozen=True, kw_only=True, tag="store"):
     segment_size: ByteSize
     port: Port = 0
     """Its segment is named `host:port`. With `transfer.client: host`, its `mooncake_client` listens here."""
+    metrics_port: Port | None = None
+    """Where it answers `/health` and `/metrics`. None: it takes no questions."""
     threads: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     """How many calls its `mooncake_client` works on at once; 0 means as many as the engines of its host can have under way."""
 
@@ -235,6 +255,9 @@ class EngineNode(_AnyNode, frozen=True, kw_only=True):
     """vLLM: flags of this node alone. They override `engine.args`."""
     env: Environment = msgspec.field(default_factory=dict)
     """vLLM: variables of this node alone, e.g. CUDA_VISIBLE_DEVICES. They override `engine.env`."""
+    events_port: Port = 0
+    """vLLM: where it publishes which blocks its own cache gets and loses; replays are at the next port. 0 publishes none. A proxy follows
+    these events."""
 
 
 class PrefillNode(EngineNode, frozen=True, kw_only=True, tag="prefill"):
@@ -374,6 +397,10 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     """A prompt with fewer tokens than this left to compute goes directly to the decode node. None means `cache.chunk_size`."""
     node_cache_tokens: Positive = 1_000_000
     """How many tokens a prefill node's own cache holds, if the node does not report it."""
+    index_blocks: Positive = 4_000_000
+    """The most blocks that the proxy knows of from KV events, of all nodes and the pool together. Each takes about 100 bytes of memory."""
+    load_bytes: ByteSize = ByteSize(1 << 20)
+    """How many bytes a prefill node loads from the pool in the time in which it computes one token of a prompt."""
     breaker_failures: Positive = 5
     """A node that fails this many requests in a row is skipped for a while. A node that refuses connections is skipped at once."""
     health_interval_s: Seconds = 2.0
@@ -440,6 +467,7 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     masters: MastersConfig = msgspec.field(name="master", default=MastersConfig())
     supervisor: SupervisorConfig = SupervisorConfig()
     bench: BenchConfig = BenchConfig()
+    tracing: TracingConfig = TracingConfig()
     nodes: Annotated[tuple[Node, ...], msgspec.Meta(min_length=1)]
 
     @property
@@ -482,6 +510,19 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     def stores_of(self, host: str) -> list[StoreNode]:
         """Returns the store nodes of a host."""
         return [node for node in self.nodes if isinstance(node, StoreNode) and node.host == host]
+
+    def event_addresses(self, node: Node) -> tuple[str, str] | None:
+        """Returns where a node publishes its KV events, and where it sends them again; None if it publishes none.
+
+        vLLM binds a port of all addresses or none. So events of a loopback address go over sockets in the user's runtime folder.
+        """
+        port = getattr(node, "events_port", 0)
+        if not port:
+            return None
+        if isinstance(node, EngineNode) and node.host in LOOPBACK:
+            stream = f"ipc://{runtime_folder()}/{self.name}-{node.name}-{port}.events"
+            return stream, f"{stream}.replay"
+        return f"tcp://{node.host}:{port}", f"tcp://{node.host}:{port + 1}"
 
     def caching_nodes(self) -> list[EngineNode | CacheServerNode]:
         """Returns the nodes that own a cache and a client of the pool. An engine that names a cache server owns neither."""

@@ -136,6 +136,11 @@ class CacheServer:
         """The URL at which it listens."""
         return self.channel.url
 
+    @property
+    def available(self) -> bool:
+        """False while the pool of an engine's chunks is known to be down. True as long as no engine has registered."""
+        return all(backend.available for backend in self.models.backends)
+
     def status(self) -> StatusReport:
         """Returns what the server is doing."""
         with self._lock:

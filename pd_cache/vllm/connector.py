@@ -40,6 +40,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
 from pd_cache.block_hashes import describe_hashes
+from pd_cache.blocks import RestoresByLayers
 from pd_cache.client.lookup import RpcLookupClient, ServerLookupClient
 from pd_cache.config import NodeSettings
 from pd_cache.engine import CacheEngineBuilder, EngineGroups
@@ -48,6 +49,7 @@ from pd_cache.layout import PageKind
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.misses import ChunkHistory
+from pd_cache.tracing import open_tracing
 from pd_cache.vllm.adapters import Adapters
 from pd_cache.vllm.cache import WorkerCache, WorkerGroup, engine_name, open_cache
 from pd_cache.vllm.compat import check_version
@@ -91,6 +93,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.pd_cache")  # below vLLM's own logger, whose handlers and level it inherits
 
+_AS_ASYNC = "connector.load is %s, which works like async here: %s"
+
 R = TypeVar("R")
 
 
@@ -121,8 +125,11 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._draft = draft_layers(vllm_config, kv_cache_config)
         self._layers = kept_layers(kv_cache_config, self._draft)
         settings = with_chunk_size(settings, self._layers)
+        self._not_in_step = why_not_in_step(vllm_config, self._layers)
         if settings.connector.load == "sync":
-            check_sync(self._layers, vllm_config.parallel_config.pipeline_parallel_size)
+            check_sync(self._not_in_step)
+        elif settings.connector.load != "async" and self._not_in_step and role is KVConnectorRole.SCHEDULER:
+            logger.warning(_AS_ASYNC, settings.connector.load, self._not_in_step)
         hash_block_size = kv_cache_config.hash_block_size or self._layers[0].block_size
         self._settings = with_hash_seed(settings, vllm_config, self._layers[0].block_size, hash_block_size)
         self._metrics = CacheMetrics()
@@ -153,6 +160,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 adapters=Adapters(adapter_settings(vllm_config)),
                 metrics=self._metrics,
                 on_report=None if reports is None else reports.write,
+                tracing=open_tracing(settings.tracing, settings.role, settings.name or settings.node.host),
             )
 
     @property
@@ -187,16 +195,39 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             world_size = config.parallel_config.world_size
             self._cache = open_cache(settings, groups, instance, worker, world_size, self._metrics)
             caches = iter(self._cache.caches)
+            layers = self._layers_to_await(list(kv_caches), parts[0].kv, worker)
             self._worker = WorkerSide(
                 [None if part is None else next(caches) for part in found],
                 stores=[part is not None and part.place.stores for part in found],
                 load_timeout_s=settings.connector.load_timeout_ms / 1000,
-                asynchronous=settings.connector.load == "async",
+                layers=layers,
             )
-        self._handshake = Handshake(metadata, os.getpid(), instance, self._cache.lookup_url)
+        self._handshake = Handshake(
+            metadata, os.getpid(), instance, self._cache.lookup_url, by_layers=self._worker.by_layers
+        )
         for one in metadata:
             namespace = one.namespace(settings.node.cache)
             logger.info("pd-cache: namespace %s: %s", namespace.fingerprint(), namespace.manifest().decode())
+
+    def _layers_to_await(self, names: list[str], kv: GroupTensors, worker: int) -> list[str]:
+        """Returns the names of the layers, in order, if loads can go layer by layer; none if they cannot, or are not to."""
+        load = self._settings.connector.load
+        if load not in ("layerwise", "auto") or self._not_in_step:
+            return []
+        assert self._cache is not None
+        cache = self._cache.caches[0]
+        reason = ""
+        if not isinstance(cache, RestoresByLayers):
+            reason = "a cache server moves whole chunks"
+        elif not cache.restores_by_layers:
+            reason = (
+                "parts of chunks can be read only from the pool, without a host client or further tiers, and on the CPU"
+            )
+        elif len(names) != kv.layout.layers:
+            reason = "its layers share KV tensors"
+        if reason and worker == 0:
+            logger.warning(_AS_ASYNC, load, reason)
+        return [] if reason else names
 
     def _group_of(
         self,
@@ -244,13 +275,17 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     # --- worker: each step ---------------------------------------------------------------------------------------
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begins the step's loads; with `load: sync`, completes them."""
+        """Begins the step's loads; with `load: sync`, completes those whose requests compute in this step."""
         if self._worker is not None:
             worker = self._worker
             self._safely("start_load_kv", lambda: worker.start(self._step()), None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: loads are complete before a request computes."""
+        """Waits until a layer of the requests that compute in this step has arrived. All other loads are complete before a request
+        computes."""
+        if self._worker is not None:
+            worker = self._worker
+            self._safely("wait_for_layer_load", lambda: worker.wait_for_layer(layer_name), None)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Does nothing: chunks are stored whole, after the step that completes them."""
@@ -317,7 +352,10 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             raise UnsupportedModelError(
                 f"{self._vllm_config.model_config.model}: its groups of layers cannot be told apart: {first.metadata}"
             )
-        self._scheduler.open(first.metadata, self._open_lookup(first))
+        by_layers = all(one.by_layers for one in known.values())
+        with on_all_cores():  # the worker may have bound this thread, if it lives in this process
+            lookup = self._open_lookup(first)
+        self._scheduler.open(first.metadata, lookup, by_layers=by_layers)
         file, namespaces = self._settings.namespace_file, [one.namespace(cache) for one in first.metadata]
         # the namespace has a digest of PYTHONHASHSEED, whose 32 bits vLLM expects to be secret if hashes are xxhash
         if file is not None and not namespaces[0].hash_seed.startswith("xxhash"):
@@ -377,6 +415,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler, meta = self._scheduling(), connector_output.kv_connector_worker_meta
         if isinstance(meta, WorkerReport):
             self._safely("report", lambda: scheduler.take_report(meta.report), None)
+        scheduler.end_step()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Lets vLLM free the request's blocks. Those that are still being stored have a reference of ours."""
@@ -474,18 +513,27 @@ def with_chunk_size(settings: Settings, layers: Sequence[KeptLayers]) -> Setting
     return msgspec.structs.replace(settings, node=msgspec.structs.replace(settings.node, cache=cache))
 
 
-def check_sync(layers: Sequence[KeptLayers], stages: int) -> None:
-    """Raises ConfigError if a model with these layer groups, in this many pipeline stages, cannot be loaded synchronously."""
+def why_not_in_step(vllm_config: VllmConfig, layers: Sequence[KeptLayers]) -> str:
+    """Returns why vLLM cannot compute again what a load within a step failed to bring; empty if it can. See docs/vllm.md."""
     if len(layers) > 1 or layers[0].kind != "full":
-        raise ConfigError(
-            "connector.load is sync, and vLLM cannot compute again what a synchronous load failed to bring unless a model's layers all "
-            "keep every token in one group; set it to async"
+        return "vLLM can compute again what such a load failed to bring only if a model's layers all keep every token in one group"
+    if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
+        return (
+            f"with a pipeline_parallel_size of {stages} vLLM has begun a request's next step before it learns that a load has "
+            "failed"
         )
-    if stages > 1:
-        raise ConfigError(
-            f"connector.load is sync, and with a pipeline_parallel_size of {stages} vLLM has begun a request's next step before it learns "
-            "that a load has failed; set it to async"
+    if vllm_config.scheduler_config.async_scheduling:
+        return (
+            "with asynchronous scheduling vLLM has begun a request's next step before it learns that a load has failed, and would "
+            "answer with that step's token; set async-scheduling to false"
         )
+    return ""
+
+
+def check_sync(reason: str) -> None:
+    """Raises ConfigError if there is a reason, from `why_not_in_step`, not to load synchronously."""
+    if reason:
+        raise ConfigError(f"connector.load is sync, and {reason}. Or set connector.load to async")
 
 
 def with_hash_seed(settings: Settings, vllm_config: VllmConfig, block_size: int, hash_block_size: int) -> Settings:

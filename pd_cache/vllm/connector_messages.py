@@ -47,3 +47,5 @@ class Handshake(KVConnectorHandshakeMetadata):
     """The name under which the worker's process knows the engine."""
     lookup_url: str | None = None
     """Where the worker answers lookups about its engine; None if the pool's master or the cache server knows as much."""
+    by_layers: bool = False
+    """Whether the worker can load layer by layer."""

@@ -24,9 +24,12 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.misses import MissReason
 from pd_cache.reports import KEY, RequestReport
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, fold_names, root, stride_hashes
+from pd_cache.tracing import UNTRACED, Attribute, TraceSpan, Tracing
 from pd_cache.vllm.adapters import Adapter, Adapters
+from pd_cache.vllm.hiding import HiddenBlocks
 from pd_cache.vllm.layers import KeptLayers, own_hit
 from pd_cache.vllm.outcome import PromptOutcome
+from pd_cache.vllm.pace import Pace
 from pd_cache.vllm.settings import Settings
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 
@@ -69,6 +72,8 @@ class _Proposal(NamedTuple):
     """The end of the last chunk that is loaded, whole or in part."""
     tokens: int
     """The number of tokens reported to vLLM."""
+    in_step: bool
+    """Whether the request computes in the step that begins the load."""
 
 
 class _Tracked:
@@ -92,6 +97,9 @@ class _Tracked:
         self.next_poll = 0.0
         self.poll_s = _FIRST_POLL_S
         self.load: _Proposal | None = None
+        self.in_step = False
+        """Whether it has a load in the step under way, whose end is not reported yet."""
+        self.hidden: HiddenBlocks | None = None
         self.no_room_since: float | None = None
         """When other loads first left too few blocks for its load; None if there are enough."""
         self.loaded = 0
@@ -100,6 +108,10 @@ class _Tracked:
         self.at_hand = 0
         """Tokens that vLLM's own cache had."""
         self.outcome = PromptOutcome()
+        self.looking: TraceSpan | None = None
+        """The span of the lookup, while the request waits for what it finds."""
+        self.loading: TraceSpan | None = None
+        """The span of the load under way."""
         self.undrafted: int | None = None
         """Tokens from this one on were computed without the draft model."""
         self.planned: dict[int, int] = {}
@@ -155,13 +167,17 @@ class SchedulerSide:
         adapters: Adapters,
         metrics: CacheMetrics,
         on_report: Callable[[str, RequestReport], None] | None = None,
+        tracing: Tracing = UNTRACED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`stores` is false for a consumer. `layers` is what `kept_layers` returns. `hash_block_size` is the number of tokens of each of a
         request's block hashes. `retention` is vLLM's `prefix_cache_retention_interval`. `drafted_up_to` is the most tokens that any request
         of a step may have if the draft model is to run in that step. `describe` is None if the engine's KV events are off. This closes
-        `adapters`. `on_report` is called with the id of each request that ends, and with its report."""
+        `adapters`. `on_report` is called with the id of each request that ends, and with its report. `tracing` is closed with this."""
         self._clock = clock
+        self._tracing = tracing
+        self._storing_spans: dict[int, TraceSpan] = {}
+        """The spans of stores under way, by job."""
         self._settings = settings
         self._options = settings.connector
         self._stores = stores
@@ -176,6 +192,9 @@ class SchedulerSide:
         self._adapters = adapters
         self._on_report = on_report
         self.metrics = metrics
+        self.pace = Pace(clock)
+        """How fast this engine loads and computes."""
+        self._by_layers = False
         self._chunk = settings.node.cache.chunk_tokens
         self._tails = [group.tail(self._chunk) for group in layers]
         self._divisible = all(group.divisible for group in layers)
@@ -208,9 +227,10 @@ class SchedulerSide:
 
     # --- before the first request --------------------------------------------------------------------------------
 
-    def open(self, metadata: Sequence[CacheMetadata], lookup: LookupClient) -> None:
+    def open(self, metadata: Sequence[CacheMetadata], lookup: LookupClient, *, by_layers: bool = False) -> None:
         """Takes the lookup client, once the workers' KV tensors are known. From now on, chunks can be named and looked up. `metadata` has
-        an entry for each layer group, of each pipeline stage."""
+        an entry for each layer group, of each pipeline stage. `by_layers`: whether all workers can load layer by layer."""
+        self._by_layers = by_layers
         spaces = [one.namespace(self._settings.node.cache) for one in metadata]
         self._database = ChunkedTokenDatabase(spaces[0])
         self._namespaces = tuple(space.fingerprint() for space in spaces)
@@ -223,6 +243,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Closes the lookup client and the adapters. Idempotent."""
         self._adapters.close()
+        self._tracing.close()
         lookup, self._lookup = self._lookup, None
         if lookup is not None:
             lookup.close()
@@ -233,7 +254,7 @@ class SchedulerSide:
         """Returns how many tokens beyond `computed` can be loaded, or None if vLLM has to ask again later; and whether to load them while
         other requests compute."""
         tracked = self._track(request)
-        tracked.load = None
+        tracked.load, tracked.in_step, tracked.hidden = None, False, None
         self._holding.pop(request.request_id, None)  # vLLM asks only for requests without blocks
         tracked.at_hand = computed
         self._note_outdated(tracked)
@@ -258,8 +279,9 @@ class SchedulerSide:
         if not self._fits(request, end):
             return self._wait_for_room(tracked), False
         tracked.no_room_since = None
-        tracked.load = _Proposal(computed, end, external)
-        return external, self._options.load == "async"
+        in_step = self._loads_in_step(request, computed + external, external)
+        tracked.load = _Proposal(computed, end, external, in_step)
+        return external, not in_step
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Plans the load for this step. vLLM has allocated blocks for the part of our proposal that it accepts."""
@@ -276,9 +298,15 @@ class SchedulerSide:
         # if vLLM takes another number of tokens than was proposed, we cannot know which ones. Then none are loaded, and vLLM computes all
         # of them
         wanted = [part for part in parts if part.names] if external == proposed.tokens else []
-        self._loads.append(LoadOp(request.request_id, wanted, failing, self._epoch))
+        self._loads.append(LoadOp(request.request_id, wanted, failing, self._epoch, proposed.in_step))
+        tracked.in_step = proposed.in_step
+        if proposed.in_step:
+            assert self._manager is not None
+            tracked.hidden = HiddenBlocks(self._manager, request, self._layers[0], proposed.start)
         tracked.loaded = external
         tracked.outcome.began_load(external, keeps_part=bool(failing))
+        _end_span(tracked.loading, "given up")
+        tracked.loading = self._span("pd_cache.load", request, asked=external)
         self._holding[request.request_id] = self._needed_blocks(request, proposed.end)
         for place in range(len(self._layers)):
             if first <= tracked.planned.get(place, 0):
@@ -294,7 +322,12 @@ class SchedulerSide:
         )
         self._loads, self._late = [], []
         self._expecting = False
+        self.pace.begin_step(output.num_scheduled_tokens, waits=any(load.in_step for load in step.loads))
         return step
+
+    def end_step(self) -> None:
+        """Notes that the workers are done with a step."""
+        self.pace.end_step()
 
     def plan_stores(self, step: Step, output: SchedulerOutput) -> None:
         """Adds to `step` the stores of the chunks that this step completes."""
@@ -305,9 +338,11 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 request = tracked.request
-                # a synchronous load's outcome is known only when the forward pass is over. If the load failed, what the pass computed is
-                # worth nothing. So nothing of the pass is stored before the outcome is known
-                certain = -request.num_in_flight_tokens if self._options.load == "sync" else scheduled
+                if not tracked.in_step:
+                    self._unhide(tracked)
+                # the outcome of a load within a step is known only when the forward pass is over. If the load failed, what the pass
+                # computed is worth nothing. So nothing of the pass is stored before the outcome is known
+                certain = -request.num_in_flight_tokens if tracked.in_step else scheduled
                 step.stores += self._plan_stores(tracked, request.num_computed_tokens + certain)
         state = output.kv_connector_block_state
         for request_id, offers in (state.boundary_state_offloads if state is not None else {}).items():
@@ -321,6 +356,15 @@ class SchedulerSide:
         for request_id, restored in report.loads.items():
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.outcome.loaded(restored)
+                if restored.reason == "none":
+                    self.pace.note_load(tracked.loaded, report.load_seconds.get(request_id, 0.0))
+                if tracked.in_step:
+                    tracked.in_step = False
+                    self._unhide(tracked)
+                if tracked.loading is not None:
+                    tracked.loading.note(loaded=restored.chunks * self._chunk, reason=restored.reason)
+                    tracked.loading.end("failed" if request_id in report.failed_loads else "")
+                    tracked.loading = None
         for request_id in report.failed_loads:
             tracked = self._requests.get(request_id)
             if tracked is not None:
@@ -338,12 +382,18 @@ class SchedulerSide:
             del self._outdated[request.request_id]
         tracked = self._requests.pop(request.request_id, None)
         self._holding.pop(request.request_id, None)
+        self.pace.forget(request.request_id)
+        if tracked is not None:
+            _end_span(tracked.looking, "the request ended")
+            _end_span(tracked.loading, "the request ended")
         if tracked is None or self._database is None:
             return None
         computed = request.num_computed_tokens - request.num_in_flight_tokens
-        # with async all stores are planned already, and tokens that are still loading are not computed
-        if self._options.load == "sync":
+        # otherwise all stores are planned already, and tokens that are still loading are not computed
+        if tracked.in_step:
             self._late += self._plan_stores(tracked, computed)
+        if not (tracked.in_step and request.num_in_flight_tokens):
+            self._unhide(tracked)
         if self._lookup is not None and tracked.looked_up:
             self._lookup.end(request.request_id)
         ours = self._report(tracked, request, computed)
@@ -411,7 +461,7 @@ class SchedulerSide:
         """Notes a new epoch. What requests have computed so far belongs to an earlier one, and so does what vLLM's own cache holds."""
         self._epoch = epoch
         for request_id, tracked in self._requests.items():
-            tracked.found = None
+            tracked.found = tracked.hidden = None
             tracked.planned.clear()
             if tracked.at_hand or tracked.request.num_computed_tokens:
                 self._outdated.setdefault(request_id, _Leftover())
@@ -491,6 +541,26 @@ class SchedulerSide:
             tracked = self._requests[request.request_id] = _Tracked(request, handoff, self._clock(), adapter)
         return tracked
 
+    def _loads_in_step(self, request: Request, end: int, tokens: int) -> bool:
+        """Returns whether to load `tokens` tokens, up to before the one with the number `end`, in the step that computes those behind
+        them."""
+        if self._options.load in ("async", "sync"):
+            return self._options.load == "sync"
+        # vLLM writes what it computes into a layer's pages before it waits for the layer. So no block may be both loaded and computed
+        if not self._by_layers or end % self._layers[0].block_size or end >= request.num_tokens:
+            return False
+        if self._options.load == "layerwise":
+            return True
+        return self.pace.alone(request.request_id) and self.pace.gains(tokens, request.num_tokens - end)
+
+    def _unhide(self, tracked: _Tracked) -> None:
+        """Puts those blocks back into vLLM's own prefix cache that are known to be good by now."""
+        request = tracked.request
+        if tracked.hidden is not None and not tracked.hidden.show(
+            request.num_computed_tokens - request.num_in_flight_tokens
+        ):
+            tracked.hidden = None
+
     def _nameable(self, tracked: _Tracked) -> bool:
         """Returns whether the request's chunks can be named. A prompt of embeddings has no tokens to hash, and without its digest an adapter
         could be taken for another. Counts a request without a digest once."""
@@ -517,12 +587,18 @@ class SchedulerSide:
         request = tracked.request
         names = self._names(tracked, self._most_chunks(request))
         tracked.looked_up = True
+        if tracked.looking is None:
+            tracked.looking = self._span("pd_cache.lookup", request, asked=len(names) * self._chunk, announced=awaited)
         reach = lookup.survey(names, request.request_id, at_hand=at_hand)
         if reach.epoch is not None and reach.epoch != self._epoch:
             self._begin_epoch(reach.epoch)
         end = reach.chunks * self._chunk
         self._note_lookup(tracked, end, reach.reason)
         tracked.found = _FoundPrefix(at_hand, end, reach.leading * self._chunk if reach.leading > reach.chunks else 0)
+        if end >= awaited:
+            tracked.looking.note(found=end, reason=reach.reason)
+            tracked.looking.end()
+            tracked.looking = None
         if end < awaited:
             tracked.next_poll = self._clock() + tracked.poll_s
             tracked.poll_s = min(2 * tracked.poll_s, _LONGEST_POLL_S)
@@ -795,7 +871,15 @@ class SchedulerSide:
         self._next_job += 1
         self._chunks_under_way += len(job.names)
         self._jobs[number] = (job, self._ranks, [StoreOutcome.BEFORE] * len(job.names))
+        if self._tracing.on and (tracked := self._requests.get(job.request_id)) is not None:
+            self._storing_spans[number] = self._span("pd_cache.store", tracked.request, asked=len(job.names))
         return StoreOp(number, GroupChunks(job.group, job.names, job.blocks), self._epoch)
+
+    def _span(self, name: str, request: Request, **attributes: Attribute) -> TraceSpan:
+        """Begins a span under the trace context that vLLM has taken from the request. vLLM hands it on only with `--otlp-traces-endpoint`."""
+        span = self._tracing.begin(name, getattr(request, "trace_headers", None), request_id=request.request_id)
+        span.note(**attributes)
+        return span
 
     def _advance(self, number: int, ranks: int, outcomes: Sequence[StoreOutcome]) -> None:
         """Notes that `ranks` more ranks are done with a job. When all are, gives its blocks back."""
@@ -807,6 +891,9 @@ class SchedulerSide:
             self._jobs[number] = (job, remaining - ranks, both)
             return
         del self._jobs[number]
+        if (span := self._storing_spans.pop(number, None)) is not None:
+            span.note(stored=both.count(StoreOutcome.NEW), missing=both.count(StoreOutcome.NOT))
+            span.end()
         self._chunks_under_way -= len(job.names)
         pool = self._pool()
         # the last block first: vLLM evicts first what was freed first, and a prefix is worth more than what follows it
@@ -824,6 +911,11 @@ class SchedulerSide:
             start, end = job.first * self._chunk, (job.first + len(job.names)) * self._chunk
             if start <= tracked.found.end < end:
                 tracked.found = _FoundPrefix(tracked.found.start, end)  # useful if the request is preempted
+
+
+def _end_span(span: TraceSpan | None, why: str) -> None:
+    if span is not None:
+        span.end(why)
 
 
 def _isolation(tracked: _Tracked) -> tuple[ExtraKey, ...]:

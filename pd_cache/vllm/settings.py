@@ -19,7 +19,7 @@ from pd_cache.cluster import (
     VllmEngineConfig,
     load_config,
 )
-from pd_cache.config import CacheConfig, NodeSettings
+from pd_cache.config import CacheConfig, NodeSettings, TracingConfig
 from pd_cache.errors import ConfigError
 from pd_cache.wire.channel import CacheServerError
 
@@ -58,6 +58,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The cache server that holds this engine's cache; None for a cache in each worker."""
     namespace_file: str | None = None
     """As in `ExtraConfig`."""
+    tracing: TracingConfig = TracingConfig()
+    role: str = "vllm"
+    name: str = ""
+    """The node's role and name in the file, if it is one of the file's nodes."""
 
 
 def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
@@ -101,6 +105,9 @@ def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
         shards=config.shards if is_vllm else config.cache.shards,
         server_url=server_url,
         namespace_file=given.namespace_file,
+        tracing=config.tracing,
+        role="vllm" if node is None else node.role,
+        name="" if node is None else node.name,
     )
 
 

@@ -351,8 +351,9 @@ def test_a_whole_cluster_over_an_etcd_with_users_and_certificates(
         def registered() -> set[str]:
             return {node["name"] for node in json.loads(answers[-1].stdout)["nodes"] if node["instance"]}
 
-        wait_for(lambda: status_says('"well":true', told), what="the cluster being well")
-        assert registered() == {"master", "store-0", "prefill-0", "decode-0", "proxy"}
+        # a node that a busy machine held up loses its lease, and registers again
+        everybody = {"master", "store-0", "prefill-0", "decode-0", "proxy"}
+        wait_for(lambda: status_says('"well":true', told) and registered() == everybody, what="the cluster being well")
         assert answers[-1].exit_code == 0
         wait_for(
             lambda: status_says("permission denied", {**told, "user": None, "password_file": None}), what="a refusal"

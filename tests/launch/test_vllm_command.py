@@ -154,3 +154,22 @@ def test_shards_are_the_least_common_multiple_of_the_nodes_sizes(tmp_path: Path)
     file = tmp_path / "c.yaml"
     file.write_text(FILE.format(args="{tp: 4}", own="{tensor-parallel-size: 6}", shards="0"))
     assert load_config(file).shards == 12
+
+
+def test_with_a_collector_vllm_sends_its_spans_there_unless_the_file_says_otherwise(
+    executable: str, tmp_path: Path
+) -> None:
+    collector, node = "http://10.0.0.9:4318/v1/traces", DecodeNode(name="a")
+    plain = VllmEngineConfig(model="m", executable=executable)
+    own = VllmEngineConfig(
+        model="m",
+        executable=executable,
+        args={"otlp_traces_endpoint": "http://c:4317"},
+        env={"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"},
+    )
+    for engine, endpoint, protocol in ((plain, collector, "http/protobuf"), (own, "http://c:4317", "grpc")):
+        argv = command(engine, node, tmp_path / "c", tmp_path / "n", collector)
+        assert [one for one in argv if "otlp" in one] == [f"--otlp-traces-endpoint={endpoint}"]
+        assert environment(engine, node, tmp_path / "n", collector)["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == protocol
+    assert not [one for one in command(plain, node, tmp_path / "c", tmp_path / "n") if "otlp" in one]
+    assert not [name for name in environment(plain, node, tmp_path / "n") if name.startswith("OTEL")]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,3 +16,15 @@ NO_ROOT = "not root, which network namespaces and mounts take; run `make test` a
 NO_GPU = "no CUDA device; run `make test` on a machine with one, with a torch built for it"
 
 needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason=NO_ETCD)
+
+_TOOLS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def tool(name: str) -> str | None:
+    """Returns the path of a program that tools/deploy-tools.sh puts beside this Python, or that is in PATH."""
+    return shutil.which(name, path=_TOOLS)
+
+
+def needs_tool(name: str) -> pytest.MarkDecorator:
+    """Skips tests of deploy/ where a program is missing."""
+    return pytest.mark.skipif(tool(name) is None, reason=f"no {name}; `make test` installs it by tools/deploy-tools.sh")

@@ -11,9 +11,11 @@ from typing import NamedTuple
 import pytest
 
 from bench.lib.model import VOCABULARY, write_model
+from tests.support.collector import Collector, collecting
 from tests.support.leaks import no_leaks
 from tests.support.pool import Pool, free_port
-from tests.vllm.servers import PdCacheServer, Reference, begun, by_hand, cluster_file, running
+from tests.vllm.servers import ENV, PROGRAM, PdCacheServer, Reference, begun, by_hand, cluster_file, running
+from tests.vllm.warm import warm_program
 
 
 class Pair(NamedTuple):
@@ -21,6 +23,15 @@ class Pair(NamedTuple):
 
     a: PdCacheServer
     b: PdCacheServer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers are forks of a process that has imported vLLM."""
+    with warm_program(tmp_path_factory.mktemp("warm"), ENV) as program:
+        PROGRAM[0] = str(program)
+        yield
+        PROGRAM[0] = "vllm"
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +72,13 @@ def events_port() -> int:
     return free_port()
 
 
+@pytest.fixture(scope="session")
+def collector() -> Iterator[Collector]:
+    """Where the pair's spans go."""
+    with collecting() as collector:
+        yield collector
+
+
 @pytest.fixture(scope="session", params=["in-process", "server"])
 def mode(request: pytest.FixtureRequest) -> str:
     """Where the engines' cache is: in each of their workers, or in one cache server for both."""
@@ -74,9 +92,10 @@ def pair(
     plain: Reference,
     events_port: int,
     mode: str,
+    collector: Collector,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
-    """A with vLLM's prefix cache and asynchronous scheduling, B without either. `plain` starts at the same time."""
+    """A with vLLM's prefix cache and asynchronous scheduling, B without either, both traced. `plain` starts at the same time."""
     events = (
         f'{{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:{events_port}", "topic": "kv"}}'
     )
@@ -84,7 +103,8 @@ def pair(
         "prefill-0": {"args": {"async-scheduling": True, "kv-events-config": events}},
         "decode-0": {"args": {"async-scheduling": False, "enable-prefix-caching": False}},
     }
-    file = cluster_file(tmp_path_factory.mktemp("pair"), vllm_pool, model, nodes, mode=mode)
+    tracing = {"endpoint": collector.endpoint, "sample_ratio": 0}
+    file = cluster_file(tmp_path_factory.mktemp("pair"), vllm_pool, model, nodes, mode=mode, tracing=tracing)
     with running(file, *nodes) as (a, b):
         yield Pair(a, b)
 

@@ -50,6 +50,9 @@ ARGS: dict[str, Any] = {
 }
 """Of every server, plain or not: small steps, so that each longer prompt is computed in several, and 128 MiB of KV cache."""
 
+PROGRAM = ["vllm"]
+"""vLLM's command. The session's fixture `warm_vllm` puts one in its place that starts sooner."""
+
 TRANSFER: dict[str, Any] = {"staging_size": "32MiB", "prefault": False}
 HANDOFF_MS = 8000
 _READY_S = 900.0
@@ -230,7 +233,7 @@ class PdCacheServer(Server):
 @contextlib.contextmanager
 def by_hand(model: Path, *more: str) -> Iterator[Server]:
     """`vllm serve`, not started by pd-cache; without `more` flags it has no connector."""
-    with vllm_server(model, MODEL_NAME, ARGS, ENV, *more, ready_timeout_s=_READY_S) as url:
+    with vllm_server(model, MODEL_NAME, ARGS, ENV, *more, ready_timeout_s=_READY_S, program=PROGRAM[0]) as url:
         yield Server(url)
 
 
@@ -291,6 +294,7 @@ def cluster_file(
         "cache": {"chunk_size": CHUNK, "shards": SHARDS},
         "engine": {
             "kind": "vllm",
+            "executable": PROGRAM[0],
             "model": str(model),
             "name": MODEL_NAME,
             "args": {**ARGS, **(args or {})},

@@ -52,12 +52,12 @@ def stopped(pool: Pool, name: str) -> Iterator[None]:
         pool.nodes[name].send(signal.SIGCONT)
 
 
-def corrupt(pool: Pool, *keys: str) -> None:
-    """Flip a bit of each of these objects."""
+def corrupt(pool: Pool, *keys: str, byte: int | None = None) -> None:
+    """Flip a bit of each of these objects: in the middle, or of this byte."""
     with pool.bare_client() as client:
         for key in keys:
             value = bytearray(client.get(key))
-            value[len(value) // 2] ^= 1
+            value[len(value) // 2 if byte is None else byte] ^= 1
             assert client.remove(key, True) == 0
             assert client.put(key, bytes(value)) == 0
 

@@ -264,23 +264,31 @@ def test_states_are_those_of_one_size_of_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "stages", "message"),
+    ("kinds", "stages", "ahead", "message"),
     [
-        (("full", "full"), 1, "keep every token in one group"),
-        (("window",), 1, "keep every token in one group"),
-        (("state",), 1, "keep every token in one group"),
-        (("full",), 2, "pipeline_parallel_size of 2"),
+        (("full", "full"), 1, False, "keep every token in one group"),
+        (("window",), 1, False, "keep every token in one group"),
+        (("state",), 1, False, "keep every token in one group"),
+        (("full",), 2, False, "pipeline_parallel_size of 2"),
+        (("full",), 1, True, "asynchronous scheduling"),
     ],
 )
-def test_a_synchronous_load_is_refused_if_its_failure_could_not_be_mended(
-    kinds: tuple[Literal["full", "window", "state"], ...], stages: int, message: str
+def test_a_load_within_a_step_is_refused_if_its_failure_could_not_be_mended(
+    kinds: tuple[Literal["full", "window", "state"], ...], stages: int, ahead: bool, message: str
 ) -> None:
-    from pd_cache.vllm.connector import check_sync
+    from pd_cache.vllm.connector import check_sync, why_not_in_step
     from pd_cache.vllm.layers import KeptLayers
 
-    check_sync([KeptLayers(0, 16)], 1)
+    def why(stages: int, ahead: bool, kinds: tuple[Literal["full", "window", "state"], ...]) -> str:
+        config: Any = SimpleNamespace(
+            parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+            scheduler_config=SimpleNamespace(async_scheduling=ahead),
+        )
+        return why_not_in_step(config, [KeptLayers(number, 16, kind) for number, kind in enumerate(kinds)])
+
+    check_sync(why(1, False, ("full",)))
     with pytest.raises(ConfigError, match=message):
-        check_sync([KeptLayers(number, 16, kind) for number, kind in enumerate(kinds)], stages)
+        check_sync(why(stages, ahead, kinds))
 
 
 def test_lookups_ask_for_the_layers_of_all_stages_and_the_ranks_of_a_stage_must_agree(
@@ -298,7 +306,7 @@ def test_lookups_ask_for_the_layers_of_all_stages_and_the_ranks_of_a_stage_must_
 
     opened: list[Any] = []
     connector: Any = PdCacheConnector.__new__(PdCacheConnector)
-    connector._scheduler = SimpleNamespace(open=lambda first, lookup: opened.append((first, lookup)))
+    connector._scheduler = SimpleNamespace(open=lambda first, lookup, by_layers: opened.append((first, lookup)))
     connector._settings = read_settings({"config_file": str(file), "node": "prefill-0"}, "kv_both")
     connector._vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="llama"))
     monkeypatch.setattr(connector, "_open_lookup", lambda one: [metadata.group.layers for metadata in one.metadata])

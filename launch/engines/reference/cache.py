@@ -12,16 +12,17 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from pd_cache.blocks import BlockCache, Restored, TierChunks
+from pd_cache.blocks import BlockCache, Restored, StoreOutcome, TierChunks
 from pd_cache.misses import MissReason
 from pd_cache.reports import RequestReport
 from pd_cache.sparse_log import SparseLog
 from pd_cache.tokens import salt_keys
+from pd_cache.tracing import UNTRACED, Tracing
 
 _logger = logging.getLogger(__name__)
 
@@ -63,8 +64,17 @@ class SurveyedPrompt(NamedTuple):
 class Prefix:
     """The whole chunks of a prompt, and where they lie in the pages."""
 
-    def __init__(self, cache: BlockCache, tokens: array.array[int], blocks: Sequence[int], salt: str | None) -> None:
-        """`blocks` are the blocks of the tokens, in order. The prompt is named once, on the thread that first asks for the names."""
+    def __init__(
+        self,
+        cache: BlockCache,
+        tokens: array.array[int],
+        blocks: Sequence[int],
+        salt: str | None,
+        trace: Mapping[str, str] | None = None,
+    ) -> None:
+        """`blocks` are the blocks of the tokens, in order. The prompt is named once, on the thread that first asks for the names. `trace` is
+        the trace context of the request."""
+        self.trace = trace
         self.length = len(tokens)
         self._cache = cache
         self._tokens = tokens
@@ -88,18 +98,25 @@ class Prefix:
 class PrefixCache:
     """A `BlockCache` over one engine's pages, with failures turned into misses."""
 
-    def __init__(self, cache: BlockCache, kv_caches: dict[str, torch.Tensor]) -> None:
+    def __init__(self, cache: BlockCache, kv_caches: dict[str, torch.Tensor], tracing: Tracing = UNTRACED) -> None:
         self.chunk_size = int(cache.chunk_size)
         if self.chunk_size < 1:
             raise ValueError(f"the cache's chunk_size must be positive, got {self.chunk_size}")
         self._cache = cache
         self._kv_caches = kv_caches
         self._log = SparseLog()
+        self._tracing = tracing
 
-    def prefix(self, prompt: array.array[int], blocks: Sequence[int], salt: str | None) -> Prefix | None:
+    def prefix(
+        self,
+        prompt: array.array[int],
+        blocks: Sequence[int],
+        salt: str | None,
+        trace: Mapping[str, str] | None = None,
+    ) -> Prefix | None:
         """Returns the part of a prompt that the cache can hold; None if there is none. `blocks` are those of the prompt."""
         whole = self.whole_chunks(len(prompt))
-        return Prefix(self._cache, prompt[:whole], blocks, salt) if whole else None
+        return Prefix(self._cache, prompt[:whole], blocks, salt, trace) if whole else None
 
     def whole_chunks(self, tokens: int) -> int:
         """Returns how many of a prompt's `tokens` tokens can be stored."""
@@ -126,7 +143,12 @@ class PrefixCache:
         first = loaded // self.chunk_size
         blocks = prefix.blocks(first, len(prefix.names))
         try:
-            self._cache.store(prefix.names[first:], blocks, kv_caches=self._kv_caches, epoch=prefix.epoch)
+            with self._tracing.begin("pd_cache.store", prefix.trace, asked=len(prefix.names) - first) as span:
+                outcomes = self._cache.store(
+                    prefix.names[first:], blocks, kv_caches=self._kv_caches, epoch=prefix.epoch
+                )
+                if self._tracing.on:
+                    span.note(stored=sum(outcome is StoreOutcome.NEW for outcome in outcomes))
         except Exception as error:  # noqa: BLE001 - whatever the cache raises, serving goes on
             self._warn("storing in the cache failed", error)
             return False
@@ -138,29 +160,33 @@ class PrefixCache:
             return LoadResult(LoadOutcome.UNAVAILABLE, 0, reason=cache.survey(prefix.names).reason)
         deadline = time.monotonic() + wait_s
         pause = _FIRST_POLL_S
-        while True:
-            found = cache.survey(prefix.names, session=prefix.session)
-            prefix.epoch = cache.epoch
-            remaining = deadline - time.monotonic()
-            if found.chunks * self.chunk_size >= announced or remaining <= 0 or not cache.available:
-                break
-            if cancelled.wait(min(pause, remaining)):
-                break
-            pause = min(2 * pause, _LONGEST_POLL_S)
+        with self._tracing.begin("pd_cache.lookup", prefix.trace, asked=prefix.length, announced=announced) as span:
+            while True:
+                found = cache.survey(prefix.names, session=prefix.session)
+                prefix.epoch = cache.epoch
+                remaining = deadline - time.monotonic()
+                if found.chunks * self.chunk_size >= announced or remaining <= 0 or not cache.available:
+                    break
+                if cancelled.wait(min(pause, remaining)):
+                    break
+                pause = min(2 * pause, _LONGEST_POLL_S)
+            span.note(found=found.chunks * self.chunk_size, reason=found.reason)
         if cancelled.is_set():
             return LoadResult(LoadOutcome.CANCELLED, 0, reason="deadline")
         wanted = min(int(found.chunks), len(prefix.names))
         restored = Restored(0)
         if wanted > 0:
-            restored = cache.restore(
-                prefix.names[:wanted],
-                prefix.blocks(0, wanted),
-                kv_caches=self._kv_caches,
-                session=prefix.session,
-                epoch=prefix.epoch,
-            )
-            if not isinstance(restored.chunks, int) or not 0 <= restored.chunks <= wanted:
-                raise ValueError(f"restore answered {restored!r:.80} of {wanted} chunks")
+            with self._tracing.begin("pd_cache.load", prefix.trace, asked=wanted * self.chunk_size) as span:
+                restored = cache.restore(
+                    prefix.names[:wanted],
+                    prefix.blocks(0, wanted),
+                    kv_caches=self._kv_caches,
+                    session=prefix.session,
+                    epoch=prefix.epoch,
+                )
+                if not isinstance(restored.chunks, int) or not 0 <= restored.chunks <= wanted:
+                    raise ValueError(f"restore answered {restored!r:.80} of {wanted} chunks")
+                span.note(loaded=restored.chunks * self.chunk_size, reason=restored.reason)
         reason = found.reason if restored.chunks == wanted else restored.reason
         if reason in ("never_stored", "missing") and wanted * self.chunk_size < announced:
             reason = "deadline"  # it may come yet

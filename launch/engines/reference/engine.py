@@ -24,6 +24,7 @@ from pd_cache.blocks import BlockCache
 from pd_cache.cluster import HandoffConfig, ReferenceEngineConfig
 from pd_cache.layout import KVLayout
 from pd_cache.tokens import CacheMetadata
+from pd_cache.tracing import UNTRACED, Tracing
 
 _logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class ReferenceEngine:
         *,
         request_timeout_s: float = 300.0,
         load_timeout_s: float = 10.0,
+        tracing: Tracing = UNTRACED,
     ) -> None:
         """Starts serving `model`, which `load_model(config)` returned.
 
@@ -80,7 +82,7 @@ class ReferenceEngine:
         self._accepting = True
         self._stopping = False
         self._failed = False
-        self._cache = None if cache is None else PrefixCache(cache, model.kv.kv_caches)
+        self._cache = None if cache is None else PrefixCache(cache, model.kv.kv_caches, tracing)
         self._scheduler = Scheduler(
             model,
             config,
@@ -96,13 +98,17 @@ class ReferenceEngine:
 
     @classmethod
     def open(
-        cls, config: ReferenceEngineConfig, handoff: HandoffConfig | None = None, cache: CacheFactory | None = None
+        cls,
+        config: ReferenceEngineConfig,
+        handoff: HandoffConfig | None = None,
+        cache: CacheFactory | None = None,
+        tracing: Tracing = UNTRACED,
     ) -> ReferenceEngine:
         """Loads the model of `config`, makes the cache for it and starts. Raises UnsupportedModelError as `load_model` does."""
         model = load_model(config)
         kv = model.kv
         made = None if cache is None else cache(CacheMetadata.of(model.identity, kv.layout), kv.layout, kv.kv_caches)
-        return cls(model, config, handoff, made)
+        return cls(model, config, handoff, made, tracing=tracing)
 
     @property
     def healthy(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -25,6 +26,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Keeps this request's chunks apart from those of other salts."""
     announced_prefix: int = 0
     """Tokens of the prompt that a prefill node has announced to be in the pool, or on their way there: worth waiting for."""
+    trace: Mapping[str, str] | None = None
+    """The trace context under which the request's spans are."""
     arrival: float | None = None
     """`time.monotonic()` when the request reached this node; None means when it is submitted."""
 

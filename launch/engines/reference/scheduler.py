@@ -198,7 +198,7 @@ class Scheduler:
         """Returns the part of the prompt that the cache can hold. It is the same for the load and the store, so it is named once."""
         if active.prefix is None and self._cache is not None:
             salt = active.generation.request.cache_salt
-            active.prefix = self._cache.prefix(active.prompt, active.blocks, salt)
+            active.prefix = self._cache.prefix(active.prompt, active.blocks, salt, active.generation.request.trace)
         return active.prefix
 
     def _start_load(self, active: _Active) -> None:

@@ -28,6 +28,7 @@ from launch.engines.reference.protocol import (
 from launch.engines.reference.request import GenerationRequest
 from launch.openai import error_body
 from pd_cache.reports import RecentReports, RequestReport
+from pd_cache.tracing import UNTRACED, TraceSpan, Tracing, trace_headers
 
 _logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def make_app(
     registry: CollectorRegistry | None = None,
     about: Callable[[], Mapping[str, Any]] | None = None,
     peers: Peers | None = None,
+    tracing: Tracing = UNTRACED,
 ) -> web.Application:
     """Returns the application. The caller keeps ownership of the engine and closes it.
 
@@ -55,7 +57,7 @@ def make_app(
     """
     config = engine.config
     app = web.Application(client_max_size=(1 << 20) + 64 * config.max_model_len, middlewares=[_errors])
-    server = _Handlers(engine, registry, about or dict)
+    server = _Handlers(engine, registry, about or dict, tracing)
     app.router.add_post("/v1/completions", server.completions)
     app.router.add_post("/tokenize", server.tokenize)
     app.router.add_post("/survey", server.survey)
@@ -74,8 +76,13 @@ def make_app(
 
 class _Handlers:
     def __init__(
-        self, engine: ReferenceEngine, registry: CollectorRegistry | None, about: Callable[[], Mapping[str, Any]]
+        self,
+        engine: ReferenceEngine,
+        registry: CollectorRegistry | None,
+        about: Callable[[], Mapping[str, Any]],
+        tracing: Tracing,
     ) -> None:
+        self._tracing = tracing
         self._engine = engine
         self._about = about
         self._registry = registry
@@ -123,10 +130,15 @@ class _Handlers:
         given = _request_id(http)
         known_as = identifier if given == "-" else given
         outcome = "refused, or its client went away"
+        span = self._tracing.begin(
+            "pd_cache.engine", trace_headers(http.headers), kind="server", request_id=known_as, model=self._model
+        )
         try:
-            response = await self._complete(http, arrival, identifier, known_as)
+            response = await self._complete(http, arrival, identifier, known_as, span)
             outcome = str(response.status)
         finally:
+            span.note(outcome=outcome)
+            span.end("" if outcome[:1] in "234" else outcome)
             report = self._reports.get(known_as)
             took, line = time.monotonic() - arrival, "" if report is None else report.line()
             _logger.info("request %s: %s in %.3f s %s", known_as, outcome, took, line)
@@ -139,9 +151,11 @@ class _Handlers:
             raise BadRequest("no such request among the last ones", param="id", code="not_found", status=404)
         return web.json_response({"reports": [msgspec.to_builtins(report)]})
 
-    async def _complete(self, http: web.Request, arrival: float, identifier: str, known_as: str) -> web.StreamResponse:
+    async def _complete(
+        self, http: web.Request, arrival: float, identifier: str, known_as: str, span: TraceSpan
+    ) -> web.StreamResponse:
         try:
-            request, generation = await self._submit(http, arrival)
+            request, generation = await self._submit(http, arrival, span)
         except (BadRequest, ValueError):
             self._engine.metrics.requests.labels("invalid").inc()
             raise
@@ -152,6 +166,8 @@ class _Handlers:
             return await self._whole(builder, generation)
         finally:
             if generation.described:
+                stats = generation.stats
+                span.note(prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, ttft_ms=stats.ttft_ms)
                 self._reports.note(known_as, generation.stats.report)
             generation.cancel()
 
@@ -166,7 +182,7 @@ class _Handlers:
         finally:
             self._reading -= 1
 
-    async def _submit(self, http: web.Request, arrival: float) -> tuple[CompletionRequest, Generation]:
+    async def _submit(self, http: web.Request, arrival: float, span: TraceSpan) -> tuple[CompletionRequest, Generation]:
         request, tokens = await self._read(http)
         asked = GenerationRequest(
             prompt=tokens,
@@ -176,6 +192,7 @@ class _Handlers:
             cache_salt=request.cache_salt,
             announced_prefix=request.announced_prefix,
             arrival=arrival,
+            trace=span.headers,
         )
         return request, self._engine.submit(asked)
 

@@ -1,4 +1,4 @@
-"""What every test of the proxy is checked for."""
+"""What every test of the proxy is checked for, and what several need."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from launch.proxy import breaker
+
 
 @pytest.fixture(autouse=True)
 def no_file_left_open() -> Iterator[None]:
     before = psutil.Process().num_fds()
     yield
     assert psutil.Process().num_fds() <= before
+
+
+@pytest.fixture
+def long_skips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that is left alone stays so until the test's end, however slow the machine is."""
+    monkeypatch.setattr(breaker, "_FIRST_SKIP_S", 3600.0)
+    monkeypatch.setattr(breaker, "_LAST_SKIP_S", 3600.0)

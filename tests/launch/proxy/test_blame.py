@@ -260,6 +260,7 @@ async def test_a_request_that_kills_prefill_nodes_kills_no_decode_node() -> None
         assert sum(len(node.bodies) for node in c.decode) == 0
 
 
+@pytest.mark.usefixtures("long_skips")
 @scenario
 async def test_a_truly_broken_decode_node_is_left_alone() -> None:
     async with cluster(0, 3, breaker_failures=3) as c:
@@ -270,6 +271,7 @@ async def test_a_truly_broken_decode_node_is_left_alone() -> None:
         assert len(c.decode[1].bodies) == 3
 
 
+@pytest.mark.usefixtures("long_skips")
 @scenario
 async def test_lists_of_models_neither_hide_a_broken_node_nor_count_against_one() -> None:
     async def only_lists(request: web.Request) -> web.StreamResponse:

@@ -14,7 +14,7 @@ from launch.proxy.direct import DirectRule, Pool
 from pd_cache.block_hashes import BlockHasher, describe_hashes
 from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
-from pd_cache.tokens import ChunkedTokenDatabase, salt_keys, stride_hashes
+from pd_cache.tokens import ChunkedTokenDatabase, hash_tokens, salt_keys, stride_hashes
 from tests.support.proxy import (
     NAMESPACE,
     Behaviour,
@@ -35,29 +35,17 @@ class Lookups(LookupClient):
         self.found = found
         self.gate = threading.Event()
         self.gate.set()
-        self.asked: list[tuple[object, object]] = []
+        self.asked: list[list[bytes]] = []
         self.closed = False
 
     @property
     def available(self) -> bool:
         return True
 
-    def lookup(
-        self,
-        token_ids: Any = None,
-        lookup_id: str | None = None,
-        request_configs: Any = None,
-        *,
-        block_hashes: Any = None,
-        at_hand: int = 0,
-    ) -> int:
-        extra_keys = (request_configs or {}).get("extra_keys", ())
-        self.asked.append((block_hashes if token_ids is None else len(token_ids), extra_keys))
+    def find(self, names: Any, lookup_id: str | None = None, *, at_hand: int = 0) -> int:
+        self.asked.append(names)
         self.gate.wait(60)
         return self.found
-
-    def find(self, names: Any, lookup_id: str | None = None, *, at_hand: int = 0) -> int:
-        return self.lookup(block_hashes=names)
 
     def reset(self) -> str | None:
         raise AssertionError("a proxy resets nothing")
@@ -94,7 +82,7 @@ async def test_a_short_prompt_goes_to_the_decode_node_directly_without_a_lookup(
             assert len(c.prefill[0].bodies) == there
         assert "kv_transfer_params" not in c.decode[0].bodies[0]
         assert c.metric("handoffs_total", result="short") == 2
-    assert [length for length, _ in client.asked] == [256], "one lookup, and none where no node tells a text's tokens"
+    assert client.asked == [hash_tokens([1] * 256, 256)], "one lookup, and none where no node tells a text's tokens"
     assert client.closed
 
 
@@ -109,7 +97,7 @@ async def test_a_prompt_whose_prefix_is_in_the_pool_goes_to_the_decode_node_dire
             assert response.status == 200
         assert len(c.prefill[0].bodies) == (0 if directly else 1)
         assert c.metric("handoffs_total", result="in_pool") == int(directly)
-    assert client.asked == [(1000, salt_keys("tenant"))]
+    assert client.asked == [hash_tokens([7] * 1000, 256, salt_keys("tenant"))]
 
 
 @pytest.mark.parametrize("step", [None, 4], ids=["a hash a block", "a hash for less than a block"])
@@ -123,7 +111,7 @@ async def test_chunks_that_vllm_names_are_looked_up_by_its_block_hashes(step: in
         assert c.prefill[0].bodies == []
     step = step or space.block_size
     named = BlockHasher(step, hashes).hashes([7] * 1000, "tenant")
-    assert client.asked == [(stride_hashes(named, space.chunk_size // step), ())]
+    assert client.asked == [stride_hashes(named, space.chunk_size // step)]
 
 
 @scenario

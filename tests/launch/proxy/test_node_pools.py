@@ -203,6 +203,7 @@ async def test_a_check_that_hangs_counts_as_failed() -> None:
             assert response.status == 200, "with nobody else, the checks are not believed"
 
 
+@pytest.mark.usefixtures("long_skips")
 @scenario
 async def test_a_node_that_answers_errors_is_left_alone_for_a_while() -> None:
     async with cluster(2, 1, breaker_failures=3) as c:

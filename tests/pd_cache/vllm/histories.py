@@ -72,7 +72,7 @@ class Pool:
     """vLLM's pool of blocks, with a count of references for each."""
 
     def __init__(self) -> None:
-        self.blocks = [SimpleNamespace(block_id=number, ref_cnt=0) for number in range(64)]
+        self.blocks = [SimpleNamespace(block_id=number, ref_cnt=0, block_hash=None) for number in range(64)]
         self.null_block = self.blocks[0]
         self.num_gpu_blocks = len(self.blocks)
         self.evicted: set[int] = set()
@@ -88,6 +88,29 @@ class Pool:
 
     def evict_blocks(self, ids: set[int]) -> None:
         self.evicted |= ids
+        for number in ids:
+            self.blocks[number].block_hash = None
+
+    def cache_full_blocks(
+        self,
+        *,
+        request: Any,
+        blocks: Any,
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+    ) -> None:
+        assert (block_size, kv_cache_group_id) == (BLOCK, 0)
+        assert num_full_blocks * BLOCK <= request.num_tokens
+        for block in blocks[num_cached_blocks:num_full_blocks]:
+            assert block.block_hash is None
+            block.block_hash = request.request_id
+
+    @property
+    def cached(self) -> list[int]:
+        """The blocks in vLLM's own prefix cache."""
+        return [block.block_id for block in self.blocks if block.block_hash is not None]
 
     @property
     def used(self) -> set[int]:
@@ -214,7 +237,8 @@ class Scene:
             clock=self.clock,
         )
         self.lookups.ahead = max(one.ahead for one in layers)
-        self.side.open([METADATA_OF_DRAFTER if one.drafts else METADATA for one in layers], self.lookups)
+        opened = [METADATA_OF_DRAFTER if one.drafts else METADATA for one in layers]
+        self.side.open(opened, self.lookups, by_layers=True)
         self.side.bind(self.manager)  # type: ignore[arg-type]
 
     def names(self, request: Request) -> list[bytes]:

@@ -10,7 +10,7 @@ import torch
 from pd_cache.blocks import Restored, StoreOutcome
 from pd_cache.groups import Surveyed
 from pd_cache.metrics import CacheMetrics
-from pd_cache.tokens import hash_tokens
+from pd_cache.tokens import ChunkNamer
 from tests.support.waiting import PATIENCE_S
 
 
@@ -34,7 +34,7 @@ class FakeCache:
 
     def name_chunks(self, tokens, hashes=None, extra_keys=()) -> list[bytes]:
         self.named += 1
-        return hash_tokens(tokens, self.chunk_size, extra_keys)
+        return ChunkNamer(self.chunk_size).hash_tokens(tokens, extra_keys)
 
     def lookup(self, names: Sequence[bytes], *, session: str = "") -> int:
         found = 0

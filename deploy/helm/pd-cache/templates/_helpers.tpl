@@ -1,0 +1,174 @@
+{{- define "pd-cache.fullname" -}}
+{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name | trunc 40 | trimSuffix "-" }}{{ else }}{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" }}{{ end }}
+{{- end }}
+
+{{- define "pd-cache.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "pd-cache.labels" -}}
+{{ include "pd-cache.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{/* The shared sections of every pod's file. */}}
+{{- define "pd-cache.shared" -}}
+{{- range $key := list "name" "discovery" "nodes" "master" }}
+{{- if hasKey $.Values.config $key }}{{ fail (printf "config.%s: the chart writes this section; see clusterName, etcd and the roles" $key) }}{{ end }}
+{{- end }}
+name: {{ .Values.clusterName }}
+discovery:
+  kind: etcd
+  endpoints: {{ toJson .Values.etcd.endpoints }}
+master: {ha: true}
+{{ $config := deepCopy .Values.config }}
+{{- if .Values.rdma }}{{ $_ := set $config "transfer" (merge (dict "protocol" "rdma") (get $config "transfer" | default dict)) }}{{ end }}
+{{- if .Values.proxy.tlsSecret }}{{ $tls := dict "cert_file" "/etc/pd-cache-tls/tls.crt" "key_file" "/etc/pd-cache-tls/tls.key" }}
+{{- $_ := set $config "proxy" (merge (dict "tls" $tls) (get $config "proxy" | default dict)) }}{{ end }}
+{{- toYaml $config }}
+{{- end }}
+
+{{/*
+The pod of a role. Called with a dict: root, role, values (the role's), port (of its probes), scheme, startup (seconds),
+ports (name: number), mounts and volumes (lists), init (a list), image.
+A pod's file is the role's, with the pod's own address and name: a node's host is what it binds and what others use.
+*/}}
+{{- define "pd-cache.pod" -}}
+{{- $ := .root }}
+{{- $v := .values }}
+metadata:
+  labels:
+    {{- include "pd-cache.labels" $ | nindent 4 }}
+    app.kubernetes.io/component: {{ .role }}
+  annotations:
+    checksum/config: {{ include (print $.Template.BasePath "/configmap.yaml") $ | sha256sum }}
+    {{- with $v.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ add 15 (dig "supervisor" "stop_grace_s" 10 $.Values.config | int) }}
+  {{- if $.Values.hostNetwork }}
+  hostNetwork: true
+  dnsPolicy: ClusterFirstWithHostNet
+  {{- end }}
+  {{- with $.Values.imagePullSecrets }}
+  imagePullSecrets: {{ toYaml . | nindent 4 }}
+  {{- end }}
+  {{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" }}
+  {{- with index $v $key }}
+  {{ $key }}: {{ if kindIs "string" . }}{{ . }}{{ else }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- end }}
+  {{- end }}
+  securityContext:
+    {{- if $.Values.rdma }}
+    runAsUser: 0  # memory is locked and /dev/infiniband opened as root
+    {{- else }}
+    runAsNonRoot: true
+    runAsUser: 10001
+    runAsGroup: 10001
+    fsGroup: 10001
+    {{- end }}
+    seccompProfile: {type: RuntimeDefault}
+  {{- with .init }}
+  initContainers: {{ toYaml . | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: {{ .role }}
+      image: {{ .image | default (printf "%s:%s" $.Values.image.repository ($.Values.image.tag | default $.Chart.AppVersion)) | quote }}
+      imagePullPolicy: {{ $.Values.image.pullPolicy }}
+      command: [/bin/sh, -ec]
+      args:
+        - |
+          sed -e "s/POD_IP/$POD_IP/g" -e "s/POD_NAME/$POD_NAME/g" /etc/pd-cache/{{ .role }}.yaml >/run/pd-cache-file/cluster.yaml
+          exec pd-cache launch {{ .role }} -c /run/pd-cache-file/cluster.yaml --node "$POD_NAME"
+      env:
+        - name: POD_NAME
+          valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        - name: POD_IP
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        {{- range $name, $value := $v.env }}
+        - name: {{ $name }}
+          value: {{ $value | quote }}
+        {{- end }}
+      ports:
+        {{- range $name, $port := .ports }}
+        - {name: {{ $name }}, containerPort: {{ $port }}, protocol: TCP}
+        {{- end }}
+      {{- $get := dict "path" "/health" "port" .port "scheme" (.scheme | default "HTTP") }}
+      startupProbe:
+        httpGet: {{ toJson $get }}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: {{ div (.startup | default 600 | int) 5 }}
+      readinessProbe:
+        httpGet: {{ toJson $get }}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: 3
+      livenessProbe:
+        {{- if eq .role "proxy" }}
+        tcpSocket: {port: {{ .port }}}  # a proxy without nodes is not well, and a restart would not help it
+        {{- else }}
+        httpGet: {{ toJson $get }}
+        {{- end }}
+        periodSeconds: 10
+        timeoutSeconds: 10
+        failureThreshold: 6
+      {{- with $v.resources }}
+      resources: {{ toYaml . | nindent 8 }}
+      {{- end }}
+      securityContext:
+        allowPrivilegeEscalation: false
+        capabilities:
+          drop: [ALL]
+          {{- if $.Values.rdma }}
+          add: [IPC_LOCK]
+          {{- end }}
+      volumeMounts:
+        - {name: config, mountPath: /etc/pd-cache, readOnly: true}
+        - {name: file, mountPath: /run/pd-cache-file}
+        {{- if $.Values.rdma }}
+        - {name: infiniband, mountPath: /dev/infiniband}
+        {{- end }}
+        {{- with .mounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    - name: config
+      configMap: {name: {{ include "pd-cache.fullname" $ }}}
+    - name: file
+      emptyDir: {}
+    {{- if $.Values.rdma }}
+    - name: infiniband
+      hostPath: {path: /dev/infiniband, type: Directory}
+    {{- end }}
+    {{- with .volumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end }}
+
+{{/* The folder of the cache server's socket on the node, which only the pods' user may enter. */}}
+{{- define "pd-cache.socket-folder" -}}
+name: socket-folder
+image: {{ printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) | quote }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+command: [/bin/sh, -ec, "chown {{ if .Values.rdma }}0:0{{ else }}10001:10001{{ end }} {{ .Values.cacheServer.socketFolder }}; chmod 0700 {{ .Values.cacheServer.socketFolder }}"]
+resources: {requests: {cpu: 10m, memory: 16Mi}, limits: {memory: 64Mi}}
+securityContext:
+  runAsUser: 0
+  runAsNonRoot: false
+  allowPrivilegeEscalation: false
+  capabilities: {drop: [ALL], add: [CHOWN, FOWNER]}
+volumeMounts:
+  - {name: socket, mountPath: {{ .Values.cacheServer.socketFolder }}}
+{{- end }}
+
+{{- define "pd-cache.socket-volume" -}}
+name: socket
+hostPath: {path: {{ .Values.cacheServer.socketFolder }}, type: DirectoryOrCreate}
+{{- end }}

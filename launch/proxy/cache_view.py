@@ -1,0 +1,104 @@
+"""What the proxy knows of the nodes' caches and of the pool, from their KV events. Follows who publishes them.
+
+Everything here belongs to the event loop's thread, except that the subscriber's thread applies events to the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+from launch.proxy.block_index import BlockBudget, KnownCache, KnownPool, NamedPrompt
+from pd_cache.cluster import NodeRecord
+from pd_cache.tokens import Namespace
+from pd_cache.wire.event_streams import EventEndpoints, EventSubscriber, OnSteps
+
+
+class CacheView:
+    """The index of blocks, and the publishers that fill it."""
+
+    def __init__(self, most_blocks: int, load_bytes: int) -> None:
+        """`load_bytes`: how many bytes a node loads from the pool in the time in which it computes a token."""
+        self._budget = BlockBudget(most_blocks)
+        self._load_bytes = load_bytes
+        self._subscriber = EventSubscriber()
+        self._caches: dict[tuple[str, str], KnownCache] = {}
+        """By the node's URL and instance: a node that was started anew has an empty cache."""
+        self._pools: dict[tuple[str, str], KnownPool] = {}
+        self._names: dict[str, str] = {}
+        """The name of each node that publishes events, by its URL."""
+
+    @property
+    def following(self) -> bool:
+        """Whether any node publishes events."""
+        return bool(self._caches)
+
+    def update(self, records: Iterable[NodeRecord]) -> dict[str, KnownCache]:
+        """Follows the nodes that publish events, and no others. Returns what is known of their caches, by URL."""
+        wanted: dict[Hashable, tuple[EventEndpoints, OnSteps]] = {}
+        caches: dict[tuple[str, str], KnownCache] = {}
+        pools: dict[tuple[str, str], KnownPool] = {}
+        names = {}
+        for record in records:
+            if record.events is None:
+                continue
+            url = record.address.rstrip("/")
+            key = (url, record.instance)
+            endpoints = EventEndpoints(record.events, record.replays or "")
+            if record.role == "master":
+                pools[key] = self._pools[key] if key in self._pools else KnownPool(self._budget)
+                wanted[key] = (endpoints, pools[key].apply)
+            else:
+                caches[key] = cache = self._caches[key] if key in self._caches else KnownCache(self._budget)
+                cache.fingerprint = record.fingerprint
+                names[url] = record.name
+                wanted[key] = (endpoints, cache.apply)
+        self._subscriber.follow(wanted)
+        for left in self._caches.keys() - caches.keys():
+            self._caches[left].forget()
+        for gone in self._pools.keys() - pools.keys():
+            self._pools[gone].forget()
+        self._caches, self._pools, self._names = caches, pools, names
+        return {url: cache for (url, _), cache in caches.items()}
+
+    def load_cost(self, namespaces: Iterable[Namespace]) -> float:
+        """Returns what a token of these groups of layers costs that is loaded, if one that is computed costs 1. At most 1."""
+        a_token = sum(one.layers * one.page_bytes * one.shards / one.block_size for one in namespaces)
+        return min(1.0, a_token / self._load_bytes)
+
+    def completed(self, prompt: NamedPrompt | None) -> NamedPrompt | None:
+        """Returns the prompt with what the pool holds of it. A lookup knows that best; otherwise the pool's events say it."""
+        if prompt is None or prompt.pool_tokens:
+            return prompt
+        return prompt._replace(pool_tokens=max((pool.tokens(prompt) for pool in self._pools.values()), default=0))
+
+    def looked_up(self, prompt: NamedPrompt, found: int) -> None:
+        """Takes in what a lookup in the pool found."""
+        for pool in self._pools.values():
+            pool.missed(prompt, found)
+
+    def hits(self, prompt: NamedPrompt) -> dict[str, dict[str, int]]:
+        """Returns, for each node with events, by name, how many tokens of the prompt's beginning it has in each medium. What the pool holds
+        counts as `CPU`, because it is in the memory of hosts and every node can load it."""
+        pool = max((one.tokens(prompt) for one in self._pools.values()), default=0)
+        found = {}
+        for (url, _), cache in self._caches.items():
+            media = cache.media(prompt) if cache.knows(prompt) else {}
+            own = {"GPU": 0, "CPU": 0, "DISK": 0} | media
+            found[self._names[url]] = own | {"CPU": max(own["CPU"], pool)}
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the fields for `/health`."""
+        feeds: Mapping[Hashable, Any] = self._subscriber.describe()
+        sizes = {key: len(known) for known_by in (self._caches, self._pools) for key, known in known_by.items()}
+        return {
+            "blocks": self._budget.used,
+            "most_blocks": self._budget.most,
+            "refused_blocks": self._budget.refused,
+            "publishers": {key[0]: {"blocks": size, **feeds.get(key, {})} for key, size in sizes.items()},
+        }
+
+    def close(self) -> None:
+        """Follows nobody any more. Waits for the subscriber's thread."""
+        self._subscriber.close()

@@ -1,0 +1,335 @@
+"""The chart and the manifests: rendered by a real helm, valid for three versions of Kubernetes, and what their pods would run.
+
+No cluster of Kubernetes runs here. The last test starts what the pods' commands say, as processes with addresses of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import json
+import os
+import re
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from pd_cache.cluster import ClusterConfig, read_config
+from tests.support.cluster import ENGINE, complete
+from tests.support.etcd import Etcd
+from tests.support.needs import needs_etcd, needs_tool, tool
+from tests.support.waiting import PATIENCE_S, wait_for
+from tests.test_architecture import ROOT
+
+CHART = ROOT / "deploy" / "helm" / "pd-cache"
+VERSIONS = ("1.29", "1.33", "1.37")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "everything": {
+        "cacheServer": {"enabled": True, "tolerations": [{"operator": "Exists"}]},
+        "serviceMonitor": {"enabled": True, "proxyKey": {"name": "keys", "key": "monitor"}},
+        "prometheusRule": {"enabled": True},
+        "proxy": {"keysSecret": "keys", "tlsSecret": "tls", "serviceType": "LoadBalancer", "priorityClassName": "high"},
+        "engineImage": {"repository": "pd-cache-vllm", "tag": "0.1.0"},
+        "engine": {"models": {"persistentVolumeClaim": {"claimName": "models"}}},
+        "prefill": {"nodeSelector": {"gpu": "yes"}, "resources": {"limits": {"nvidia.com/gpu": "1"}}, "env": {"A": 1}},
+        "imagePullSecrets": [{"name": "registry"}],
+        "networkPolicy": {"clients": [{"podSelector": {}}], "monitoring": []},
+        "config": {
+            "engine": {"kind": "vllm", "model": "/models/m", "name": "m"},
+            "proxy": {"api_keys_file": "/etc/pd-cache-keys/keys"},
+            "tracing": {"endpoint": "http://collector:4318/v1/traces"},
+        },
+    },
+    "rdma": {"rdma": True, "hostNetwork": True, "store": {"enabled": False}, "master": {"replicas": 1}},
+}
+OPERATORS = ("ServiceMonitor", "PrometheusRule")
+"""Kinds of the Prometheus Operator, which Kubernetes' own schemas do not know."""
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([tool("helm") or "", *arguments], capture_output=True, text=True, check=False)
+
+
+def rendered(folder: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
+    file = folder / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    done = helm("template", "try", str(CHART), "--namespace", "n", "--values", str(file))
+    assert done.returncode == 0, done.stderr
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def of_kind(documents: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
+    return [document for document in documents if document["kind"] in kinds]
+
+
+def files(documents: list[dict[str, Any]]) -> dict[str, str]:
+    """The file of each role."""
+    (config,) = of_kind(documents, "ConfigMap")
+    return {name.removesuffix(".yaml"): text for name, text in config["data"].items()}
+
+
+@needs_tool("helm")
+@pytest.mark.parametrize(
+    ("variant", "version"),
+    [*(("everything", version) for version in VERSIONS), ("defaults", VERSIONS[0]), ("rdma", VERSIONS[-1])],
+)
+def test_what_the_chart_renders_is_valid(tmp_path: Path, variant: str, version: str) -> None:
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="`make install` installs kubernetes-validate"
+    )
+    documents = rendered(tmp_path, VARIANTS[variant])
+    assert len({(document["kind"], document["metadata"]["name"]) for document in documents}) == len(documents) > 10
+    for document in documents:
+        if document["kind"] not in OPERATORS:
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+@needs_tool("helm")
+def test_the_validation_notices_an_unknown_field(tmp_path: Path) -> None:
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="`make install` installs kubernetes-validate"
+    )
+    (document, *_) = of_kind(rendered(tmp_path, {}), "DaemonSet")
+    document["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(document, VERSIONS[0], strict=True)
+
+
+@needs_tool("helm")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_role_has_a_workload_a_file_that_can_be_read_and_probes(tmp_path: Path, variant: str) -> None:
+    documents = rendered(tmp_path, VARIANTS[variant])
+    kinds = {"store": "DaemonSet", "cache-server": "DaemonSet"}
+    found = {}
+    for workload in of_kind(documents, "Deployment", "DaemonSet"):
+        role = workload["metadata"]["labels"]["app.kubernetes.io/component"]
+        assert workload["kind"] == kinds.get(role, "Deployment")
+        found[role] = workload["spec"]["template"]["spec"]
+    expected = {"master", "prefill", "decode", "proxy"}
+    expected |= {"store"} if variant != "rdma" else set()
+    expected |= {"cache-server"} if variant == "everything" else set()
+    assert found.keys() == files(documents).keys() == expected
+    for role, text in files(documents).items():
+        file = tmp_path / f"{role}.yaml"
+        file.write_text(text.replace("POD_IP", "127.0.0.1").replace("POD_NAME", f"try-{role}-0"))
+        config, _ = read_config(file)
+        assert config.nodes[0].role == role
+        (container,) = found[role]["containers"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        for probe in ("startupProbe", "readinessProbe"):
+            asked = container[probe]["httpGet"]
+            assert asked["path"] == "/health"
+            node: Any = config.nodes[0]
+            assert ports[asked["port"]] == (getattr(node, "metrics_port", None) or node.port)
+        assert "livenessProbe" in container
+        assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+
+
+@needs_tool("helm")
+def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path: Path) -> None:
+    documents = rendered(tmp_path, VARIANTS["everything"])
+    services = of_kind(documents, "Service")
+    roles = set()
+    for monitor in of_kind(documents, "ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        (service,) = [one for one in services if wanted <= one["metadata"]["labels"].items()]
+        (endpoint,) = monitor["spec"]["endpoints"]
+        assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
+        labels = {entry["targetLabel"]: entry["replacement"] for entry in endpoint["relabelings"]}
+        assert labels == {"job": "pd-cache", "role": service["spec"]["selector"]["app.kubernetes.io/component"]}
+        roles.add(labels["role"])
+        pods = [
+            one["spec"]["template"]["metadata"]["labels"].items()
+            for one in of_kind(documents, "Deployment", "DaemonSet")
+        ]
+        assert sum(service["spec"]["selector"].items() <= labels for labels in pods) == 1
+    assert roles == {"master", "store", "cache-server", "prefill", "decode", "proxy"}
+    (rule,) = of_kind(documents, "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
+
+
+@needs_tool("helm")
+def test_every_operator_kind_has_the_fields_of_its_definition(tmp_path: Path) -> None:
+    """The Prometheus Operator's own definitions are not at hand offline: what we use of them is written down here."""
+    allowed = {
+        "ServiceMonitor": {"selector", "namespaceSelector", "endpoints"},
+        "PrometheusRule": {"groups"},
+    }
+    for document in of_kind(rendered(tmp_path, VARIANTS["everything"]), *OPERATORS):
+        assert document["apiVersion"] == "monitoring.coreos.com/v1"
+        assert document["spec"].keys() == allowed[document["kind"]]
+        for endpoint in document["spec"].get("endpoints", ()):
+            known = {"port", "path", "interval", "scheme", "tlsConfig", "authorization", "relabelings"}
+            assert endpoint.keys() <= known
+
+
+@needs_tool("helm")
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"prefil": {}}, "additional properties 'prefil' not allowed"),
+        ({"store": {"segmentSize": "4 gigs"}}, "/store/segmentSize"),
+        ({"etcd": {"endpoints": []}}, "/etcd/endpoints"),
+        ({"etcd": {"endpoints": ["http://etcd:2379"]}}, "/etcd/endpoints/0"),
+        ({"proxy": {"port": 0}}, "/proxy/port"),
+        ({"config": {"nodes": []}}, "additional properties 'nodes' not allowed"),
+        ({"clusterName": "a b"}, "/clusterName"),
+        ({"master": {"replicas": "two"}}, "/master/replicas"),
+    ],
+)
+def test_the_schema_refuses_values_that_cannot_work(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    done = helm("template", "try", str(CHART), "--values", str(file))
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_the_schema_knows_every_section_of_a_file_that_the_chart_does_not_write() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    sections = set(ClusterConfig.__struct_encode_fields__) - {"name", "master", "discovery", "nodes"}
+    assert set(schema["properties"]["config"]["properties"]) == sections
+
+
+@needs_tool("helm")
+def test_helm_lint_finds_nothing() -> None:
+    done = helm("lint", "--strict", str(CHART))
+    assert done.returncode == 0, done.stdout
+
+
+@needs_tool("helm")
+def test_the_plain_manifests_are_current(tmp_path: Path) -> None:
+    """`make manifests` makes them from the chart."""
+    path = f"{Path(tool('helm') or '').parent}{os.pathsep}{os.environ['PATH']}"
+    script = ROOT / "tools" / "render-manifests.sh"
+    subprocess.run(["bash", script, tmp_path], env={**os.environ, "PATH": path}, check=True)
+    there, made = ROOT / "deploy" / "kubernetes", sorted(file.name for file in tmp_path.iterdir())
+    assert sorted(file.name for file in there.iterdir()) == made
+    assert filecmp.cmpfiles(there, tmp_path, made, shallow=False) == (made, [], []), "run `make manifests`"
+    rules = (ROOT / "deploy" / "prometheus" / "rules.yml").read_text()
+    assert (CHART / "files" / "rules.yml").read_text() == rules, "run `make manifests`"
+
+
+# --- what the pods run -----------------------------------------------------------------------------------------------
+
+
+class Pod(NamedTuple):
+    role: str
+    address: str
+    container: dict[str, Any]
+    process: subprocess.Popen[bytes]
+
+    def probed(self, probe: str) -> int:
+        """The status of the answer to a probe; 0 if there is none."""
+        asked = self.container[probe]["httpGet"]
+        (port,) = [one["containerPort"] for one in self.container["ports"] if one["name"] == asked["port"]]
+        try:
+            with urllib.request.urlopen(f"http://{self.address}:{port}{asked['path']}", timeout=PATIENCE_S) as answer:
+                return int(answer.status)
+        except OSError:
+            return 0
+
+
+@contextlib.contextmanager
+def pods(folder: Path, documents: list[dict[str, Any]]) -> Iterator[list[Pod]]:
+    """A process for each replica, with the command, the variables and the files that its pod would have."""
+    written = folder / "etc"
+    written.mkdir()
+    running: list[Pod] = []
+
+    def moved(text: str, own: Path) -> str:
+        """The paths of a pod as paths of this machine; the cache server's socket is on the node, which all share."""
+        for path, here in (("/etc/pd-cache", written), ("/run/pd-cache-file", own), ("/run/pd-cache/", f"{folder}/s/")):
+            text = text.replace(path, str(here))
+        return text
+
+    (folder / "s").mkdir(mode=0o700)
+    for role, text in files(documents).items():
+        (written / f"{role}.yaml").write_text(moved(text, folder))
+    try:
+        for workload in of_kind(documents, "Deployment", "DaemonSet"):
+            (container,) = workload["spec"]["template"]["spec"]["containers"]
+            for index in range(workload["spec"].get("replicas", 1)):
+                name, address = f"{workload['metadata']['name']}-{index}", f"127.0.7.{len(running) + 1}"
+                own = folder / name
+                own.mkdir()
+                fields = {"metadata.name": name, "status.podIP": address}
+                variables = {
+                    entry["name"]: fields[entry["valueFrom"]["fieldRef"]["fieldPath"]] for entry in container["env"]
+                }
+                command = [*container["command"], *(moved(text, own) for text in container["args"])]
+                path = f"{Path(tool('pd-cache') or '').parent}{os.pathsep}{os.environ['PATH']}"
+                process = subprocess.Popen(
+                    command,
+                    env={**os.environ, **variables, "PATH": path},
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+                running.append(Pod(container["name"], address, container, process))
+        yield running
+    finally:
+        for pod in running:
+            pod.process.send_signal(signal.SIGTERM)
+        for pod in reversed(running):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                pod.process.wait(PATIENCE_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pod.process.pid, signal.SIGKILL)
+            pod.process.wait()
+
+
+@needs_etcd
+@needs_tool("helm")
+def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_second_prompt_hits(
+    tmp_path: Path, etcd: Etcd
+) -> None:
+    """Every pod is started at once, as Kubernetes does; they find one another in etcd."""
+    values = {
+        "clusterName": "rendered",
+        "etcd": {"endpoints": [etcd.endpoint]},
+        "config": {
+            "transfer": {"staging_size": "8MiB"},
+            "cache": {"chunk_size": 64},
+            "engine": ENGINE,
+            "handoff": {"wait_ms": 60_000},
+            "proxy": {"direct_tokens": 0},
+        },
+        "store": {"segmentSize": "64MiB"},
+        "cacheServer": {"enabled": True},
+        "proxy": {"replicas": 1},
+    }
+    documents = rendered(tmp_path, values)
+    with pods(tmp_path, documents) as running:
+        assert len(running) == 7, "two masters, and one pod of each other role"
+        for probe in ("startupProbe", "readinessProbe"):
+            for pod in running:
+                assert pod.process.poll() is None, f"{pod.role} ended"
+                wait_for(lambda pod=pod, probe=probe: pod.probed(probe) == 200, what=f"{pod.role}: {probe}")  # type: ignore[misc]
+        (proxy,) = [pod for pod in running if pod.role == "proxy"]
+        prompt = list(range(300))
+
+        def hit() -> bool:
+            answer = complete(f"http://{proxy.address}:8000", prompt)
+            return answer.status == 200 and min(answer.cached) >= 256
+
+        wait_for(hit, what="a hit on both hops")
+
+
+def test_the_containerfile_installs_what_the_wheel_needs_and_copies_what_make_wheel_leaves() -> None:
+    """The image itself is built by nothing here: neither a builder nor a base image is at hand."""
+    text = (ROOT / "deploy" / "container" / "Containerfile").read_text()
+    needed = set(re.findall(r"\|\| echo (lib\w+)$", (ROOT / "tools" / "system-packages.sh").read_text(), re.MULTILINE))
+    assert {"libibverbs1", "libnuma1"} == needed
+    assert all(re.search(rf"apt-get install .*\b{package}\b", text) for package in needed)
+    assert "COPY dist/pd_cache-*.whl" in text
+    assert "-w dist" in (ROOT / "Makefile").read_text()
+    chart = (CHART / "templates" / "_helpers.tpl").read_text()
+    assert "USER 10001:10001" in text
+    assert "runAsUser: 10001" in chart

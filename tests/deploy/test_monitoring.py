@@ -1,0 +1,175 @@
+"""The dashboard and the rules of deploy/, asked of a real Prometheus that scrapes a live cluster."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+import pd_cache
+from launch.status.look import cluster_status
+from launch.status.node_status import ClusterStatus
+from launch.up import LocalCluster
+from tests.support.cluster import CHUNK, OUTAGES, complete, kill, started
+from tests.support.needs import needs_tool, tool
+from tests.support.prometheus import FOLDER, Prometheus, configuration
+from tests.support.waiting import wait_for
+from tests.test_architecture import ROOT
+
+DASHBOARD: dict[str, Any] = json.loads((ROOT / "deploy" / "grafana" / "pd-cache.json").read_text())
+RULES = [rule for group in yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"] for rule in group["rules"]]
+ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
+
+NODES = [
+    {"name": "master", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 2},
+    {"name": "store-0", "role": "store", "segment_size": "64MiB", "metrics_port": 0},
+    {"name": "cache-0", "role": "cache-server", "metrics_port": 0, "segment_size": 0},
+    {"name": "prefill-0", "role": "prefill", "port": 0, "segment_size": 0},
+    {"name": "decode-0", "role": "decode", "port": 0, "cache_server": "cache-0"},
+    {"name": "proxy", "role": "proxy", "port": 0},
+]
+
+
+def panel_queries() -> Iterator[tuple[str, str]]:
+    """Title and query of everything that the dashboard asks, as Grafana asks it with `All` chosen."""
+    for panel in DASHBOARD["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"]
+    for annotation in DASHBOARD["annotations"]["list"]:
+        yield annotation["name"], annotation["expr"].replace('alertstate="firing"', 'alertstate=~"pending|firing"')
+
+
+def filled_in(query: str) -> str:
+    for name, value in (("job", ".+"), ("instance", ".+"), ("__rate_interval", "10m")):
+        query = query.replace(f"${name}", value)
+    assert "$" not in query, "a variable that the dashboard does not define"
+    return query
+
+
+class Watched(NamedTuple):
+    cluster: LocalCluster
+    prometheus: Prometheus
+    status: ClusterStatus
+    """Before anything was lost."""
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """A cluster with every role and every kind of tier that has computed, stored and loaded, and that then lost its master and its decode
+    node."""
+    folder = tmp_path_factory.mktemp("watched")
+    tiers = [
+        {"kind": "local", "capacity": "1MiB"},
+        {"kind": "disk", "path": str(folder / "disk"), "capacity": "64MiB"},
+        {"kind": "mooncake"},
+    ]
+    (folder / "disk").mkdir()
+    with started(folder, nodes=NODES, cache={"chunk_size": CHUNK, "tiers": tiers}, **OUTAGES) as cluster:
+        prometheus = Prometheus(folder, configuration(cluster.config))
+        try:
+            prometheus.start()
+            wait_for(lambda: prometheus.get("query", query='up{job="pd-cache"} == 1')["result"][5:], what="6 nodes up")
+            status = cluster_status(cluster.config)
+            _use(cluster, prometheus)
+            yield Watched(cluster, prometheus, status)
+        finally:
+            prometheus.stop()
+
+
+def _use(cluster: LocalCluster, prometheus: Prometheus) -> None:
+    url = cluster.urls["proxy"]
+    prompt = iter(range(10_000))
+
+    def loaded() -> bool:
+        """Sends a new prompt, twice; the second time the prefill node computes next to nothing."""
+        first = next(prompt)
+        tokens = [(first + n) % 500 for n in range(6 * CHUNK)]
+        return all(complete(url, tokens).status == 200 for _ in range(2)) and prometheus.has_shown(
+            'increase(pd_cache_prompt_tokens_total{source="loaded"}[1m]) > 0'
+        )
+
+    wait_for(loaded, what="a load that Prometheus has seen")
+    kill(cluster, "master")
+
+    def lost() -> bool:
+        complete(url, [(next(prompt) * 7 + n) % 500 for n in range(2 * CHUNK)])
+        return prometheus.has_shown('increase(pd_cache_troubles_total{reason="pool_down"}[1m]) > 0')
+
+    wait_for(lost, what="a lookup without a pool")
+    kill(cluster, "decode-0")
+
+    def failed() -> bool:
+        complete(url, [1, 2, 3])
+        return prometheus.has_shown('increase(pd_cache_proxy_requests_total{status=~"5.."}[1m]) > 0')
+
+    wait_for(failed, what="a request without a decode node")
+
+
+@needs_tool("prometheus")
+@pytest.mark.parametrize(("title", "query"), list(panel_queries()))
+def test_every_query_of_the_dashboard_shows_data_of_a_live_cluster(watched: Watched, title: str, query: str) -> None:
+    wait_for(lambda: watched.prometheus.has_shown(filled_in(query)), what=f"{title}: {query}")
+
+
+@needs_tool("prometheus")
+@pytest.mark.parametrize("rule", [rule for rule in RULES if "record" in rule], ids=lambda rule: rule["record"])
+def test_every_recording_rule_records_a_live_cluster(watched: Watched, rule: dict[str, Any]) -> None:
+    wait_for(lambda: watched.prometheus.has_shown(rule["record"]), what=rule["record"])
+
+
+@needs_tool("prometheus")
+def test_variables_of_the_dashboard_find_the_cluster(watched: Watched) -> None:
+    for variable in DASHBOARD["templating"]["list"]:
+        if variable["type"] == "query":
+            match = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["definition"])
+            assert match
+            found = watched.prometheus.get(
+                f"label/{match[2]}/values", **{"match[]": match[1].replace("$job", "pd-cache")}
+            )
+            assert found == ["pd-cache"] if variable["name"] == "job" else len(found) == len(NODES)
+
+
+@needs_tool("prometheus")
+def test_a_master_that_dies_sets_off_the_alerts_for_it(watched: Watched) -> None:
+    def noticed() -> set[str]:
+        return {alert["labels"]["alertname"] for alert in watched.prometheus.get("alerts")["alerts"]}
+
+    wait_for(lambda: noticed() >= {"PdCachePoolDown", "PdCacheNodeDown"}, what="the alerts")
+    rules = [rule for group in watched.prometheus.get("rules")["groups"] for rule in group["rules"]]
+    assert len(rules) == len(RULES)
+    assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []
+
+
+@needs_tool("prometheus")
+def test_status_asks_a_store_that_takes_questions(watched: Watched) -> None:
+    (store,) = [row for row in watched.status.nodes if row.record.role == "store"]
+    assert (store.state, store.asked, store.well) == ("up", True, True)
+    assert store.up_since is not None
+    assert store.record.version == pd_cache.__version__
+
+
+@needs_tool("promtool")
+@pytest.mark.parametrize("command", ["test rules rules_test.yml", "check config prometheus.yml"])
+def test_promtool_finds_nothing_wrong(command: str) -> None:
+    """`rules_test.yml` has a scenario for each alert, and a healthy cluster in which none fires."""
+    done = subprocess.run(
+        [tool("promtool") or "", *command.split()], cwd=FOLDER, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_every_alert_is_tested_firing_and_silent_and_has_a_page(name: str) -> None:
+    tests = yaml.safe_load((FOLDER / "rules_test.yml").read_text())["tests"]
+    asked = [ask for one in tests for ask in one.get("alert_rule_test", ()) if ask["alertname"] == name]
+    assert any(ask.get("exp_alerts") for ask in asked), "no test in which it fires"
+    assert any(not ask.get("exp_alerts") for ask in asked), "no test in which it is silent"
+    page, _, anchor = ALERTS[name]["annotations"]["runbook"].partition("#")
+    assert anchor == name.lower()
+    assert f"### {name}\n" in (ROOT / page).read_text()
+    assert ALERTS[name]["labels"]["severity"] in ("critical", "warning")

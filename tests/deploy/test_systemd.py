@@ -1,0 +1,70 @@
+"""The units of deploy/systemd, judged by systemd itself, and what they run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from launch.cli import main
+from pd_cache.cluster.schema import ROLES
+from tests.support.needs import needs_tool, tool
+from tests.test_architecture import ROOT
+
+FOLDER = ROOT / "deploy" / "systemd"
+INSTALLED = "/usr/local/bin/pd-cache"
+
+
+def entries(unit: str) -> dict[str, str]:
+    return dict(re.findall(r"^(\w+)=(.*)$", (FOLDER / unit).read_text(), re.MULTILINE))
+
+
+@needs_tool("systemd-analyze")
+@pytest.mark.parametrize("name", ["pd-cache.service", *(f"pd-cache@{role}.service" for role in ROLES)])
+def test_systemd_accepts_the_units(tmp_path: Path, name: str) -> None:
+    program = tool("pd-cache") or shutil.which("true") or ""
+    text = (FOLDER / re.sub(r"@.*\.", "@.", name)).read_text()
+    assert INSTALLED in text
+    unit = tmp_path / name
+    unit.write_text(text.replace(INSTALLED, program))
+    done = subprocess.run([tool("systemd-analyze") or "", "verify", unit], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_tool("systemd-analyze")
+def test_the_check_notices_a_word_that_systemd_does_not_know(tmp_path: Path) -> None:
+    unit = tmp_path / "pd-cache.service"
+    text = (FOLDER / unit.name).read_text().replace(INSTALLED, shutil.which("true") or "")
+    unit.write_text(text.replace("KillMode=mixed", "KillModus=mixed"))
+    done = subprocess.run([tool("systemd-analyze") or "", "verify", unit], capture_output=True, text=True, check=False)
+    assert "KillModus" in done.stderr
+
+
+@pytest.mark.parametrize("unit", ["pd-cache.service", "pd-cache@.service"])
+@pytest.mark.parametrize("role", ROLES)
+def test_pd_cache_has_the_commands_of_the_units(tmp_path: Path, unit: str, role: str) -> None:
+    """Each fails only because the file is not there, and says so: its command, its role and its options are right."""
+    for key in ("ExecStartPre", "ExecStart"):
+        program, *arguments = shlex.split(entries(unit)[key].replace("%i", role))
+        assert program == INSTALLED
+        missing = str(tmp_path / "missing.yaml")
+        done = CliRunner().invoke(main, [missing if "/etc/" in argument else argument for argument in arguments])
+        assert done.exit_code == 2
+        assert "missing.yaml: cannot be read: No such file" in done.output
+
+
+def test_the_units_allow_what_pd_cache_needs() -> None:
+    """Locked memory and descriptors as `doctor` asks for them, and as long to stop as six groups of nodes may take."""
+    for unit in ("pd-cache.service", "pd-cache@.service"):
+        found = entries(unit)
+        assert found["LimitMEMLOCK"] == "infinity"
+        assert int(found["LimitNOFILE"]) >= 4 * 1024 + 256
+        assert int(found["TimeoutStopSec"]) >= 6 * 10
+        assert found["KillMode"] == "mixed"
+        assert found["Environment"] == f"XDG_RUNTIME_DIR=/run/{found['RuntimeDirectory']}"
+        assert found["RuntimeDirectoryMode"] == "0700"

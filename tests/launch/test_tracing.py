@@ -1,0 +1,140 @@
+"""Spans of requests through a whole cluster, as a collector receives them."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from launch.up import LocalCluster
+from tests.support.cluster import CHUNK, complete, kill, nodes_with_server, started
+from tests.support.collector import Collector, ReceivedSpan, collecting
+from tests.support.pool import free_port
+from tests.support.waiting import PATIENCE_S, wait_for
+
+pytest.importorskip("opentelemetry.sdk", reason="no OpenTelemetry; `make install` installs pd-cache's extra otel")
+
+
+class Traced(NamedTuple):
+    cluster: LocalCluster
+    collector: Collector
+
+    def ask(self, prompt: list[int], *, sampled: bool = True, state: str = "") -> tuple[str, str]:
+        """Sends a prompt under a new trace context. Returns its trace and the client's span."""
+        trace, span = os.urandom(16).hex(), os.urandom(8).hex()
+        headers = {"content-type": "application/json", "traceparent": f"00-{trace}-{span}-{'01' if sampled else '00'}"}
+        if state:
+            headers["tracestate"] = state
+        body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}).encode()
+        request = urllib.request.Request(f"{self.cluster.urls['proxy']}/v1/completions", body, headers)
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            assert answer.status == 200
+            answer.read()
+        return trace, span
+
+    def received(self, trace: str, *names: str) -> dict[str, ReceivedSpan]:
+        """Waits for these spans of a trace. Returns all of the trace, by `service: name`, each of which must be there once."""
+        wait_for(lambda: self.collector.of(trace).keys() >= set(names), what=f"{names} of {trace}")
+        found = self.collector.of(trace)
+        assert all(len(spans) == 1 for spans in found.values()), found
+        return {name: spans[0] for name, spans in found.items()}
+
+
+PATH = (
+    "pd-cache-proxy: pd_cache.proxy",
+    "pd-cache-proxy: pd_cache.prefill",
+    "pd-cache-proxy: pd_cache.decode",
+    "pd-cache-prefill: pd_cache.engine",
+    "pd-cache-prefill: pd_cache.lookup",
+    "pd-cache-prefill: pd_cache.store",
+    "pd-cache-decode: pd_cache.engine",
+    "pd-cache-decode: pd_cache.lookup",
+    "pd-cache-decode: pd_cache.load",
+)
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+    with collecting() as collector:
+        folder = tmp_path_factory.mktemp("traced")
+        with started(folder, tracing={"endpoint": collector.endpoint, "sample_ratio": 0.0}) as cluster:
+            yield Traced(cluster, collector)
+
+
+def test_a_request_is_one_trace_from_the_client_through_both_hops_to_the_pool(traced: Traced) -> None:
+    trace, client = traced.ask(list(range(5 * CHUNK)))
+    spans = traced.received(trace, *PATH)
+    parents = {
+        "pd-cache-proxy: pd_cache.proxy": client,
+        "pd-cache-proxy: pd_cache.proxy_lookup": spans["pd-cache-proxy: pd_cache.proxy"].span,
+        "pd-cache-proxy: pd_cache.prefill": spans["pd-cache-proxy: pd_cache.proxy"].span,
+        "pd-cache-proxy: pd_cache.decode": spans["pd-cache-proxy: pd_cache.proxy"].span,
+        "pd-cache-prefill: pd_cache.engine": spans["pd-cache-proxy: pd_cache.prefill"].span,
+        "pd-cache-prefill: pd_cache.lookup": spans["pd-cache-prefill: pd_cache.engine"].span,
+        "pd-cache-prefill: pd_cache.store": spans["pd-cache-prefill: pd_cache.engine"].span,
+        "pd-cache-decode: pd_cache.engine": spans["pd-cache-proxy: pd_cache.decode"].span,
+        "pd-cache-decode: pd_cache.lookup": spans["pd-cache-decode: pd_cache.engine"].span,
+        "pd-cache-decode: pd_cache.load": spans["pd-cache-decode: pd_cache.engine"].span,
+    }
+    assert {name: span.parent for name, span in spans.items()} == parents
+    assert not any(span.failed for span in spans.values())
+    assert {span.node for name, span in spans.items() if name.startswith("pd-cache-decode")} == {"decode-0"}
+
+
+def test_spans_say_how_much_was_found_loaded_and_stored_and_last_as_long_as_their_work(traced: Traced) -> None:
+    trace, _ = traced.ask([n * 3 % 500 for n in range(4 * CHUNK)])
+    spans = traced.received(trace, *PATH)
+    lookup, load = (spans[f"pd-cache-decode: pd_cache.{name}"].attributes for name in ("lookup", "load"))
+    assert (lookup["pd_cache.announced"], lookup["pd_cache.found"]) == (4 * CHUNK, 4 * CHUNK)
+    assert (load["pd_cache.asked"], load["pd_cache.loaded"]) == (4 * CHUNK, 4 * CHUNK)
+    assert spans["pd-cache-prefill: pd_cache.store"].attributes["pd_cache.stored"] == 4
+    assert spans["pd-cache-prefill: pd_cache.lookup"].attributes["pd_cache.reason"] == "never_stored"
+    proxy = spans["pd-cache-proxy: pd_cache.proxy"]
+    assert proxy.attributes["pd_cache.status"] == 200
+    for name in ("prefill", "decode"):
+        hop = spans[f"pd-cache-proxy: pd_cache.{name}"]
+        assert proxy.begin <= hop.begin < hop.end <= proxy.end
+    assert spans["pd-cache-proxy: pd_cache.prefill"].end <= spans["pd-cache-proxy: pd_cache.decode"].begin
+
+
+def test_a_client_that_does_not_sample_and_one_without_a_context_leave_no_spans(traced: Traced) -> None:
+    """The file's `sample_ratio` is 0, and a context's own flag overrides it."""
+    silent, _ = traced.ask(list(range(7, 7 + 2 * CHUNK)), sampled=False)
+    assert complete(traced.cluster.urls["proxy"], list(range(9, 9 + 2 * CHUNK))).status == 200
+    before = {span.trace for span in traced.collector.spans}
+    loud, _ = traced.ask(list(range(11, 11 + 2 * CHUNK)))
+    traced.received(loud, *PATH[:3])
+    after = {span.trace for span in traced.collector.spans}
+    assert silent not in after
+    assert after - before == {loud} - before
+
+
+@pytest.mark.parametrize("garbage", ["", "00-0-0-01", "zz" * 30, "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "é" * 20])
+def test_a_context_that_is_none_is_no_reason_to_fail(traced: Traced, garbage: str) -> None:
+    body = json.dumps({"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 1}).encode()
+    headers = {"content-type": "application/json", "traceparent": garbage.encode().decode("latin-1")}
+    request = urllib.request.Request(f"{traced.cluster.urls['proxy']}/v1/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        assert answer.status == 200
+
+
+def test_a_node_that_dies_leaves_a_failed_span(traced: Traced) -> None:
+    """Last in this file: the cluster has no prefill node afterwards."""
+    kill(traced.cluster, "prefill-0")
+    trace, _ = traced.ask([n * 5 % 500 for n in range(3 * CHUNK)])
+    names = ("pd-cache-proxy: pd_cache.proxy", "pd-cache-proxy: pd_cache.prefill", "pd-cache-proxy: pd_cache.decode")
+    spans = traced.received(trace, *names)
+    assert [spans[name].failed for name in names] == [False, True, False]
+
+
+def test_a_collector_that_is_not_there_costs_a_cluster_nothing(tmp_path: Path) -> None:
+    """Requests through a cache server are answered, and the cluster stops as fast as without traces."""
+    gone = f"http://127.0.0.1:{free_port()}/v1/traces"
+    with started(tmp_path, tracing={"endpoint": gone}, nodes=nodes_with_server()) as cluster:
+        for first in (0, 50, 0):
+            assert complete(cluster.urls["proxy"], list(range(first, first + 3 * CHUNK))).status == 200

@@ -1,0 +1,156 @@
+"""Spans of one process, and what becomes of them where no collector takes them."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from pd_cache.config import TracingConfig
+from pd_cache.errors import ConfigError
+from pd_cache.tracing import UNTRACED, open_tracing, read_traceparent
+from tests.support.collector import collecting
+from tests.support.waiting import wait_for
+from tests.test_architecture import ROOT
+
+PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "vendor=1"}
+
+
+@pytest.fixture
+def sdk() -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="no OpenTelemetry; `make install` installs pd-cache's extra otel")
+
+
+def test_without_a_collector_nothing_is_imported_and_the_clients_context_is_passed_on() -> None:
+    assert open_tracing(TracingConfig(), "proxy", "p") is UNTRACED
+    with UNTRACED.begin("work", PARENT, asked=1) as span:
+        span.note(found=1)
+        assert span.headers == PARENT
+    program = (
+        "import sys; from pd_cache.tracing import *; from pd_cache.config import TracingConfig; "
+        "open_tracing(TracingConfig(), 'proxy', 'p').begin('x').end(); "
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"install 'pd-cache\[otel\]'"):
+        open_tracing(TracingConfig(endpoint="http://127.0.0.1:1/v1/traces"), "proxy", "p")
+
+
+@pytest.mark.usefixtures("sdk")
+def test_spans_keep_the_trace_and_its_state_and_end_on_any_thread_once() -> None:
+    with collecting() as collector:
+        tracing = open_tracing(TracingConfig(endpoint=collector.endpoint, sample_ratio=0), "decode", "d-0")
+        span = tracing.begin("outer", PARENT, kind="server", asked=7)
+        assert span.headers["tracestate"] == "vendor=1"
+        inner = tracing.begin("inner", span.headers)
+        ending = threading.Thread(target=lambda: inner.end("broken"))
+        ending.start()
+        ending.join()
+        inner.end()
+        inner.note(late=True)
+        span.note(found=3, reason="none")
+        span.end()
+        tracing.close()
+        wait_for(lambda: len(collector.spans) == 2)
+        received = {one.name: one for one in collector.spans}
+        assert {one.trace for one in collector.spans} == {PARENT["traceparent"][3:35]}
+        assert received["outer"].parent == PARENT["traceparent"][36:52]
+        assert received["inner"].parent == received["outer"].span
+        assert (received["inner"].failed, received["outer"].failed) == (True, False)
+        assert received["outer"].attributes == {"pd_cache.asked": 7, "pd_cache.found": 3, "pd_cache.reason": "none"}
+        assert received["inner"].attributes == {}
+        assert (received["outer"].service, received["outer"].node) == ("pd-cache-decode", "d-0")
+
+
+@pytest.mark.usefixtures("sdk")
+def test_a_collector_that_takes_nothing_bounds_the_queue_the_log_and_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    """The collector accepts connections and never answers. Ten thousand spans wait for none of them."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
+        tracing = open_tracing(TracingConfig(endpoint=endpoint), "proxy", "p")
+        caplog.set_level(logging.DEBUG)
+        for _ in range(10_000):
+            tracing.begin("work", PARENT).end()
+        assert len(tracing._processor._batch_processor._queue) <= 2048  # type: ignore[attr-defined]
+        tracing.close(timeout=0.2)  # returns, although the exporter still waits for an answer
+        complaints = [record for record in caplog.records if "traces are not sent" in record.getMessage()]
+        assert len(complaints) <= 2, "one of the SDK, one of the exporter"
+
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.mark.parametrize(
+    ("text", "sampled"),
+    [
+        (f"00-{TRACE}-{SPAN}-01", True),
+        (f" 00-{TRACE}-{SPAN}-00\t", False),
+        (f"00-{TRACE}-{SPAN}-03", True),
+        (f"01-{TRACE}-{SPAN}-01-what-comes-later", True),
+        (f"00-{TRACE}-{SPAN}-01-more", None),
+        (f"ff-{TRACE}-{SPAN}-01", None),
+        (f"00-{TRACE.upper()}-{SPAN}-01", None),
+        (f"00-{'0' * 32}-{SPAN}-01", None),
+        (f"00-{TRACE}-{'0' * 16}-01", None),
+        (f"00-{TRACE}-{SPAN}-01\n", None),
+        (f"00-{TRACE}-{SPAN}", None),
+        ("", None),
+    ],
+)
+def test_a_traceparent_is_read_as_the_recommendation_says_and_as_the_sdk_does(text: str, sampled: bool | None) -> None:
+    read = read_traceparent(text)
+    assert (None if read is None else read.sampled) is sampled
+    assert read is None or (f"{read.trace:032x}", f"{read.span:016x}") == (TRACE, SPAN)
+    propagation = pytest.importorskip("opentelemetry.trace.propagation.tracecontext", reason="no OpenTelemetry")
+    from opentelemetry.trace import get_current_span
+
+    context = get_current_span(
+        propagation.TraceContextTextMapPropagator().extract({"traceparent": text})
+    ).get_span_context()
+    if text == text.strip():  # the SDK does not allow for spaces
+        assert (context.trace_flags.sampled if context.is_valid else None) is sampled
+
+
+@pytest.mark.usefixtures("sdk")
+def test_a_root_that_is_not_sampled_decides_for_the_whole_trace() -> None:
+    with collecting() as collector:
+        tracing = open_tracing(TracingConfig(endpoint=collector.endpoint, sample_ratio=0), "proxy", "p")
+        with tracing.begin("root") as root:
+            context = read_traceparent(root.headers["traceparent"])
+            assert context is not None
+            assert not context.sampled
+            tracing.begin("child", root.headers).end()
+        tracing.begin("other", PARENT).end()
+        tracing.close()
+        wait_for(lambda: collector.spans)
+        assert [span.name for span in collector.spans] == ["other"]
+
+
+@pytest.mark.usefixtures("sdk")
+def test_a_state_that_is_none_and_an_error_without_end_are_sent_all_the_same() -> None:
+    with collecting() as collector:
+        tracing = open_tracing(TracingConfig(endpoint=collector.endpoint), "proxy", "p")
+        span = tracing.begin("work", {**PARENT, "tracestate": "\x01=;,," * 40})
+        span.end("x" * 100_000)
+        tracing.close()
+        wait_for(lambda: collector.spans)
+        assert collector.spans[0].failed
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["collector:4318", "ftp://c/v1/traces", "http://", "http://a b/v1/traces", "http://c\n/v1/traces"]
+)
+def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
+    import msgspec
+
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"endpoint": endpoint}, TracingConfig)

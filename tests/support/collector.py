@@ -1,0 +1,115 @@
+"""A collector of OpenTelemetry in this process: takes OTLP over HTTP, and decodes it by the protocol's own messages."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+
+
+class ReceivedSpan(NamedTuple):
+    service: str
+    node: str
+    name: str
+    kind: int
+    trace: str
+    """32 hexadecimal digits."""
+    span: str
+    """16 hexadecimal digits."""
+    parent: str
+    """As `span`; empty for a root."""
+    begin: int
+    end: int
+    """Nanoseconds since 1970."""
+    failed: bool
+    attributes: dict[str, Any]
+
+
+class Collector:
+    """Everything that has been sent so far."""
+
+    def __init__(self) -> None:
+        self.endpoint = ""
+        self._spans: list[ReceivedSpan] = []
+        self._lock = threading.Lock()
+
+    @property
+    def spans(self) -> list[ReceivedSpan]:
+        with self._lock:
+            return list(self._spans)
+
+    def of(self, trace: str) -> dict[str, list[ReceivedSpan]]:
+        """The spans of one trace, by service and name: `pd-cache-proxy: pd_cache.prefill`."""
+        found: dict[str, list[ReceivedSpan]] = {}
+        for span in self.spans:
+            if span.trace == trace:
+                found.setdefault(f"{span.service}: {span.name}", []).append(span)
+        return found
+
+    def take(self, body: bytes) -> None:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        request = ExportTraceServiceRequest.FromString(body)
+        with self._lock:
+            for of_resource in request.resource_spans:
+                resource = _attributes(of_resource.resource.attributes)
+                for of_scope in of_resource.scope_spans:
+                    self._spans += [_received(resource, span) for span in of_scope.spans]
+
+
+def _received(resource: dict[str, Any], span: Any) -> ReceivedSpan:
+    return ReceivedSpan(
+        str(resource["service.name"]),
+        str(resource.get("service.instance.id", "")),
+        span.name,
+        span.kind,
+        span.trace_id.hex(),
+        span.span_id.hex(),
+        span.parent_span_id.hex(),
+        span.start_time_unix_nano,
+        span.end_time_unix_nano,
+        span.status.code == 2,
+        _attributes(span.attributes),
+    )
+
+
+def _attributes(pairs: Any) -> dict[str, Any]:
+    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in pairs}
+
+
+@contextmanager
+def collecting(host: str = "127.0.0.1") -> Iterator[Collector]:
+    collector = Collector()
+
+    class CollectorHandler(BaseHTTPRequestHandler):
+        timeout = 10
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if self.headers.get("content-encoding") == "gzip":
+                body = gzip.decompress(body)
+            assert self.path == "/v1/traces"
+            collector.take(body)
+            self.send_response(200)
+            self.send_header("content-type", "application/x-protobuf")
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = ThreadingHTTPServer((host, 0), CollectorHandler)
+    server.daemon_threads = True
+    server.block_on_close = False
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    collector.endpoint = f"http://{host}:{server.server_address[1]}/v1/traces"
+    try:
+        yield collector
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

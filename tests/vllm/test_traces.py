@@ -1,0 +1,74 @@
+"""Spans of requests through vLLM: its own, and the connector's, under the client's trace context."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.request
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.support.collector import Collector, ReceivedSpan
+from tests.support.waiting import wait_for
+from tests.vllm.fixtures import Pair
+from tests.vllm.servers import CHUNK, MODEL_NAME, PdCacheServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def ask(server: PdCacheServer, prompt: Sequence[int]) -> tuple[str, str]:
+    """Sends a prompt under a new trace context. Returns its trace and the client's span."""
+    trace, span = os.urandom(16).hex(), os.urandom(8).hex()
+    body = json.dumps({"model": MODEL_NAME, "prompt": list(prompt), "max_tokens": 4, "ignore_eos": True}).encode()
+    headers = {"content-type": "application/json", "traceparent": f"00-{trace}-{span}-01"}
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{server.url}/v1/completions", body, headers), timeout=600
+    ) as answer:
+        assert answer.status == 200
+    return trace, span
+
+
+def received(collector: Collector, trace: str, *names: str) -> dict[str, list[ReceivedSpan]]:
+    wait_for(lambda: collector.of(trace).keys() >= set(names), what=f"{names} of {trace}")
+    return collector.of(trace)
+
+
+def test_lookup_store_and_load_lie_under_the_clients_span_beside_vllms_own(
+    pair: Pair, collector: Collector, new_prompt: Callable[[int], list[int]]
+) -> None:
+    prompt = new_prompt(5 * CHUNK + 1)
+    trace, client = ask(pair.a, prompt)
+    names = ("vllm-prefill: llm_request", "pd-cache-prefill: pd_cache.lookup", "pd-cache-prefill: pd_cache.store")
+    spans = received(collector, trace, *names)
+    wait_for(
+        lambda: sum(span.attributes["pd_cache.stored"] for span in collector.of(trace)[names[2]]) >= 5,
+        what="all chunks in spans of stores",
+    )
+    assert {span.parent for name in names for span in collector.of(trace)[name]} == {client}
+    (lookup,) = spans["pd-cache-prefill: pd_cache.lookup"]
+    assert (lookup.attributes["pd_cache.found"], lookup.attributes["pd_cache.reason"]) == (0, "never_stored")
+
+    trace, client = ask(pair.b, prompt)
+    names = ("vllm-decode: llm_request", "pd-cache-decode: pd_cache.lookup", "pd-cache-decode: pd_cache.load")
+    spans = received(collector, trace, *names)
+    assert "pd-cache-decode: pd_cache.store" not in spans, "a consumer stores nothing"
+    assert {span.parent for name in names for span in spans[name]} == {client}
+    (lookup,), (load,) = spans["pd-cache-decode: pd_cache.lookup"], spans["pd-cache-decode: pd_cache.load"]
+    assert lookup.attributes["pd_cache.found"] == 5 * CHUNK
+    assert load.attributes["pd_cache.loaded"] == 5 * CHUNK
+    assert lookup.end <= load.begin
+    (whole,) = spans["vllm-decode: llm_request"]
+    assert whole.begin <= lookup.begin
+    assert load.end <= whole.end
+
+
+def test_a_request_without_a_context_leaves_no_span(
+    pair: Pair, collector: Collector, new_prompt: Callable[[int], list[int]]
+) -> None:
+    """The file's `sample_ratio` is 0. (vLLM's own spans are sampled by vLLM.)"""
+    pair.a.complete(new_prompt(3 * CHUNK))
+    trace, _ = ask(pair.a, new_prompt(3 * CHUNK))
+    received(collector, trace, "pd-cache-prefill: pd_cache.lookup")
+    ours = [span for span in collector.spans if span.service.startswith("pd-cache-")]
+    assert all(span.parent for span in ours), "each has the client's span as its parent"
