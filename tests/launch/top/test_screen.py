@@ -78,6 +78,12 @@ def test_at_80_columns_there_is_what_matters_most_and_at_200_everything() -> Non
     assert {"engine", "memory", "disk", "pool", "staging", "breaker", "evict/s", "why computed"} <= wide
 
 
+def test_the_columns_of_the_tiers_come_together() -> None:
+    for width in range(60, 220):
+        tiers = {"engine", "memory", "disk", "pool"} & {column.title for column in columns_for(width)}
+        assert len(tiers) in (0, 4)
+
+
 def test_the_figures_of_a_node_are_in_its_row() -> None:
     (line,) = (line for line in shown(cluster(), 200, 50) if line.startswith("n1 "))
     for text in ("prefill", "up", "80%", "10%", "30%", "40%", "1.0G", "1.0M", "100k", "3+128", "never_stored"):
