@@ -142,7 +142,7 @@ def test_where_the_output_is_no_terminal_one_plain_table_is_printed(file: Path) 
     rows = {line.split()[0]: line for line in lines[2:]}
     assert "up" in rows["prefill-0"].split()
     assert "M" in rows["prefill-0"], "its rate"
-    assert "no whole answer within 2 s" in rows["decode-0"]
+    assert any(why in rows["decode-0"] for why in ("no whole answer within 2 s", "timed out"))
     assert "refused" in rows["decode-1"]
     assert "\x1b" not in done.stdout
     assert done.stderr == ""
