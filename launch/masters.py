@@ -33,15 +33,19 @@ def master_health(metrics: str, timeout: float) -> MasterHealth:
     return read_master_health(fetch(f"{metrics}/health", timeout))
 
 
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+"""Bounded so that every ratio of two of them is a number."""
+
+
 class Segment(msgspec.Struct, frozen=True):
     """A segment, as the master's `/get_segments_detail` reports it."""
 
     segment_name: str
     """The segment's name, as in `preferred_segment`: `host:port`."""
-    size_bytes: int
+    size_bytes: _Size
     te_endpoint: str
     """Where its owner accepts connections: `host:port`."""
-    allocator_used_bytes: int = 0
+    allocator_used_bytes: _Size = 0
     protocol: str = ""
 
     @property

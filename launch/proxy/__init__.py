@@ -16,7 +16,7 @@ request says).
 
 The others: `edge` turns every outcome into an answer, `requests` takes a request from its key to its last byte. `keys` identifies the
 client, `bodies` reads the body, `completions` takes it over the two hops, `models` lists models, `delivery` ends it. `overview` reports
-on the proxy. `hops` talks to nodes, `health` checks them, `proxy` holds it all together.
+on the proxy, and `ui` shows the cluster to browsers. `hops` talks to nodes, `health` checks them, `proxy` holds it all together.
 """
 
 from launch.proxy.proxy import Proxy

@@ -12,6 +12,7 @@ from rich.text import Text
 from launch.figures.readings import TIMINGS
 from launch.top.watched import NodeRow, WatchedCluster
 from pd_cache.cluster.memory import shown_bytes
+from pd_cache.decoding import one_line
 from pd_cache.misses import MEANINGS
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -196,11 +197,13 @@ COLUMNS = (
 def columns_for(width: int) -> list[ScreenColumn]:
     """Returns the columns that fit into `width` characters. What is left over goes to the reasons and the trend."""
     left, chosen = width + _GAP, []
-    for column in sorted(COLUMNS, key=lambda one: one.rank):
-        if column.width + _GAP > left and column.rank:
+    for rank in sorted({column.rank for column in COLUMNS}):
+        together = [column for column in COLUMNS if column.rank == rank]
+        needed = sum(column.width + _GAP for column in together)
+        if needed > left and rank:
             break
-        left -= column.width + _GAP
-        chosen.append(column)
+        left -= needed
+        chosen += together
     found = [column for column in COLUMNS if column in chosen]
     spare = max(0, left)
     growing = [index for index, column in enumerate(found) if column.title in (_TREND, "why computed")]
@@ -294,12 +297,12 @@ def details(row: NodeRow, width: int, height: int) -> list[Text]:
         if rates.requests:
             state.append(f"{rate(rates.requests)} requests/s")
     if state:
-        lines += _wrapped("tiers    ", state, width)
+        lines += _wrapped("now      ", state, width)
     for segment in row.segments:
         part = segment.allocator_used_bytes / segment.size_bytes if segment.size_bytes else 0.0
         lines.append(
             Text(
-                f"gives    {_bar(part, 20)} {shown_bytes(segment.allocator_used_bytes)} of {shown_bytes(segment.size_bytes)}  {segment.segment_name}"
+                f"gives    {_bar(part, 20)} {shown_bytes(segment.allocator_used_bytes)} of {shown_bytes(segment.size_bytes)}  {one_line(segment.segment_name)}"
             )
         )
     if rates is not None:

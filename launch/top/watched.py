@@ -211,5 +211,5 @@ def troubles_of(reading: NodeReading | None) -> list[str]:
     if reading.tiers_off:
         found.append(f"switched off: {', '.join(reading.tiers_off)}")
     if reading.nodes_down:
-        found.append(f"leaves {reading.nodes_down} nodes alone")
+        found.append(f"leaves {reading.nodes_down} of its nodes alone")
     return found

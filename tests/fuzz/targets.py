@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.text import Text
 
 from bench.lib.fleet import messages as bench_messages
 from bench.lib.fleet.site import decode as decode_job
@@ -28,6 +29,7 @@ from launch.discovery.directory import _master
 from launch.discovery.etcd import _read
 from launch.doctor.network import advertised_findings, peer_findings
 from launch.engines.reference.protocol import BadRequest, parse_completion
+from launch.figures import NodeHistory, read_node, read_samples
 from launch.masters import read_master_health, read_places, read_segments
 from launch.proxy.answers import ApiError
 from launch.proxy.block_index import BlockBudget, KnownCache, KnownPool
@@ -35,6 +37,9 @@ from launch.proxy.completion import Completion, HandedOver, read_handoff, read_m
 from launch.proxy.trips import read_report
 from launch.reachability import read_peers, targets_of
 from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, status_table
+from launch.top.asker import NodeAnswer
+from launch.top.screen import draw
+from launch.top.watched import WatchedCluster
 from pd_cache import kv_events
 from pd_cache.backends import objects
 from pd_cache.backends.folder import PAGE, ObjectFolder, digest_of
@@ -363,12 +368,47 @@ process_start_time_seconds 1e300
 """
 
 
+_RATED = b"""pd_cache_prompt_tokens_total{source="loaded"} 10.0
+pd_cache_prompt_tokens_total{source="computed"} 1e18
+pd_cache_tier_hits_total{tier="local"} 3.0
+pd_cache_tier_evictions_total{tier="disk-1"} 7
+pd_cache_op_seconds_bucket{le="0.1",op="lookup"} 5
+pd_cache_op_seconds_bucket{le="+Inf",op="lookup"} 3
+pd_cache_missed_tokens_total{reason="evicted\\n\\"x"} 5
+pd_cache_staging_bytes 0
+pd_cache_pool_up 0
+"""
+
+
 def _metrics(data: bytes) -> None:
     row = NodeStatus(record=_RECORDS[0])
     read_metrics(data.decode(errors="replace"), row)
     assert row.in_flight is None or row.in_flight >= 0
     assert row.hit_rate is None or row.hit_rate >= 0
     _show(row)
+
+
+_WATCHED = tuple(msgspec.structs.replace(record, name=record.role) for record in _RECORDS)
+_OLDER = read_node(read_samples(_METRICS.decode()), 0.0)
+
+
+def _rates(data: bytes) -> None:
+    """What `top` and `/ui` make of a node's metrics, after those of a moment before."""
+    history = NodeHistory()
+    history.add(_OLDER)
+    history.add(reading := read_node(read_samples(data.decode(errors="replace")), 2.0))
+    rates = history.rates(2.0)
+    assert rates is not None
+    assert all(0 <= value < math.inf for value in (rates.load, rates.store, rates.lookups, rates.requests))
+    assert rates.sources is None or math.isclose(sum(rates.sources.values()), 1.0)
+    assert all(0 <= low <= high for low, high in rates.quantiles.values())
+    watched = WatchedCluster()
+    watched.update(_WATCHED)
+    for at, known in ((0.0, _OLDER), (2.0, reading)):
+        watched.take([NodeAnswer(record.name, at, known) for record in _WATCHED])
+    for width in (80, 200):
+        lines = draw(watched, width, 24, 2.0).renderables
+        assert all(isinstance(line, Text) and line.plain.isprintable() and line.cell_len <= width for line in lines)
 
 
 # --- HTTP: the proxy, and the reference engine -----------------------------------------------------------------------
@@ -620,6 +660,7 @@ TARGETS: dict[str, Target] = {
             (_json({"data": {"k": {"values": [{"transport_endpoint_": "10.0.0.1:1"}]}}}),), _JSON,
         ),
         _target("metrics", _metrics, (ValueError,), (_METRICS, _ODD_METRICS), _BYTES),
+        _target("rates", _rates, (ValueError,), (_METRICS, _ODD_METRICS, _RATED), _BYTES),
         _target("completion", _completion("prompt"), (ApiError,), tuple(map(_json, _BODIES[:3])), _JSON),
         _target("chat", _completion("messages"), (ApiError,), (_json(_BODIES[3]),), _JSON),
         _target("tokenized", _tokens, (ValueError,), (_json({"count": 3, "tokens": list(range(40))}),), _JSON),

@@ -141,9 +141,8 @@ async def chromium(folder: Path, **headers: str) -> AsyncIterator[Browser]:
     try:
         async with aiohttp.ClientSession() as session:
             port = await _port(profile / "DevToolsActivePort", process)
-            async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
-                (page,) = [one for one in await response.json() if one["type"] == "page"]
-            async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=_LARGEST) as socket:
+            address = await _page(session, port)
+            async with session.ws_connect(address, max_msg_size=_LARGEST) as socket:
                 browser = Browser(socket)
                 reading = asyncio.create_task(browser.read())
                 try:
@@ -157,6 +156,16 @@ async def chromium(folder: Path, **headers: str) -> AsyncIterator[Browser]:
                     await asyncio.wait([reading])
     finally:
         await asyncio.to_thread(end, [process], 5.0)
+
+
+async def _page(session: aiohttp.ClientSession, port: int) -> str:
+    deadline = asyncio.get_running_loop().time() + PATIENCE_S
+    while True:
+        async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
+            if pages := [one for one in await response.json() if one["type"] == "page"]:
+                return str(pages[0]["webSocketDebuggerUrl"])
+        assert asyncio.get_running_loop().time() < deadline, "Chromium has no page"
+        await asyncio.sleep(0.05)
 
 
 async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:

@@ -25,6 +25,7 @@ from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.ui.node_watch import NodeWatch, SeenNode
 from launch.proxy.ui.recent import RecentRequests, SlowRequest
+from pd_cache.decoding import one_line
 from pd_cache.misses import MEANINGS
 
 _HERE = Path(__file__).parent
@@ -189,7 +190,7 @@ class UiPages:
             "nodes": [_shown_node(node, now) for node in nodes[:_MOST_SHOWN]],
             "segments": [
                 {
-                    "name": one.segment_name,
+                    "name": one_line(one.segment_name),
                     "owner": owners.get(one.segment_name, ""),
                     "size": one.size_bytes,
                     "used": one.allocator_used_bytes,

@@ -78,6 +78,12 @@ def test_at_80_columns_there_is_what_matters_most_and_at_200_everything() -> Non
     assert {"engine", "memory", "disk", "pool", "staging", "breaker", "evict/s", "why computed"} <= wide
 
 
+def test_the_columns_of_the_tiers_come_together() -> None:
+    for width in range(60, 220):
+        tiers = {"engine", "memory", "disk", "pool"} & {column.title for column in columns_for(width)}
+        assert len(tiers) in (0, 4)
+
+
 def test_the_figures_of_a_node_are_in_its_row() -> None:
     (line,) = (line for line in shown(cluster(), 200, 50) if line.startswith("n1 "))
     for text in ("prefill", "up", "80%", "10%", "30%", "40%", "1.0G", "1.0M", "100k", "3+128", "never_stored"):
@@ -155,3 +161,13 @@ def test_an_input_that_ends_is_no_key_and_does_not_spin() -> None:
         assert keyboard._descriptor is None, "it is not looked at again"
     finally:
         os.close(reading)
+
+
+def test_what_a_master_calls_its_segments_cannot_steer_the_terminal() -> None:
+    watched = cluster()
+    watched.press("last", 5.0)
+    odd = [Segment("\x1b[2J\x1b]0;owned\x07" + "x" * 500, 1 << 61, "", 1 << 61), Segment("\r\n", 0, "", 5)]
+    watched.take([NodeAnswer(watched.selected, 5.0, NodeReading(at=5.0), segments=odd)])
+    lines = shown(watched, 120, 40)
+    assert any("\\x1b[2J" in line for line in lines)
+    assert not any("\x1b" in line or "\x07" in line for line in lines)

@@ -188,6 +188,37 @@ async def test_odd_figures_and_texts_of_a_node_cannot_spoil_an_event() -> None:
 
 
 @scenario
+async def test_segments_are_shown_with_the_nodes_that_give_them() -> None:
+    listed = [
+        {"segment_name": "h:1", "size_bytes": 100, "te_endpoint": "", "allocator_used_bytes": 40},
+        {"segment_name": "h:2\n<b>", "size_bytes": 100, "te_endpoint": ""},
+    ]
+    async with cluster(prefill=0) as c, cluster(prefill=0) as other:
+        master = other.decode[0]
+
+        async def behaviour(request: Any) -> Any:
+            segments = request.path == "/get_segments_detail"
+            return await (answers(200, {"segments": listed}) if segments else says(b"master_key_count 1\n"))(request)
+
+        master.default = behaviour
+        c.decode[0].default = says(b'pd_cache_segment_bytes{segment="h:1"} 100\n')
+        c.proxy._watch.update(
+            View(
+                (
+                    NodeRecord(name="decode-0", role="decode", address=c.decode[0].url),
+                    NodeRecord(name="master", role="master", address="h:1", metrics=master.url),
+                )
+            )
+        )
+        async with follow(c) as response:
+            event = await Follower(response).until(lambda event: any(segment["owner"] for segment in event["segments"]))
+    assert event["segments"] == [
+        {"name": "h:2\\n<b>", "owner": "", "size": 100, "used": 0},
+        {"name": "h:1", "owner": "decode-0", "size": 100, "used": 40},
+    ]
+
+
+@scenario
 async def test_followers_are_limited_and_a_place_comes_free() -> None:
     async with cluster(prefill=0, ui_followers=2) as c:
         async with follow(c), follow(c), follow(c) as third:
