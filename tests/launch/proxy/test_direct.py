@@ -14,7 +14,7 @@ from launch.proxy.direct import DirectRule, Pool
 from pd_cache.block_hashes import BlockHasher, describe_hashes
 from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
-from pd_cache.tokens import ChunkedTokenDatabase, hash_tokens, salt_keys, stride_hashes
+from pd_cache.tokens import ChunkedTokenDatabase, ChunkNamer, salt_keys, stride_hashes
 from tests.support.proxy import (
     NAMESPACE,
     Behaviour,
@@ -82,7 +82,9 @@ async def test_a_short_prompt_goes_to_the_decode_node_directly_without_a_lookup(
             assert len(c.prefill[0].bodies) == there
         assert "kv_transfer_params" not in c.decode[0].bodies[0]
         assert c.metric("handoffs_total", result="short") == 2
-    assert client.asked == [hash_tokens([1] * 256, 256)], "one lookup, and none where no node tells a text's tokens"
+    assert client.asked == [ChunkNamer(256).hash_tokens([1] * 256)], (
+        "one lookup, and none where no node tells a text's tokens"
+    )
     assert client.closed
 
 
@@ -97,7 +99,7 @@ async def test_a_prompt_whose_prefix_is_in_the_pool_goes_to_the_decode_node_dire
             assert response.status == 200
         assert len(c.prefill[0].bodies) == (0 if directly else 1)
         assert c.metric("handoffs_total", result="in_pool") == int(directly)
-    assert client.asked == [hash_tokens([7] * 1000, 256, salt_keys("tenant"))]
+    assert client.asked == [ChunkNamer(256).hash_tokens([7] * 1000, salt_keys("tenant"))]
 
 
 @pytest.mark.parametrize("step", [None, 4], ids=["a hash a block", "a hash for less than a block"])

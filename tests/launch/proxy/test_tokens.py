@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from launch.proxy.completion import Completion
-from pd_cache.tokens import hash_tokens
+from pd_cache.tokens import ChunkNamer
 from tests.launch.proxy.test_direct import Lookups, rule
 from tests.support.proxy import (
     NAMESPACE,
@@ -289,7 +289,7 @@ async def test_without_room_for_the_tokens_nodes_get_the_text() -> None:
         c.decode[0].tokenize = answers(200, {"tokens": tokens})
         async with c.post({"prompt": "x" * 8000}) as response:
             assert response.status == 200
-        assert client.asked == [hash_tokens(tokens, NAMESPACE.chunk_size)]
+        assert client.asked == [ChunkNamer(NAMESPACE.chunk_size).hash_tokens(tokens)]
         assert prompts(*c.prefill, *c.decode) == ["x" * 8000] * 2
         assert c.proxy._bodies.used == 0
 
