@@ -143,7 +143,7 @@ def read_traceparent(text: str) -> TraceContext | None:
 class _SdkTracing(Tracing):
     """Sends spans by the SDK's processor and exporter. An engine in the same process may have a provider of its own.
 
-    The SDK's tracer is left out: it takes five times as long for a span, all of it while a request waits.
+    The SDK's tracer is left out: it takes several times as long for a span, all of it while a request waits.
     """
 
     on = True

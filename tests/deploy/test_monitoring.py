@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -20,6 +21,8 @@ from tests.support.needs import needs_tool, tool
 from tests.support.prometheus import FOLDER, Prometheus, configuration
 from tests.support.waiting import wait_for
 from tests.test_architecture import ROOT
+
+pytestmark = pytest.mark.slow(seconds=60)
 
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "deploy" / "grafana" / "pd-cache.json").read_text())
 RULES = [rule for group in yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"] for rule in group["rules"]]
@@ -79,6 +82,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             yield Watched(cluster, prometheus, status)
         finally:
             prometheus.stop()
+            for name in cluster.supervisor.pids:  # without their master they would take long to stop
+                with contextlib.suppress(ProcessLookupError):
+                    kill(cluster, name)
 
 
 def _use(cluster: LocalCluster, prometheus: Prometheus) -> None:

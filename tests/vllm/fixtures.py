@@ -11,7 +11,6 @@ from typing import NamedTuple
 import pytest
 
 from bench.lib.model import VOCABULARY, write_model
-from tests.support.collector import Collector, collecting
 from tests.support.leaks import no_leaks
 from tests.support.pool import Pool, free_port
 from tests.vllm.servers import ENV, PROGRAM, PdCacheServer, Reference, begun, by_hand, cluster_file, running
@@ -72,13 +71,6 @@ def events_port() -> int:
     return free_port()
 
 
-@pytest.fixture(scope="session")
-def collector() -> Iterator[Collector]:
-    """Where the pair's spans go."""
-    with collecting() as collector:
-        yield collector
-
-
 @pytest.fixture(scope="session", params=["in-process", "server"])
 def mode(request: pytest.FixtureRequest) -> str:
     """Where the engines' cache is: in each of their workers, or in one cache server for both."""
@@ -92,10 +84,9 @@ def pair(
     plain: Reference,
     events_port: int,
     mode: str,
-    collector: Collector,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
-    """A with vLLM's prefix cache and asynchronous scheduling, B without either, both traced. `plain` starts at the same time."""
+    """A with vLLM's prefix cache and asynchronous scheduling, B without either. `plain` starts at the same time."""
     events = (
         f'{{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:{events_port}", "topic": "kv"}}'
     )
@@ -103,8 +94,7 @@ def pair(
         "prefill-0": {"args": {"async-scheduling": True, "kv-events-config": events}},
         "decode-0": {"args": {"async-scheduling": False, "enable-prefix-caching": False}},
     }
-    tracing = {"endpoint": collector.endpoint, "sample_ratio": 0}
-    file = cluster_file(tmp_path_factory.mktemp("pair"), vllm_pool, model, nodes, mode=mode, tracing=tracing)
+    file = cluster_file(tmp_path_factory.mktemp("pair"), vllm_pool, model, nodes, mode=mode)
     with running(file, *nodes) as (a, b):
         yield Pair(a, b)
 

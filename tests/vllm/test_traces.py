@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
-from tests.support.collector import Collector, ReceivedSpan
+from tests.support.collector import Collector, ReceivedSpan, collecting
+from tests.support.pool import Pool
 from tests.support.waiting import wait_for
-from tests.vllm.fixtures import Pair
-from tests.vllm.servers import CHUNK, MODEL_NAME, PdCacheServer
+from tests.vllm.servers import CHUNK, MODEL_NAME, PdCacheServer, cluster_file, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -34,41 +35,63 @@ def received(collector: Collector, trace: str, *names: str) -> dict[str, list[Re
     return collector.of(trace)
 
 
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def node(
+    model: Path, vllm_pool: Pool, collector: Collector, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PdCacheServer]:
+    """A prefill node, which loads, too. Requests without a trace context are not traced."""
+    tracing = {"endpoint": collector.endpoint, "sample_ratio": 0}
+    file = cluster_file(tmp_path_factory.mktemp("traced"), vllm_pool, model, {"prefill-0": {}}, tracing=tracing)
+    with running(file, "prefill-0") as (node,):
+        yield node
+
+
+VLLM, LOOKUP, LOAD, STORE = (
+    "vllm-prefill: llm_request",
+    "pd-cache-prefill: pd_cache.lookup",
+    "pd-cache-prefill: pd_cache.load",
+    "pd-cache-prefill: pd_cache.store",
+)
+
+
 def test_lookup_store_and_load_lie_under_the_clients_span_beside_vllms_own(
-    pair: Pair, collector: Collector, new_prompt: Callable[[int], list[int]]
+    node: PdCacheServer, collector: Collector, new_prompt: Callable[[int], list[int]]
 ) -> None:
     prompt = new_prompt(5 * CHUNK + 1)
-    trace, client = ask(pair.a, prompt)
-    names = ("vllm-prefill: llm_request", "pd-cache-prefill: pd_cache.lookup", "pd-cache-prefill: pd_cache.store")
-    spans = received(collector, trace, *names)
+    trace, client = ask(node, prompt)
+    spans = received(collector, trace, VLLM, LOOKUP, STORE)
     wait_for(
-        lambda: sum(span.attributes["pd_cache.stored"] for span in collector.of(trace)[names[2]]) >= 5,
+        lambda: sum(span.attributes["pd_cache.stored"] for span in collector.of(trace)[STORE]) >= 5,
         what="all chunks in spans of stores",
     )
-    assert {span.parent for name in names for span in collector.of(trace)[name]} == {client}
-    (lookup,) = spans["pd-cache-prefill: pd_cache.lookup"]
+    assert {span.parent for name in (VLLM, LOOKUP, STORE) for span in collector.of(trace)[name]} == {client}
+    (lookup,) = spans[LOOKUP]
     assert (lookup.attributes["pd_cache.found"], lookup.attributes["pd_cache.reason"]) == (0, "never_stored")
+    assert LOAD not in spans
 
-    trace, client = ask(pair.b, prompt)
-    names = ("vllm-decode: llm_request", "pd-cache-decode: pd_cache.lookup", "pd-cache-decode: pd_cache.load")
-    spans = received(collector, trace, *names)
-    assert "pd-cache-decode: pd_cache.store" not in spans, "a consumer stores nothing"
-    assert {span.parent for name in names for span in spans[name]} == {client}
-    (lookup,), (load,) = spans["pd-cache-decode: pd_cache.lookup"], spans["pd-cache-decode: pd_cache.load"]
-    assert lookup.attributes["pd_cache.found"] == 5 * CHUNK
-    assert load.attributes["pd_cache.loaded"] == 5 * CHUNK
+    node.forget_prefixes()
+    trace, client = ask(node, prompt)
+    spans = received(collector, trace, VLLM, LOOKUP, LOAD)
+    assert {span.parent for name in (VLLM, LOOKUP, LOAD) for span in spans[name]} == {client}
+    (lookup,), (load,), (whole,) = spans[LOOKUP], spans[LOAD], spans[VLLM]
+    assert lookup.attributes["pd_cache.found"] == load.attributes["pd_cache.loaded"] == 5 * CHUNK
     assert lookup.end <= load.begin
-    (whole,) = spans["vllm-decode: llm_request"]
     assert whole.begin <= lookup.begin
     assert load.end <= whole.end
+    assert STORE not in spans, "all of it was there"
 
 
 def test_a_request_without_a_context_leaves_no_span(
-    pair: Pair, collector: Collector, new_prompt: Callable[[int], list[int]]
+    node: PdCacheServer, collector: Collector, new_prompt: Callable[[int], list[int]]
 ) -> None:
-    """The file's `sample_ratio` is 0. (vLLM's own spans are sampled by vLLM.)"""
-    pair.a.complete(new_prompt(3 * CHUNK))
-    trace, _ = ask(pair.a, new_prompt(3 * CHUNK))
-    received(collector, trace, "pd-cache-prefill: pd_cache.lookup")
+    node.complete(new_prompt(3 * CHUNK))
+    trace, _ = ask(node, new_prompt(3 * CHUNK))
+    received(collector, trace, LOOKUP)
     ours = [span for span in collector.spans if span.service.startswith("pd-cache-")]
     assert all(span.parent for span in ours), "each has the client's span as its parent"
