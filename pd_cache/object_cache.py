@@ -495,6 +495,7 @@ class ObjectCache:
         object is read again, because another tier may have a good one; its tier removes it at the second reading.
         """
         left = keys
+        known: dict[str, str] = {}
         for attempt in range(_RETRIES + 1):
             damaged: list[str] = []
             fetching = self.backend.batched_get(left, payload_bytes=SELF_SIZED, timeout=_left(end))
@@ -502,7 +503,9 @@ class ObjectCache:
                 for key, fetched in zip(left, fetches, strict=True):
                     try:
                         if fetched.payload is None:
-                            yield key, fetched.reason or Status.CLOSED.value
+                            reason = fetched.reason or Status.CLOSED.value
+                            # it is gone because it was damaged
+                            yield key, known.get(key, reason) if reason == Status.MISSING.value else reason
                             continue
                         if end is not None and time.monotonic() >= end:
                             yield key, Status.TIMEOUT.value
@@ -511,6 +514,7 @@ class ObjectCache:
                         found = fetched.check() if used is None else fetched.check(used)
                         if found and attempt < _RETRIES:
                             damaged.append(key)
+                            known[key] = found
                         else:
                             yield key, found or reason
                     finally:

@@ -111,6 +111,11 @@ def lmcache_server(pool: Pool, log: Path) -> Iterator[LMCacheServer]:
         server.stop()
 
 
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "llama")
+
+
 def prompt(seed: int) -> list[int]:
     rng = random.Random(f"lmcache {seed}")
     return [rng.randrange(10, VOCABULARY) for _ in range(PROMPT)]
@@ -131,9 +136,10 @@ def flip_a_bit_of_each(pool: Pool) -> None:
 
 
 def test_a_second_vllm_finds_what_the_first_stored_and_damage_and_a_dead_pool_are_computed_again(
+    model: Path,
     tmp_path: Path,
 ) -> None:
-    model, log = write_model(tmp_path / "llama"), tmp_path / "lmcache.log"
+    log = tmp_path / "lmcache.log"
     pool = Pool(tmp_path, client_ttl_s=5).start()
     prompts = [prompt(n) for n in range(3)]
     try:

@@ -198,6 +198,20 @@ def test_a_long_value_of_which_a_part_is_gone_is_a_miss_and_the_next_put_stores_
     assert shared.get(name(1)) == value
 
 
+def test_a_damaged_value_is_a_miss_with_its_reason_once_and_then_missing(
+    pool: Pool, shared: ObjectCache, name: Callable[[object], str]
+) -> None:
+    before = pool.keys()
+    shared.put(name(1), some(1000))
+    (key,) = pool.keys() - before
+    with pool.bare_client() as client:
+        good = bytearray(client.get(key))
+        good[500] ^= 1
+        assert client.upsert(key, bytes(good)) == 0
+    assert shared.get_many([name(1)]) == [ObjectOutcome(None, "corrupt")]
+    assert shared.get_many([name(1)]) == [ObjectOutcome(None, "missing")]
+
+
 def test_a_value_that_changes_while_it_is_put_is_never_a_wrong_value(
     shared: ObjectCache, name: Callable[[object], str]
 ) -> None:
