@@ -294,6 +294,7 @@ def config_example(name: str) -> None:
             "proxy",
             "replay",
             "routing",
+            "scale",
             "serve",
             "server",
             "soak",

@@ -145,7 +145,7 @@ class StreamOrder:
     """Puts the batches of one publisher in order: finds gaps, asks for replays, and notices that the publisher began anew.
 
     Batches come from a live stream, in order but with gaps, and from replays. `live` and `replayed` return what to apply now, each batch
-    once and in order, with `Forget.ALL` wherever batches are lost for good.
+    once and in order, with `Forget.ALL` wherever batches are lost for good. A publisher begins anew only behind a lost connection.
     """
 
     def __init__(self, most_waiting: int = 4096) -> None:
@@ -229,6 +229,11 @@ class StreamOrder:
             if number >= self._next:
                 steps.append(self._apply(number, merged[number]))
         return steps
+
+    def disconnected(self) -> None:
+        """Notes that the connection was lost. Its other end may be another publisher from now on, whose numbers may happen to go on where
+        those of the last one ended. So batches wait until a replay has told."""
+        self._joined = False
 
     def lost(self) -> list[Step]:
         """Gives up on missing batches, because the publisher does not answer replays. Returns what to apply instead."""

@@ -27,6 +27,7 @@ def command(
     node: PrefillNode | DecodeNode,
     file: Path,
     namespace_file: Path,
+    *,
     events: tuple[str, str] | None = None,
     traces: str | None = None,
 ) -> list[str]:
@@ -78,7 +79,7 @@ def _events_config(stream: str, replay: str) -> dict[str, str | bool]:
 
 
 def environment(
-    engine: VllmEngineConfig, node: PrefillNode | DecodeNode, namespace_file: Path, traces: str | None = None
+    engine: VllmEngineConfig, node: PrefillNode | DecodeNode, namespace_file: Path, *, traces: str | None = None
 ) -> dict[str, str]:
     """Returns what is added to the environment of a node's vLLM: the file's own, and the secrets of its arguments. `traces` as of `command`."""
     arguments = _arguments(engine, node)

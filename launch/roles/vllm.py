@@ -36,10 +36,9 @@ def run_vllm(
         file.write_text(dump_config(config), encoding="utf-8")
         # vLLM starts processes of its own; a guard ends them with it, however it ends
         guarded = LocalProcesses(settings.stop_grace_s)
-        variables = environment(engine, node, namespace, traces)
-        program = Program(
-            node.name, tuple(command(engine, node, file, namespace, config.event_addresses(node), traces)), variables
-        )
+        variables = environment(engine, node, namespace, traces=traces)
+        argv = command(engine, node, file, namespace, events=config.event_addresses(node), traces=traces)
+        program = Program(node.name, tuple(argv), variables)
         output = _VllmOutput()
 
         def announce() -> None:

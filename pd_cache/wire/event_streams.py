@@ -171,6 +171,7 @@ class _Feed:
         self.batches = 0
         self._context = context
         self.stream = self._connected(zmq.SUB, endpoints.stream)
+        self._monitor = self.stream.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.stream.setsockopt(zmq.SUBSCRIBE, b"")
         self.dealer = self._connected(zmq.DEALER, endpoints.replay) if endpoints.replay else None
 
@@ -183,6 +184,17 @@ class _Feed:
         made.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         made.connect(address)
         return made
+
+    def notice_end(self, now: float) -> None:
+        """Notes if the connection was lost since the last call: before it is there again, so before another publisher's batches come."""
+        lost = False
+        while self._monitor.poll(0):
+            self._monitor.recv_multipart()
+            lost = True
+        if lost:
+            self.order.disconnected()
+            self.answers, self.asked, self.ask_at = {}, None, now
+            self.renew_dealer()  # a replay under way is the last publisher's
 
     def ask(self, now: float) -> None:
         assert self.dealer is not None
@@ -199,6 +211,7 @@ class _Feed:
             self.dealer = self._connected(zmq.DEALER, self.endpoints.replay)
 
     def close(self) -> None:
+        self.stream.disable_monitor()
         self.stream.close(0)
         if self.dealer is not None:
             self.dealer.close(0)
@@ -315,6 +328,7 @@ class EventSubscriber:
         self._feeds = feeds
 
     def _read_stream(self, feed: _Feed) -> None:
+        feed.notice_end(self._clock())
         for _ in range(256):  # then the others' turn
             try:
                 frames = feed.stream.recv_multipart(zmq.NOBLOCK)
@@ -354,6 +368,7 @@ class EventSubscriber:
 
     def _keep_order(self, feed: _Feed) -> None:
         now = self._clock()
+        feed.notice_end(now)
         if feed.dealer is None:
             if not feed.order.in_order:
                 self._apply(feed, feed.order.lost())

@@ -107,6 +107,7 @@ def test_without_a_file_only_this_machine_is_looked_at() -> None:
         "memory",
         "cluster",
         "limits",
+        "peers",
     }
     assert of(report, "cluster")[""].verdict is Verdict.SKIPPED
     assert report.file is None

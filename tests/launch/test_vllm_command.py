@@ -168,8 +168,11 @@ def test_with_a_collector_vllm_sends_its_spans_there_unless_the_file_says_otherw
         env={"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"},
     )
     for engine, endpoint, protocol in ((plain, collector, "http/protobuf"), (own, "http://c:4317", "grpc")):
-        argv = command(engine, node, tmp_path / "c", tmp_path / "n", collector)
+        argv = command(engine, node, tmp_path / "c", tmp_path / "n", traces=collector)
         assert [one for one in argv if "otlp" in one] == [f"--otlp-traces-endpoint={endpoint}"]
-        assert environment(engine, node, tmp_path / "n", collector)["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == protocol
+        assert (
+            environment(engine, node, tmp_path / "n", traces=collector)["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"]
+            == protocol
+        )
     assert not [one for one in command(plain, node, tmp_path / "c", tmp_path / "n") if "otlp" in one]
     assert not [name for name in environment(plain, node, tmp_path / "n") if name.startswith("OTEL")]

@@ -166,6 +166,7 @@ def test_what_waits_for_a_replay_is_bounded() -> None:
 @settings(max_examples=400)
 @example(keeps=1, actions=["publish", "publish", "restart", "publish", "heal"])
 @example(keeps=1, actions=["publish", "publish", "restart", "lose", "lose", "publish", "heal"])
+@example(keeps=1, actions=["publish", "heal", "restart", "lose", "publish"])
 @given(
     keeps=st.integers(1, 12),
     actions=st.lists(
@@ -192,6 +193,7 @@ def test_after_any_history_a_healed_subscriber_knows_what_the_publisher_has_said
             publisher.publish()
         elif action == "restart":
             publisher.begin_anew()
+            order.disconnected()
         else:
             apply(heal(order, publisher, cut=2 if action == "heal half" else None))
         assert known == sorted(set(known)), "each batch once, in order"
