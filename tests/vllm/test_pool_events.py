@@ -135,7 +135,10 @@ def test_a_real_nodes_events_say_what_its_own_cache_holds_until_it_forgets(obser
     assert observed.cache.tokens(salted) == 0
     observed.node.complete(tokens, cache_salt="tenant")
     wait_for(lambda: observed.cache.tokens(salted) == whole, what="another tenant's are other blocks")
+    # vLLM forgets nothing while blocks are being stored, and publishes what it forgot with its next step
+    wait_for(lambda: not observed.node.blocks_in_use, what="everything is stored")
     observed.node.forget_prefixes()
+    observed.node.complete(tokens[:3], 1)
     wait_for(lambda: len(observed.cache) == 0, what="it forgot all")
 
 

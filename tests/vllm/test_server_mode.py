@@ -193,7 +193,8 @@ def test_a_producer_started_by_hand_with_tiers_of_its_own_finds_what_the_pool_ha
         wait_for(lambda: not server.blocks_in_use)
         server.forget_prefixes()
         with vllm_pool.bare_client() as client:
-            assert client.remove_by_regex("^pdc1/", True) > 0
+            # chunks, and not what an earlier test's reset of the model has left: without that, a new epoch would begin
+            assert client.remove_by_regex("^pdc1/(?!epochs/)", True) > 0
         answers = server.complete_all(prompts)
         assert [(answer.cached, answer.tokens) for answer in answers] == [
             (WHOLE, plain.tokens(prompt)) for prompt in prompts
