@@ -1,7 +1,8 @@
 # make demo | test | test-vllm | test-lmcache | test-sglang | test-wheel | wheel | manifests | fuzz | install | check
-#      VENV=.venv VLLM_VENV=.venv-vllm LMCACHE_VENV=.venv-lmcache SGLANG_VENV=.venv-sglang PYTHON=python3 JOBS=6
+#      VENV=.venv VLLM_VENV=.venv-vllm VLLM_TESTS=tests/vllm LMCACHE_VENV=.venv-lmcache SGLANG_VENV=.venv-sglang PYTHON=python3 JOBS=6
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+VLLM_TESTS ?= tests/vllm
 LMCACHE_VENV ?= .venv-lmcache
 SGLANG_VENV ?= .venv-sglang
 PYTHON ?= python3
@@ -38,7 +39,7 @@ $(VLLM_VENV)/.installed: pyproject.toml tools/install.sh tools/install-vllm.sh
 
 test-vllm: install-vllm
 	$(VLLM_VENV)/bin/python -m pytest tests/contracts/test_adapters.py -k vllm-tier  # apart: tests/vllm changes Mooncake's patience
-	$(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=0 tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=0 $(VLLM_TESTS)
 
 install-lmcache: $(LMCACHE_VENV)/.installed
 
