@@ -212,6 +212,7 @@ class _Feed:
 
     def close(self) -> None:
         self.stream.disable_monitor()
+        self._monitor.close(0)
         self.stream.close(0)
         if self.dealer is not None:
             self.dealer.close(0)

@@ -44,7 +44,7 @@ def test_on_an_address_of_the_network_vllm_binds_the_port_of_all_and_others_conn
     node = made.node("prefill")
     assert isinstance(node, PrefillNode) and isinstance(made.engine, VllmEngineConfig)  # noqa: PT018
     assert made.event_addresses(node) == ("tcp://10.1.2.3:5570", "tcp://10.1.2.3:5571")
-    argv = command(made.engine, node, tmp_path, tmp_path, made.event_addresses(node))
+    argv = command(made.engine, node, tmp_path, tmp_path, events=made.event_addresses(node))
     (flag,) = [one for one in argv if one.startswith("--kv-events-config=")]
     assert json.loads(flag.partition("=")[2]) == {
         "enable_kv_cache_events": True,

@@ -210,7 +210,8 @@ def test_once_the_digest_is_known_a_request_that_computes_stores_all_of_its_chun
     scene.manager.allocate(request, 10)
     assert scene.step(a=CHUNK).stores == []
     write_adapter(folder)
-    known(scene.adapters, folder)
+    # a look that had begun before says that there is none
+    wait_for(lambda: known(scene.adapters, folder).digest)
     request.num_computed_tokens = CHUNK
     (store,) = scene.step(a=2 * CHUNK + 3).stores
     assert len(store.chunks.names) == 3
