@@ -1,4 +1,4 @@
-"""KV events: how late the pool's removals are told, and what the proxy's index of blocks costs.
+"""KV events: how soon subscribers learn of a removal from the pool, and how fast the proxy's index of blocks is.
 
 The pool is the bench's own: a master and a client with memory, and as many chunks as asked for. It removes chunks one by one and measures
 when a subscriber hears of each. The index is filled over real sockets from publishers that send what a restarted proxy would get from vLLM:
@@ -200,7 +200,7 @@ def _bytes_per_chunk(chunks: int) -> float:
 @option("--publishers", default=4, type=click.IntRange(1))
 @output_options
 def main(sizes: tuple[int, ...], removals: int, interval: float, blocks: int, publishers: int, **output: Any) -> None:
-    """How late the pool's removals are told, and what the index of blocks costs."""
+    """How soon subscribers learn of a removal from the pool, and how fast the index of blocks is."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     rows: list[dict[str, Any]] = []
     with progress() as bar, tempfile.TemporaryDirectory() as name:

@@ -81,7 +81,10 @@ def _events_config(stream: str, replay: str) -> dict[str, str | bool]:
 def environment(
     engine: VllmEngineConfig, node: PrefillNode | DecodeNode, namespace_file: Path, *, traces: str | None = None
 ) -> dict[str, str]:
-    """Returns what is added to the environment of a node's vLLM: the file's own, and the secrets of its arguments. `traces` as of `command`."""
+    """Returns what is added to the environment of a node's vLLM: the file's own, and the secrets of its arguments.
+
+    `traces` is the same as in `command`.
+    """
     arguments = _arguments(engine, node)
     secrets = {}
     for name, variable in SECRET_VARIABLES.items():
