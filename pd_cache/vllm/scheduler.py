@@ -229,10 +229,10 @@ class SchedulerSide:
                 request = tracked.request
                 if not tracked.in_step:
                     self._unhide(tracked)
-                # the outcome of a load within a step is known only when the forward pass is over. If the load failed, what the pass
-                # computed is worth nothing. So nothing of the pass is stored before the outcome is known
-                certain = -request.num_in_flight_tokens if tracked.in_step else scheduled
-                step.stores += self._plan_stores(tracked, request.num_computed_tokens + certain)
+                # the outcome of a load within a step is known only when the forward pass is over. If the load failed, neither what it
+                # brought nor what the pass computed is worth anything, and nothing of them is stored before the outcome is known
+                computed = request.num_computed_tokens + scheduled
+                step.stores += self._plan_stores(tracked, tracked.at_hand if tracked.in_step else computed)
         state = output.kv_connector_block_state
         for request_id, offers in (state.boundary_state_offloads if state is not None else {}).items():
             if (tracked := self._requests.get(request_id)) is not None and self._storable(tracked):
@@ -277,11 +277,13 @@ class SchedulerSide:
         if tracked is None or self._chunks.database is None:
             return None
         computed = request.num_computed_tokens - request.num_in_flight_tokens
+        if tracked.in_step and request.num_in_flight_tokens:  # aborted before the end of its load is known
+            computed = tracked.at_hand
+        else:
+            self._unhide(tracked)
         # otherwise all stores are planned already, and tokens that are still loading are not computed
         if tracked.in_step:
             self._late += self._plan_stores(tracked, computed)
-        if not (tracked.in_step and request.num_in_flight_tokens):
-            self._unhide(tracked)
         if self._lookup is not None and tracked.looked_up:
             self._lookup.end(request.request_id)
         ours = self._report(tracked, request, computed)

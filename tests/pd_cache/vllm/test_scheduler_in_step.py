@@ -43,6 +43,30 @@ def test_a_request_that_ends_with_the_step_of_its_load_is_stored_with_the_next_o
     assert late.chunks.names == scene.names(request)[1:]
 
 
+@pytest.mark.parametrize("load", ["sync", "layerwise"])
+@pytest.mark.parametrize("aborted", [False, True])
+def test_what_a_step_loads_behind_vllms_own_hit_is_not_stored_before_the_load_is_known_to_be_good(
+    load: str, aborted: bool
+) -> None:
+    """Such a store would put whatever a failed load left in the blocks into the pool, under the names of the chunks that it lacks."""
+    scene, request = Scene(load=load), Request("a", PROMPT)
+    scene.lookups.there = set(scene.names(request)[:2])
+    assert scene.side.matched_tokens(request, CHUNK) == (CHUNK, False)  # type: ignore[arg-type]
+    scene.side.allocated(request, scene.manager.allocate(request, 10), CHUNK)  # type: ignore[arg-type]
+    request.num_computed_tokens = 2 * CHUNK
+    stores = scene.step(a=CHUNK).stores
+    request.num_computed_tokens, request.num_in_flight_tokens = 3 * CHUNK, CHUNK
+    if aborted:
+        scene.side.finished(request)  # type: ignore[arg-type]
+        stores += scene.step().stores
+    assert [name for op in stores for name in op.chunks.names] == scene.names(request)[:1], "what vLLM had at hand"
+    if not aborted:
+        request.num_computed_tokens, request.num_in_flight_tokens = CHUNK + BLOCK, 0
+        scene.side.take_report(StepReport(failed_loads={"a"}, loads={"a": Restored(0, "evicted")}))
+        (again,) = scene.step(a=2 * CHUNK - BLOCK).stores
+        assert again.chunks.names == scene.names(request)
+
+
 class Sharing:
     """A request that loads its first chunk in the step that computes the others. vLLM has put all of its blocks into its own cache."""
 
