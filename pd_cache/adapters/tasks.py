@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from pd_cache.deadline import Deadline
 from pd_cache.sparse_log import SparseLog
 from transfer.calls import CallThreads
 
@@ -33,7 +34,9 @@ class TaskLane(Generic[T]):
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._results: OrderedDict[int, T] = OrderedDict()
+        self._under_way: dict[int, Deadline] = {}
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = False
         self._closed = False
 
     @property
@@ -41,22 +44,25 @@ class TaskLane(Generic[T]):
         """The descriptor that becomes readable when tasks have ended."""
         return self._event
 
-    def submit(self, task: Callable[[float], T], failed: T, timeout: float) -> int:
-        """Begins a task, which is given the seconds that it has. Returns its number. `failed` is the result if it raises or cannot run."""
+    def submit(self, task: Callable[[Deadline], T], failed: T, timeout: float) -> int:
+        """Begins a task, which is given its deadline. Returns its number. `failed` is the result if it raises or cannot run."""
+        deadline, end = Deadline(timeout), time.monotonic() + timeout
         with self._lock:
             number = next(self._numbers)
-        deadline = time.monotonic() + timeout
+            self._under_way[number] = deadline
+            if self._closing:
+                deadline.cut()
         result = failed
 
         def run() -> None:
             nonlocal result
             try:
-                result = task(max(0.0, deadline - time.monotonic()))
+                result = task(deadline)
             except Exception as error:  # noqa: BLE001 - a peer waits for the result, whatever it is
                 if (count := self._log.admit(type(error).__name__, 1)) is not None:
                     self._complain(f"{self._name}: {count} tasks failed: {error!r}")
 
-        self._threads.submit(run, deadline, lambda: self._ended(number, result))
+        self._threads.submit(run, end, lambda: self._ended(number, result))
         return number
 
     def take(self, number: int) -> T | None:
@@ -71,7 +77,11 @@ class TaskLane(Generic[T]):
             return taken
 
     def close(self, timeout: float) -> None:
-        """Refuses further tasks, waits for those accepted, and closes the descriptor. Idempotent."""
+        """Refuses further tasks, waits for those accepted, whose deadlines have passed now, and closes the descriptor. Idempotent."""
+        with self._lock:
+            self._closing = True
+            for deadline in self._under_way.values():
+                deadline.cut()
         self._threads.close(timeout)
         with self._lock:
             if not self._closed:
@@ -80,6 +90,7 @@ class TaskLane(Generic[T]):
 
     def _ended(self, number: int, result: T) -> None:
         with self._lock:
+            del self._under_way[number]
             self._results[number] = result
             if len(self._results) > MOST_KEPT:
                 self._results.popitem(last=False)

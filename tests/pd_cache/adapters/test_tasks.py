@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from pd_cache.adapters.tasks import MOST_QUEUED, TaskLane
+from pd_cache.deadline import Deadline
 from tests.support.waiting import wait_for
 
 
@@ -49,7 +50,7 @@ def test_all_results_together(lane: TaskLane[str]) -> None:
 
 
 def test_a_task_that_raises_has_failed_and_the_next_runs(lane: TaskLane[str], complaints: list[str]) -> None:
-    def raises(_: float) -> str:
+    def raises(_: Deadline) -> str:
         raise RuntimeError("of the test")
 
     number, then = lane.submit(raises, "failed", 60), lane.submit(lambda _: "done", "failed", 60)
@@ -62,7 +63,7 @@ def test_a_task_that_raises_has_failed_and_the_next_runs(lane: TaskLane[str], co
 def test_one_task_too_many_ends_at_once_as_failed(lane: TaskLane[str]) -> None:
     go = threading.Event()
 
-    def waits(_: float) -> str:
+    def waits(_: Deadline) -> str:
         go.wait(60)
         return "done"
 
@@ -82,6 +83,21 @@ def test_tasks_that_wait_when_it_is_closed_still_end(complaints: list[str]) -> N
     lane.close(60)
     late = lane.submit(lambda _: "done", "failed", 60)
     assert set(lane.take_all()) == {*numbers, late}
+
+
+def test_close_makes_the_deadline_of_a_task_that_runs_pass(complaints: list[str]) -> None:
+    lane: TaskLane[str] = TaskLane("a-lane", 1, complaints.append)
+    running = threading.Event()
+
+    def runs(deadline: Deadline) -> str:
+        running.set()
+        wait_for(lambda: deadline.passed, what="the end of the task's time")
+        return "ended"
+
+    number = lane.submit(runs, "failed", 3600)
+    assert running.wait(60)
+    lane.close(60)
+    assert lane.take(number) == "ended"
 
 
 def test_a_task_whose_time_passes_while_it_waits_has_failed(lane: TaskLane[str]) -> None:
