@@ -49,7 +49,7 @@ def main(pages: int, tokens: int, layers: int, layout: str, rounds: int) -> None
             took.setdefault((what, who), []).append(time.perf_counter() - begun)
         return result
 
-    with local_pool(2 * pages * page_bytes * rounds + (1 << 30)) as master:
+    with local_pool(round(2.5 * pages * page_bytes * rounds) + (64 << 20)) as master:
         backends = {"pd-cache": _ours(host, master, page_bytes), "SGLang's own": _mooncakes_own(host, master)}
         places = host.alloc(pages * tokens), host.alloc(pages * tokens)
         for number in range(rounds):
@@ -79,7 +79,7 @@ def main(pages: int, tokens: int, layers: int, layout: str, rounds: int) -> None
 
 def _ours(host: Any, master: str, page_bytes: int) -> Any:
     extra = sglang_pools.our_options(
-        revision="bench", master=master, timeout_s=60, transfer={"staging_size": max(512 << 20, 32 * page_bytes)}
+        revision="bench", master=master, timeout_s=60, transfer={"staging_size": 32 * (page_bytes + _MIB)}
     )
     backend = sglang_pools.open_backend("dynamic", host, sglang_pools.storage_config(extra))
     backend.cache.wait_available(60)
