@@ -40,6 +40,8 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from pd_cache.vllm.events import ChunkEvents
+
 log = logging.getLogger("vllm.pd_cache")  # below vLLM's own logger, whose handlers and level it inherits
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.020
@@ -47,10 +49,6 @@ _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.020
 _RESET_AGAIN_S = 1.0
 _CACHED_LATE = 3
 """How many steps after a block is full vLLM may put it into its own cache, at most."""
-
-
-Describe = Callable[["Request", int, int], "list[BlockStored]"]
-"""Returns the KV events for a request's chunks from one number to before another."""
 
 
 class _FoundPrefix(NamedTuple):
@@ -163,7 +161,7 @@ class SchedulerSide:
         retention: int | None = 0,
         drafted_up_to: int | None = None,
         ranks: int,
-        describe: Describe | None,
+        describe: ChunkEvents | None,
         adapters: Adapters,
         metrics: CacheMetrics,
         on_report: Callable[[str, RequestReport], None] | None = None,
@@ -217,7 +215,7 @@ class SchedulerSide:
         self._expecting = False
         self._holding: dict[str, int] = {}
         """Requests that hold blocks for a load and have computed nothing since, and the number of blocks that all tokens of each need."""
-        self._stored_events: list[KVCacheEvent] = []
+        self._events: list[KVCacheEvent] = []
         self._epoch = FIRST
         """The epoch of the model's weights, as last known."""
         self._outdated: dict[str, _Leftover] = {}
@@ -466,7 +464,7 @@ class SchedulerSide:
             if tracked.at_hand or tracked.request.num_computed_tokens:
                 self._outdated.setdefault(request_id, _Leftover())
         # chunks of earlier epochs are not announced, because no node can find them
-        self._stored_events = []
+        self._events = []
         self._jobs = {
             number: (job._replace(events=[]), ranks, outcomes) for number, (job, ranks, outcomes) in self._jobs.items()
         }
@@ -518,8 +516,8 @@ class SchedulerSide:
         )
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Returns `BlockStored` for chunks that all ranks have stored."""
-        events, self._stored_events = self._stored_events, []
+        """Returns `BlockStored` for chunks that all ranks have stored, and `BlockRemoved` for those that a lookup found evicted."""
+        events, self._events = self._events, []
         return events
 
     # --- inside --------------------------------------------------------------------------------------------------
@@ -599,6 +597,8 @@ class SchedulerSide:
             tracked.looking.note(found=end, reason=reach.reason)
             tracked.looking.end()
             tracked.looking = None
+            if reach.reason == "evicted" and self._describe is not None:
+                self._events += self._describe.missing(request, reach.leading)
         if end < awaited:
             tracked.next_poll = self._clock() + tracked.poll_s
             tracked.poll_s = min(2 * tracked.poll_s, _LONGEST_POLL_S)
@@ -836,7 +836,9 @@ class SchedulerSide:
         if count <= 0:
             return []
         names = self._names_of(tracked, group, first, first + count)
-        events = self._describe(request, first, first + count) if self._describe is not None and place == 0 else []
+        events = (
+            self._describe.stored(request, first, first + count) if self._describe is not None and place == 0 else []
+        )
         return [self._begin(_Job(request.request_id, first, place, names, blocks[: count * per_chunk], events))]
 
     def _plan_states(self, tracked: _Tracked, offers: Iterable[tuple[int, int, int]]) -> list[StoreOp]:
@@ -898,9 +900,7 @@ class SchedulerSide:
         pool = self._pool()
         # the last block first: vLLM evicts first what was freed first, and a prefix is worth more than what follows it
         pool.free_blocks(pool.blocks[block] for block in reversed(job.blocks) if block >= 0)
-        self._stored_events += [
-            event for event, outcome in zip(job.events, both, strict=False) if outcome is StoreOutcome.NEW
-        ]
+        self._events += [event for event, outcome in zip(job.events, both, strict=False) if outcome is StoreOutcome.NEW]
         if job.group == 0 and self._lookup is not None:
             self._lookup.stored(
                 [name for name, outcome in zip(job.names, both, strict=True) if outcome is not StoreOutcome.NOT]
