@@ -6,11 +6,12 @@ Exit codes: 0 done, 1 it went wrong, 2 the command line or the file cannot be us
 from __future__ import annotations
 
 import logging
+import math
 import runpy
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,6 +25,16 @@ if TYPE_CHECKING:
 _FILE = click.Path(path_type=Path)
 _EXAMPLES = Path(__file__).with_name("configs")
 """The files of `configs/`: a link to that folder in a clone, the files themselves in a wheel."""
+
+
+class _Seconds(click.FloatRange):
+    """A number in a range. click's own type takes NaN for one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = float(super().convert(value, param, ctx))
+        if math.isnan(found):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return found
 
 
 class _Commands(click.Group):
@@ -139,7 +150,7 @@ def status(file: Path, as_json: bool, watch: bool) -> None:
 @click.option("--once", is_flag=True, help="Print one table and end; the default where the output is no terminal.")
 @click.option(
     "--interval",
-    type=click.FloatRange(0.2, 60.0),
+    type=_Seconds(0.5, 30.0),
     default=2.0,
     show_default=True,
     help="How often each node is asked, in seconds.",

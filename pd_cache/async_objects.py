@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from pd_cache.deadline import Deadline
 from pd_cache.object_cache import ObjectCache, ObjectOutcome
 from transfer.calls import CallThreads
 from transfer.errors import Status
@@ -24,9 +25,10 @@ _CLOSE_S = 5.0
 
 
 class AsyncObjectCache:
-    """The same calls as coroutines. A call that is cancelled goes on for nobody, and ends at its deadline.
+    """The same calls as coroutines, on any number of loops. A call that is cancelled, or has had its time, stores nothing more and reads
+    nothing more: what the caller changes from then on is in no value. What it waits for at that moment, it waits for on its thread.
 
-    There is no `read_into`: a cancelled call would still write to the caller's memory.
+    There is no `read_into`: a cancelled call could still write to the caller's memory.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class AsyncObjectCache:
 
     async def get_tensor(self, name: str | bytes, *, timeout: float | None = None) -> torch.Tensor | None:
         """Does the same as `ObjectCache.get_tensor`."""
-        return await self._call(lambda seconds: self.cache.get_tensor(name, timeout=seconds), timeout, lambda _: None)
+        return await self._call(lambda deadline: self.cache.get_tensor(name, timeout=deadline), timeout, lambda _: None)
 
     async def exists(self, name: str | bytes, *, timeout: float | None = None) -> bool:
         """Does the same as `ObjectCache.exists`."""
@@ -69,7 +71,7 @@ class AsyncObjectCache:
     async def remove(self, name: str | bytes, *, timeout: float | None = None) -> Status:
         """Does the same as `ObjectCache.remove`."""
         return await self._call(
-            lambda seconds: self.cache.remove(name, timeout=seconds), timeout, lambda status: status
+            lambda deadline: self.cache.remove(name, timeout=deadline), timeout, lambda status: status
         )
 
     async def put_many(
@@ -77,7 +79,7 @@ class AsyncObjectCache:
     ) -> list[Status]:
         """Does the same as `ObjectCache.put_many`."""
         return await self._call(
-            lambda seconds: self.cache.put_many(names, values, timeout=seconds),
+            lambda deadline: self.cache.put_many(names, values, timeout=deadline),
             timeout,
             lambda status: [status] * len(names),
         )
@@ -85,7 +87,7 @@ class AsyncObjectCache:
     async def get_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[ObjectOutcome]:
         """Does the same as `ObjectCache.get_many`."""
         return await self._call(
-            lambda seconds: self.cache.get_many(names, timeout=seconds),
+            lambda deadline: self.cache.get_many(names, timeout=deadline),
             timeout,
             lambda status: [ObjectOutcome(None, status.value)] * len(names),
         )
@@ -93,13 +95,15 @@ class AsyncObjectCache:
     async def exists_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[Status]:
         """Does the same as `ObjectCache.exists_many`."""
         return await self._call(
-            lambda seconds: self.cache.exists_many(names, timeout=seconds),
+            lambda deadline: self.cache.exists_many(names, timeout=deadline),
             timeout,
             lambda status: [status] * len(names),
         )
 
     async def close(self) -> None:
         """Refuses new calls, ends those under way, and closes the cache. Idempotent."""
+        if self.cache.forked:
+            return
         self._closed = True
         await asyncio.to_thread(self._close)
 
@@ -109,11 +113,15 @@ class AsyncObjectCache:
         self.cache.close()  # first: calls under way then end at once
         self._threads.close(_CLOSE_S)
 
-    async def _call(self, function: Callable[[float], T], timeout: float | None, refused: Callable[[Status], T]) -> T:
-        """Runs `function` with the seconds that are left. Returns `refused` of the reason if it cannot run, or not in time."""
+    async def _call(
+        self, function: Callable[[Deadline], T], timeout: float | None, refused: Callable[[Status], T]
+    ) -> T:
+        """Runs `function` with its deadline. Returns `refused` of the reason if it cannot run, or not in time."""
+        if self.cache.forked:  # there are no threads here, and one of them may hold a lock
+            return refused(Status.CLOSED)
         loop = asyncio.get_running_loop()
         seconds = self._usual_timeout if timeout is None else timeout
-        deadline = time.monotonic() + seconds
+        deadline, end = Deadline(seconds), time.monotonic() + seconds
         answer: asyncio.Future[T] = loop.create_future()
 
         def settle(act: Callable[[], None]) -> None:
@@ -122,20 +130,23 @@ class AsyncObjectCache:
 
         def run() -> None:
             try:
-                value = function(max(0.0, deadline - time.monotonic()))
+                value = function(deadline)
             except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
                 settle(functools.partial(answer.set_exception, error))
             else:
                 settle(functools.partial(answer.set_result, value))
 
         # runs last; it is the answer only if the call was never begun
-        call = self._threads.submit(run, deadline, lambda: settle(lambda: answer.set_result(refused(self._refusal()))))
+        call = self._threads.submit(run, end, lambda: settle(lambda: answer.set_result(refused(self._refusal()))))
         if call is None:
             return refused(Status.CLOSED if self._closed else Status.OVERLOADED)
         try:
             done, _ = await asyncio.wait({answer}, timeout=seconds)
             return answer.result() if done else refused(Status.TIMEOUT)
         finally:
+            # the caller's memory is the caller's again, and an error that comes now is nobody's
+            deadline.cut()
+            answer.cancel()
             call.abandon()
 
     def _refusal(self) -> Status:

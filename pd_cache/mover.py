@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from pd_cache.backends.base import TierKind
 from pd_cache.backends.places import Place, Taken, wait_for
 from pd_cache.blocks import Restored, StoreOutcome, TierChunks
 from pd_cache.checksum import Digest
+from pd_cache.deadline import Deadline
 from pd_cache.metrics import CacheMetrics
 from pd_cache.misses import miss_reason
 from pd_cache.paged import ChunkSlots, PagedCopier, PendingCopy
@@ -33,22 +33,6 @@ _PART_BYTES = 16 << 10
 """The least bytes of an object that are worth a transfer of their own, when objects are read layer by layer."""
 _RETRIES = 6
 """How often one load reads a damaged object again: twice for each kind of tier, which removes an object that fails twice."""
-
-
-class Deadline:
-    """When an operation has to end: `timeout` seconds from now, or never."""
-
-    def __init__(self, timeout: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._end = None if timeout is None else clock() + timeout
-
-    def left(self) -> float | None:
-        """Returns the seconds until the deadline, at least 0; None if there is no deadline."""
-        return None if self._end is None else max(0.0, self._end - self._clock())
-
-    @property
-    def passed(self) -> bool:
-        return self._end is not None and self._clock() > self._end
 
 
 class ChunkRun(NamedTuple):

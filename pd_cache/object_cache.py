@@ -13,16 +13,17 @@ A namespace of objects has no epochs: see docs/objects.md.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pd_cache.backends import Staged, StorageBackend, open_backend
+from pd_cache.backends import PutOutcome, Staged, StorageBackend, open_backend
 from pd_cache.backends.objects import SELF_SIZED, Damage
 from pd_cache.checksum import Digest, checksum
 from pd_cache.config import NodeSettings
+from pd_cache.deadline import Deadline
 from pd_cache.metrics import CacheMetrics
 from pd_cache.values import MOST_PARTS, OVERHEAD, PartHeader, Scattered, TensorForm, ValueKeys
 from transfer.errors import PoolUnavailableError, Status
@@ -151,44 +152,44 @@ class ObjectCache:
 
     # --- one value ------------------------------------------------------------------------------------------------
 
-    def put(self, name: str | bytes, value: AnyValue, *, timeout: float | None = None) -> Status:
+    def put(self, name: str | bytes, value: AnyValue, *, timeout: float | Deadline | None = None) -> Status:
         """Stores a value: bytes, anything else with a contiguous buffer, or a tensor. Returns OK if other nodes can get it now.
 
         Returns OK, too, if the name already has a value, whatever it is. Raises ValueError for a value longer than `most_bytes`.
         """
         return self.put_many([name], [value], timeout=timeout)[0]
 
-    def get(self, name: str | bytes, *, timeout: float | None = None) -> bytes | None:
+    def get(self, name: str | bytes, *, timeout: float | Deadline | None = None) -> bytes | None:
         """Returns the bytes of a value, also of a tensor; None for a miss."""
         return self.get_many([name], timeout=timeout)[0].value
 
-    def get_tensor(self, name: str | bytes, *, timeout: float | None = None) -> torch.Tensor | None:
+    def get_tensor(self, name: str | bytes, *, timeout: float | Deadline | None = None) -> torch.Tensor | None:
         """Returns a new tensor on the CPU, as it was put; None for a miss, or for a value that is no tensor."""
         import torch
 
         memory: list[torch.Tensor] = []
 
         def target(header: PartHeader) -> memoryview | str:
-            if header.form is None:
+            dtype = None if header.form is None else getattr(torch, header.form.dtype, None)
+            if header.form is None or not isinstance(dtype, torch.dtype):
                 return NOT_A_TENSOR
-            dtype = getattr(torch, header.form.dtype, None)
-            count = 1
-            for size in header.form.shape:
-                count *= size
-            if not isinstance(dtype, torch.dtype) or count * dtype.itemsize != header.value_bytes:
+            if math.prod(header.form.shape) * dtype.itemsize != header.value_bytes:
                 return NOT_A_TENSOR
             raw = torch.empty(header.value_bytes, dtype=torch.uint8)
-            memory[:] = [raw.view(dtype).reshape(header.form.shape)]
+            try:
+                memory[:] = [raw.view(dtype).reshape(header.form.shape)]
+            except (RuntimeError, TypeError):  # without elements, a shape may say anything
+                return NOT_A_TENSOR
             return memoryview(raw.numpy().data)
 
         (reason,) = self._read([name], [self._bounded(target)], timeout)
         return None if reason else memory[0]
 
-    def exists(self, name: str | bytes, *, timeout: float | None = None) -> bool:
+    def exists(self, name: str | bytes, *, timeout: float | Deadline | None = None) -> bool:
         """Returns whether there is a value. A get may still miss: of a long value, a part may be gone."""
         return self.exists_many([name], timeout=timeout)[0] is Status.OK
 
-    def remove(self, name: str | bytes, *, timeout: float | None = None) -> Status:
+    def remove(self, name: str | bytes, *, timeout: float | Deadline | None = None) -> Status:
         """Removes a value, also while others read it; for them it is a miss. Returns MISSING if there was none."""
         return self.remove_many([name], timeout=timeout)[0]
 
@@ -200,12 +201,13 @@ class ObjectCache:
         values: Sequence[AnyValue],
         *,
         forms: Sequence[TensorForm | None] | None = None,
-        timeout: float | None = None,
+        timeout: float | Deadline | None = None,
     ) -> list[Status]:
         """Stores values. Returns a status for each, as `put` does. `timeout` (s) bounds the whole call; without it, the configured
         timeout bounds each transfer. `forms`: what `read_into` may ask for; by default that of each tensor.
 
-        The caller must not change the values meanwhile. If one changes all the same, it may be damaged for those who get it: a miss.
+        The caller must not change the values meanwhile: a mixture of old and new bytes could be stored. Nothing of them is stored that was
+        copied after the deadline. `timeout` may be a `Deadline`, which another thread can cut.
         """
         heads = self._heads(names)
         if len(values) != len(heads):
@@ -220,17 +222,17 @@ class ObjectCache:
             return []
         if self._unusable:
             return [Status.CLOSED] * len(heads)
-        end = _end(timeout)
+        deadline = Deadline.of(timeout)
         first = {head: index for index, head in reversed(list(enumerate(heads)))}
         order = sorted(first.values())
-        wanted = self.backend.batched_wants([heads[index] for index in order], timeout=_left(end))
+        wanted = self.backend.batched_wants([heads[index] for index in order], timeout=deadline.left())
         statuses = dict(zip(order, wanted, strict=True))
         lacking = [index for index in order if statuses[index] is Status.MISSING]
-        self._put_lacking(lacking, heads, given, statuses, end)
+        self._put_lacking(lacking, heads, given, statuses, deadline)
         self.metrics.outages("put", list(statuses.values()))
         return [statuses[first[head]] for head in heads]
 
-    def get_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[ObjectOutcome]:
+    def get_many(self, names: Sequence[str | bytes], *, timeout: float | Deadline | None = None) -> list[ObjectOutcome]:
         """Returns the bytes of each value, or the reason why there is none. `timeout` as in `put_many`."""
         memory: dict[int, bytearray] = {}
 
@@ -253,7 +255,7 @@ class ObjectCache:
         buffers: Sequence[Any],
         *,
         forms: Sequence[TensorForm | None] | None = None,
-        timeout: float | None = None,
+        timeout: float | Deadline | None = None,
     ) -> list[str]:
         """Reads each value into the caller's memory: contiguous writable buffers or CPU tensors, each exactly as long as its value.
 
@@ -278,7 +280,7 @@ class ObjectCache:
 
         return self._read(names, [target_of(index) for index in range(len(views))], timeout)
 
-    def exists_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[Status]:
+    def exists_many(self, names: Sequence[str | bytes], *, timeout: float | Deadline | None = None) -> list[Status]:
         """Returns OK or MISSING for each name, with one request; any other status says why the answer is unknown.
 
         The pool protects what it finds from eviction until the lease ends, so ask only for what will be read.
@@ -286,18 +288,23 @@ class ObjectCache:
         heads = self._heads(names)
         if self._unusable:
             return [Status.CLOSED] * len(heads)
-        statuses = self.backend.batched_contains(heads, timeout=timeout) if heads else []
+        statuses = self.backend.batched_contains(heads, timeout=Deadline.of(timeout).left()) if heads else []
         self.metrics.outages("exists", statuses)
         return statuses
 
-    def remove_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[Status]:
+    def remove_many(self, names: Sequence[str | bytes], *, timeout: float | Deadline | None = None) -> list[Status]:
         """Removes values. Parts of long ones stay until they are evicted; without the head they are never read."""
         heads = self._heads(names)
         if self._unusable:
             return [Status.CLOSED] * len(heads)
-        return self.backend.batched_remove(heads, timeout=timeout, force=True) if heads else []
+        return self.backend.batched_remove(heads, timeout=Deadline.of(timeout).left(), force=True) if heads else []
 
     # --- life -----------------------------------------------------------------------------------------------------
+
+    @property
+    def forked(self) -> bool:
+        """Whether it was opened by a process that this one was forked from: then it is closed here, and its threads do not exist."""
+        return os.getpid() != self._process
 
     @property
     def available(self) -> bool:
@@ -312,7 +319,7 @@ class ObjectCache:
 
     def close(self) -> None:
         """Ends the calls under way, at the latest at their deadlines, and closes the tiers. Idempotent."""
-        if os.getpid() != self._process:  # in a forked child, a thread that does not exist here may hold the lock
+        if self.forked:  # a thread that does not exist here may hold the lock
             return
         with self._closing:
             if not self._closed:
@@ -323,7 +330,7 @@ class ObjectCache:
 
     @property
     def _unusable(self) -> bool:
-        return self._closed or os.getpid() != self._process
+        return self._closed or self.forked
 
     def _heads(self, names: Sequence[str | bytes]) -> list[str]:
         if isinstance(names, str | bytes):
@@ -339,7 +346,7 @@ class ObjectCache:
         heads: Sequence[str],
         given: Sequence[tuple[Memory, TensorForm | None]],
         statuses: dict[int, Status],
-        end: float | None,
+        deadline: Deadline,
     ) -> None:
         """Puts the values with these indices: first all parts but the heads, then the heads of values whose parts are there."""
         headers = {index: self._header_of(*given[index]) for index in lacking}
@@ -352,12 +359,12 @@ class ObjectCache:
             )
             for index, number in parts
         ]
-        for (index, _), status in zip(parts, self._put(pieces, end), strict=True):
+        for (index, _), status in zip(parts, self._put(pieces, deadline), strict=True):
             if status is not Status.OK:
                 statuses[index] = status
         whole = [index for index in lacking if statuses[index] is Status.MISSING]
         last = [_Piece(heads[index], headers[index], given[index][0]) for index in whole]
-        for index, status in zip(whole, self._put(last, end), strict=True):
+        for index, status in zip(whole, self._put(last, deadline), strict=True):
             statuses[index] = status
             if status is Status.OK:
                 self.metrics.moved("put", len(given[index][0]))
@@ -367,62 +374,70 @@ class ObjectCache:
         total = _checksum(raw) if len(raw) > self.part_bytes else 0
         return PartHeader.of(len(raw), total, 0, self.part_bytes, form)
 
-    def _put(self, pieces: Sequence[_Piece], end: float | None) -> list[Status]:
+    def _put(self, pieces: Sequence[_Piece], deadline: Deadline) -> list[Status]:
         """Puts objects. One batch is filled while those before it are on their way."""
-        outcomes, done = [], 0
-        while done < len(pieces):
+        outcomes: list[PutOutcome] = []
+        begun = 0
+        while begun < len(pieces):
             # one object first: it is on its way while the others are copied
-            batch = pieces[done : done + (self.backend.batch_size if done else 1)]
-            staged = self._stage(batch, end)
+            batch = pieces[begun : begun + (self.backend.batch_size if begun else 1)]
+            staged = self._stage(batch, deadline)
             if not staged:
                 break
             keys = [piece.key for piece in batch[: len(staged)]]
-            outcomes.append(self.backend.batched_put(keys, staged, timeout=_left(end)))
-            done += len(staged)
+            outcomes.append(self.backend.batched_put(keys, staged, timeout=deadline.left()))
+            begun += len(staged)
         statuses = [status for outcome in outcomes for status in outcome.results()]
-        if done < len(pieces):
-            statuses += [self._refusal(end)] * (len(pieces) - done)
-        return statuses
+        return statuses + [self._refusal(deadline)] * (len(pieces) - begun)
 
-    def _refusal(self, end: float | None) -> Status:
-        """Returns why no memory came free for a put."""
+    def _refusal(self, deadline: Deadline) -> Status:
+        """Returns why `_stage` lent no memory for a put."""
         if self._unusable:
             return Status.CLOSED
         if not self.backend.available:
             return Status.POOL_DOWN
-        return Status.TIMEOUT if end is not None and time.monotonic() >= end else Status.OVERLOADED
+        return Status.TIMEOUT if deadline.passed else Status.OVERLOADED
 
-    def _stage(self, batch: Sequence[_Piece], end: float | None) -> list[Staged]:
-        """Fills memory with objects, from the first, as far as there is memory. Only the first object waits for some."""
+    def _stage(self, batch: Sequence[_Piece], deadline: Deadline) -> list[Staged]:
+        """Fills memory with objects, from the first, as far as there is memory. Only the first object waits for some.
+
+        Returns nothing after the deadline, because the values may no longer be what they were: they are the caller's again.
+        """
         staged: list[Staged] = []
         try:
             for piece in batch:
-                wait = 0.0 if staged else _left(end)
+                if deadline.passed:
+                    break
+                wait = 0.0 if staged else deadline.left()
                 memory = self.backend.stage(payload_bytes=piece.header.payload_bytes, timeout=wait)
                 if memory is None:
                     break
                 staged.append(memory)
                 memory.seal(piece.key, _copy_in(piece, memory.payload))
         except BaseException:
-            for memory in staged:
-                memory.release()
+            _release(staged)
             raise
+        if deadline.passed:
+            _release(staged)
+            return []
         return staged
 
-    def _read(self, names: Sequence[str | bytes], targets: Sequence[Target], timeout: float | None) -> list[str]:
+    def _read(
+        self, names: Sequence[str | bytes], targets: Sequence[Target], timeout: float | Deadline | None
+    ) -> list[str]:
         """Reads values. Returns the reason of each miss; empty for a hit."""
         heads = self._heads(names)
         if self._unusable:
             return [Status.CLOSED.value] * len(heads)
-        end = _end(timeout)
+        deadline = Deadline.of(timeout)
         readings = [_Reading(head, target) for head, target in zip(heads, targets, strict=True)]
         waiting = readings
         while waiting:  # a name that occurs again is read in a second round: no key may occur twice in one
             once = {reading.head: reading for reading in reversed(waiting)}
             now = [reading for reading in waiting if once[reading.head] is reading]
             waiting = [reading for reading in waiting if once[reading.head] is not reading]
-            self._read_heads(now, end)
-            self._read_parts(now, end)
+            self._read_heads(now, deadline)
+            self._read_parts(now, deadline)
         for reading in readings:
             if not reading.reason and reading.header is not None:
                 self.metrics.moved("get", reading.header.value_bytes)
@@ -430,7 +445,7 @@ class ObjectCache:
                 self.metrics.trouble("get", reading.reason or Status.CLOSED.value)
         return [reading.reason for reading in readings]
 
-    def _read_heads(self, readings: Sequence[_Reading], end: float | None) -> None:
+    def _read_heads(self, readings: Sequence[_Reading], deadline: Deadline) -> None:
         by_head = {reading.head: reading for reading in readings}
 
         def take(key: str, payload: memoryview) -> tuple[str, int | None]:
@@ -446,12 +461,12 @@ class ObjectCache:
             reading.header, reading.memory = header, memory
             return "", _copy_out(before, header, payload, memory)
 
-        for key, reason in self._fetch(list(by_head), take, end):
+        for key, reason in self._fetch(list(by_head), take, deadline):
             by_head[key].reason = reason
         # intact, and of no use to anybody: a put would find it there
-        self._drop([head for head, reading in by_head.items() if reading.reason == Damage.FOREIGN.value], end)
+        self._drop([head for head, reading in by_head.items() if reading.reason == Damage.FOREIGN.value], deadline)
 
-    def _read_parts(self, readings: Sequence[_Reading], end: float | None) -> None:
+    def _read_parts(self, readings: Sequence[_Reading], deadline: Deadline) -> None:
         wanted: dict[str, tuple[_Reading, int]] = {}
         for reading in readings:
             if not reading.reason and reading.header is not None:
@@ -472,22 +487,22 @@ class ObjectCache:
             return "", _copy_out(before, header, payload, reading.memory)
 
         broken: set[str] = set()
-        for key, reason in self._fetch(list(wanted), take, end):
+        for key, reason in self._fetch(list(wanted), take, deadline):
             reading, _ = wanted[key]
             if reason == Status.MISSING.value or reason in _DAMAGED:
                 broken.add(reading.head)
             if reason == Status.MISSING.value:
                 reason = INCOMPLETE
             reading.reason = reading.reason or reason
-        self._drop(list(broken), end)
+        self._drop(list(broken), deadline)
 
-    def _drop(self, heads: list[str], end: float | None) -> None:
+    def _drop(self, heads: list[str], deadline: Deadline) -> None:
         """Removes heads of values that cannot be read, so that the next put of their names stores all of them."""
         if heads:
-            self.backend.batched_remove(heads, timeout=_left(end), force=True)
+            self.backend.batched_remove(heads, timeout=deadline.left(), force=True)
 
     def _fetch(
-        self, keys: list[str], take: Callable[[str, memoryview], tuple[str, int | None]], end: float | None
+        self, keys: list[str], take: Callable[[str, memoryview], tuple[str, int | None]], deadline: Deadline
     ) -> Iterator[tuple[str, str]]:
         """Reads objects. Yields each key with the reason of its miss, in any order.
 
@@ -498,16 +513,20 @@ class ObjectCache:
         known: dict[str, str] = {}
         for attempt in range(_RETRIES + 1):
             damaged: list[str] = []
-            fetching = self.backend.batched_get(left, payload_bytes=SELF_SIZED, timeout=_left(end))
+            fetching = self.backend.batched_get(left, payload_bytes=SELF_SIZED, timeout=deadline.left())
             with contextlib.closing(fetching) as fetches:
-                for key, fetched in zip(left, fetches, strict=True):
+                for place, key in enumerate(left):
+                    if deadline.passed:  # nobody waits for the rest: there may be thousands
+                        yield from ((late, known.get(late, Status.TIMEOUT.value)) for late in left[place:])
+                        break
+                    fetched = next(fetches)
                     try:
                         if fetched.payload is None:
                             reason = fetched.reason or Status.CLOSED.value
                             # it is gone because it was damaged
                             yield key, known.get(key, reason) if reason == Status.MISSING.value else reason
                             continue
-                        if end is not None and time.monotonic() >= end:
+                        if deadline.passed:
                             yield key, Status.TIMEOUT.value
                             continue
                         reason, used = take(key, fetched.payload)
@@ -524,18 +543,15 @@ class ObjectCache:
                 return
 
 
+def _release(staged: Sequence[Staged]) -> None:
+    for memory in staged:
+        memory.release()
+
+
 def _as_many(forms: Sequence[TensorForm | None], names: Sequence[object]) -> Sequence[TensorForm | None]:
     if len(forms) != len(names):
         raise ValueError(f"got {len(names)} names and {len(forms)} forms; expected one form for each name")
     return forms
-
-
-def _end(timeout: float | None) -> float | None:
-    return None if timeout is None else time.monotonic() + timeout
-
-
-def _left(end: float | None) -> float | None:
-    return None if end is None else max(0.0, end - time.monotonic())
 
 
 def _raw(value: AnyValue) -> tuple[Memory, TensorForm | None]:
@@ -545,18 +561,25 @@ def _raw(value: AnyValue) -> tuple[Memory, TensorForm | None]:
     if hasattr(value, "untyped_storage"):
         return _tensor_bytes(value)  # type: ignore[arg-type]  # only tensors have one
     try:
-        return memoryview(value).cast("B"), None
+        return _flat(memoryview(value)), None
     except TypeError:
         raise ValueError(
             f"a value must be bytes, have a contiguous buffer or be a tensor, got {type(value).__name__}"
         ) from None
 
 
+def _flat(view: memoryview) -> memoryview:
+    """Returns the bytes of contiguous memory. Raises TypeError if it is not."""
+    # an array without elements cannot be cast
+    return view.cast("B") if view.nbytes else memoryview(b"" if view.readonly else bytearray())
+
+
 def _tensor_bytes(tensor: torch.Tensor) -> tuple[memoryview, TensorForm]:
     import torch
 
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise ValueError(f"a tensor must be dense, got {tensor.layout} of {tensor.dtype}")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        kind = "a nested one" if tensor.is_nested else f"{tensor.layout} of {tensor.dtype} on {tensor.device}"
+        raise ValueError(f"a tensor must be dense and have data, got {kind}")
     form = TensorForm(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
     form.described()
     flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -576,7 +599,7 @@ def _writable(buffer: Any) -> Memory:
             raise ValueError("a buffer must be a contiguous tensor on the CPU")
         return memoryview(buffer.detach().reshape(-1).view(torch.uint8).numpy().data)
     try:
-        view = memoryview(buffer).cast("B")
+        view = _flat(memoryview(buffer))
     except TypeError:
         raise ValueError(f"a buffer must be contiguous memory or a tensor, got {type(buffer).__name__}") from None
     if view.readonly:

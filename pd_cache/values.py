@@ -174,8 +174,13 @@ class ValueKeys:
     """The keys of the values of one namespace."""
 
     def __init__(self, namespace: str, part_bytes: int) -> None:
-        """Caches whose `part_bytes` differ never meet, because one could not read what the other wrote."""
-        said = f"{KEY_FORMAT}\n{part_bytes}\n{namespace}".encode()
+        """Caches whose `part_bytes` differ never meet, because one could not read what the other wrote.
+
+        Raises ValueError if the namespace is not a str.
+        """
+        if not isinstance(namespace, str):
+            raise ValueError(f"a namespace must be a str, got {type(namespace).__name__}")
+        said = f"{KEY_FORMAT}\n{part_bytes}\n{namespace}".encode("utf-8", "surrogatepass")
         self.prefix = f"{KEY_FORMAT}/{hashlib.sha256(said).hexdigest()[:16]}/"
 
     def heads(self, names: Sequence[str | bytes]) -> list[str]:

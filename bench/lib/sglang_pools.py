@@ -1,8 +1,9 @@
-"""A host pool of SGLang's on a CPU, and backends over it."""
+"""SGLang's own host pools on a CPU, and storage backends over them. For the bench, and for the tests."""
 
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 import torch
@@ -10,101 +11,148 @@ import torch
 _libraries: list[Any] = []
 
 
-def host_pool(*, pages: int, tokens: int, layers: int) -> Any:
-    """Returns a host pool of random bytes for a model with 8 KV heads of 128 in bf16."""
-    if not _libraries:
-        # SGLang imports torchvision, whose operators come with CUDA builds of torch only; it needs their names, and calls none here
-        library: Any = torch.library.Library
-        _libraries.append(library("torchvision", "DEF"))
-        for name in ("nms", "qnms"):
-            _libraries[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+def import_sglang() -> None:
+    """Imports of SGLang what HiCache needs, on a machine without CUDA."""
+    if _libraries:
+        return
+    # SGLang imports torchvision, whose operators come with CUDA builds of torch only; it needs their names, and calls none here
+    library: Any = torch.library.Library
+    _libraries.append(library("torchvision", "DEF"))
+    for name in ("nms", "qnms"):
+        _libraries[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    with warnings.catch_warnings():  # those of SGLang's imports say nothing about ours
+        warnings.simplefilter("ignore")
+        for module in ("managers.cache_controller", "mem_cache.storage.backend_factory", "mem_cache.pool_host.mla"):
+            importlib.import_module(f"sglang.srt.{module}")
+
+
+def mha_pool(
+    layout: str,
+    *,
+    pages: int,
+    tokens: int,
+    layers: int,
+    heads: int = 8,
+    width: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    device_pages: int = 1,
+) -> Any:
+    """Returns a host pool for `pages` pages of `tokens` tokens of a model with heads, beside device tensors that lie on the CPU, too."""
+    import_sglang()
     from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-    device = [torch.zeros((tokens, 8, 128), dtype=torch.bfloat16) for _ in range(2 * layers)]
-    tables = [
-        torch.tensor([one.data_ptr() for one in half], dtype=torch.uint64) for half in (device[::2], device[1::2])
-    ]
+    device = [torch.zeros((device_pages * tokens, heads, width), dtype=dtype) for _ in range(2 * layers)]
+    keys, values = tuple(device[::2]), tuple(device[1::2])
     info = MHABufferInfo(
         buffers=KVBuffers(
-            k=tuple(device[::2]),
-            v=tuple(device[1::2]),
-            k_data_ptrs=tables[0],
-            v_data_ptrs=tables[1],
-            layout=KVBufferLayout.NHD,
+            k=keys, v=values, k_data_ptrs=_pointers(keys), v_data_ptrs=_pointers(values), layout=KVBufferLayout.NHD
         ),
         page_size=tokens,
-        head_num=8,
-        head_dim=128,
-        v_head_dim=128,
+        head_num=heads,
+        head_dim=width,
+        v_head_dim=width,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    return MHATokenToKVPoolHost(
+        info, start_layer=0, end_layer=layers, **_sizes(layout, pages, tokens, device_pages * tokens)
+    )
+
+
+def mla_pool(
+    layout: str, *, pages: int, tokens: int, layers: int, rank: int = 512, rope: int = 64, device_pages: int = 1
+) -> Any:
+    """Returns a host pool for `pages` pages of latents of `rank` and `rope` numbers."""
+    import_sglang()
+    from sglang.srt.mem_cache.device_pool_info import MLABufferInfo
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+    device = [torch.zeros((device_pages * tokens, 1, rank + rope), dtype=torch.bfloat16) for _ in range(layers)]
+    info = MLABufferInfo(
+        buffers=tuple(device),
+        data_ptrs=_pointers(device),
+        layer_indices=tuple(range(layers)),
+        device_layer_num=layers,
+        page_size=tokens,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope,
+        kv_cache_dim=rank + rope,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
-    host = MHATokenToKVPoolHost(
+    return MLATokenToKVPoolHost(
         info,
-        host_to_device_ratio=1.0,
-        host_size=0,
-        page_size=tokens,
-        layout="page_first",
-        pin_memory=False,
-        device_capacity_tokens=tokens,
         start_layer=0,
         end_layer=layers,
-        host_token_capacity=pages * tokens,
-    )
-    host.kv_buffer.view(torch.uint8).random_(0, 255)
-    return host
-
-
-def ours(host: Any, master: str, page_bytes: int) -> Any:
-    """Returns pd-cache's backend over a host pool, once it is open."""
-    staging = max(512 << 20, 32 * page_bytes)
-    backend = _made(
-        "dynamic",
-        host,
-        {
-            "backend_name": "pd-cache",
-            "module_path": "pd_cache.adapters.sglang_hicache",
-            "class_name": "PdCacheStorage",
-            "interface_v1": 1,
-            "revision": "bench",
-            "master": master,
-            "transfer": {"staging_size": staging},
-        },
-    )
-    backend.cache.wait_available(60)
-    return backend
-
-
-def mooncakes_own(host: Any, master: str) -> Any:
-    """Returns SGLang's own Mooncake backend over a host pool."""
-    return _made(
-        "mooncake",
-        host,
-        {
-            "master_server_address": master,
-            "local_hostname": "127.0.0.1",
-            "metadata_server": "P2PHANDSHAKE",
-            "global_segment_size": 0,
-            "protocol": "tcp",
-            "device_name": "",
-        },
+        target_layer_num=layers,
+        **_sizes(layout, pages, tokens, device_pages * tokens),
     )
 
 
-def _made(kind: str, host: Any, extra: dict[str, Any]) -> Any:
-    storage = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
-    factory = importlib.import_module("sglang.srt.mem_cache.storage.backend_factory").StorageBackendFactory
-    config = storage.HiCacheStorageConfig(
-        **dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0),
-        **dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1),
-        is_mla_model=False,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name="bench",
-        extra_config=extra,
+def our_options(**further: Any) -> dict[str, Any]:
+    """Returns `--hicache-storage-backend-extra-config` for our backend."""
+    return {
+        "backend_name": "pd-cache",
+        "module_path": "pd_cache.adapters.sglang_hicache",
+        "class_name": "PdCacheStorage",
+        "interface_v1": 1,
+        **further,
+    }
+
+
+def mooncakes_options(master: str) -> dict[str, Any]:
+    """Returns the same for SGLang's own Mooncake backend."""
+    return {
+        "master_server_address": master,
+        "local_hostname": "127.0.0.1",
+        "metadata_server": "P2PHANDSHAKE",
+        "global_segment_size": 0,
+        "protocol": "tcp",
+        "device_name": "",
+    }
+
+
+def storage_config(extra: dict[str, Any], **changes: Any) -> Any:
+    """Returns what SGLang says to a backend about an engine of one rank, apart from `changes`."""
+    import_sglang()
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    return HiCacheStorageConfig(
+        **{
+            **dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0),
+            **dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1),
+            "is_mla_model": False,
+            "enable_storage_metrics": False,
+            "is_page_first_layout": True,
+            "model_name": "model",
+            "extra_config": extra,
+            **changes,
+        }
     )
-    backend = factory.create_backend(kind, config, host)
+
+
+def open_backend(kind: str, host: Any, config: Any) -> Any:
+    """Returns a backend by SGLang's own factory, with its host pool registered as SGLang does: `dynamic` is ours."""
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    backend = StorageBackendFactory.create_backend(kind, config, host)
     backend.register_mem_pool_host(host)
     backend.on_host_pools_registered()
     return backend
+
+
+def _pointers(tensors: Any) -> torch.Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64)
+
+
+def _sizes(layout: str, pages: int, tokens: int, device_tokens: int) -> dict[str, Any]:
+    return {
+        "host_to_device_ratio": 1.0,
+        "host_size": 0,
+        "page_size": tokens,
+        "layout": layout,
+        "pin_memory": False,
+        "device_capacity_tokens": device_tokens,
+        "host_token_capacity": pages * tokens,
+    }

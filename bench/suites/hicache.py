@@ -1,7 +1,8 @@
 """Pages of an SGLang host pool, to and from a Mooncake pool: by pd-cache's HiCache backend, and by SGLang's own Mooncake backend.
 
-Needs SGLang beside pd-cache (`make install-sglang`). Both run in this process, in turn, over the same host pool (`page_first`, attention
-heads), each with names of its own. SGLang's moves bytes straight from and to the host pool, without a checksum and without a deadline.
+Needs SGLang beside pd-cache (`make install-sglang`). Both run in this process, in turn, over the same host pool (attention heads), each with
+names of its own. SGLang's moves bytes straight from and to the host pool, without a checksum and without a deadline. The last line is what
+pd-cache does besides the transfer, in either direction, by itself: all that a transfer straight from the host pool could save is the copy.
 
     python -m bench.suites.hicache --pages 64 --rounds 7
 """
@@ -12,28 +13,44 @@ import functools
 import os
 import time
 import uuid
+from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import click
+import torch
 
+from bench.lib import sglang_pools
 from bench.lib.pool import local_pool
-from bench.lib.sglang_pools import host_pool, mooncakes_own, ours
+from pd_cache.checksum import Digest
 
 _MIB = 1 << 20
+_STEP = 512 << 10
+"""Bytes that are copied and hashed while they are in the processor's cache."""
 
 
 @click.command(help=__doc__)
 @click.option("--pages", default=64, help="In one call.", show_default=True)
 @click.option("--tokens", default=64, help="Of a page.", show_default=True)
 @click.option("--layers", default=32, help="Of the model, which has 8 KV heads of 128 in bf16.", show_default=True)
+@click.option("--layout", default="page_first", help="As --hicache-mem-layout of SGLang.", show_default=True)
 @click.option("--rounds", default=7, help="Of which the first is for warming up.", show_default=True)
-def main(pages: int, tokens: int, layers: int, rounds: int) -> None:
+def main(pages: int, tokens: int, layers: int, layout: str, rounds: int) -> None:
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    host = host_pool(pages=2 * pages, tokens=tokens, layers=layers)
+    host = sglang_pools.mha_pool(layout, pages=2 * pages, tokens=tokens, layers=layers)
+    host.kv_buffer.view(torch.uint8).random_(0, 255)
     page_bytes = 2 * tokens * layers * 8 * 128 * 2
     took: dict[tuple[str, str], list[float]] = {}
+
+    def timed(what: str, who: str, call: Callable[[], Any], number: int) -> Any:
+        begun = time.perf_counter()
+        result = call()
+        if number:
+            took.setdefault((what, who), []).append(time.perf_counter() - begun)
+        return result
+
     with local_pool(2 * pages * page_bytes * rounds + (1 << 30)) as master:
-        backends = {"pd-cache": ours(host, master, page_bytes), "SGLang's own": mooncakes_own(host, master)}
+        backends = {"pd-cache": _ours(host, master, page_bytes), "SGLang's own": _mooncakes_own(host, master)}
         places = host.alloc(pages * tokens), host.alloc(pages * tokens)
         for number in range(rounds):
             for name, backend in backends.items():
@@ -43,22 +60,47 @@ def main(pages: int, tokens: int, layers: int, rounds: int) -> None:
                     "load": functools.partial(backend.batch_get_v1, keys, places[1]),
                 }
                 for what, move in moves.items():
-                    begun = time.perf_counter()
-                    if not all(move()):
+                    if not all(timed(what, name, move, number)):
                         raise click.ClickException(f"{name}: not every page was moved ({what})")
-                    if number:
-                        took.setdefault((what, name), []).append(time.perf_counter() - begun)
+            source = memoryview(host.kv_buffer.view(torch.uint8).reshape(-1).numpy().data)[: pages * page_bytes]
+            staging = memoryview(bytearray(page_bytes))
+            timed("alone", "copy and checksum", functools.partial(_sealed, source, staging, copy=True), number)
+            timed("alone", "checksum", functools.partial(_sealed, source, staging, copy=False), number)
         for backend in backends.values():
             backend.close()
-    print(f"{pages} pages of {page_bytes / _MIB:g} MiB, medians of {rounds - 1} rounds, GB/s")
-    for what in ("store", "load"):
-        speeds = {name: pages * page_bytes / 1e9 / median(took[what, name]) for name in backends}
-        own = speeds["SGLang's own"]
-        print(
-            f"{what:6}"
-            + "".join(f"  {name} {speed:5.2f}" for name, speed in speeds.items())
-            + f"  ratio {speeds['pd-cache'] / own:.2f}"
-        )
+    print(f"{pages} pages of {page_bytes / _MIB:g} MiB, {layout}, medians of {rounds - 1} rounds, GB/s")
+    own = "SGLang's own"
+    speeds = {key: pages * page_bytes / 1e9 / median(times) for key, times in took.items()}
+    for what in ("store", "load", "alone"):
+        line = "".join(f"  {who} {speed:5.2f}" for (of, who), speed in speeds.items() if of == what)
+        ratio = "" if what == "alone" else f"  ratio {speeds[what, 'pd-cache'] / speeds[what, own]:.2f}"
+        print(f"{what:6}{line}{ratio}")
+
+
+def _ours(host: Any, master: str, page_bytes: int) -> Any:
+    extra = sglang_pools.our_options(
+        revision="bench", master=master, timeout_s=60, transfer={"staging_size": max(512 << 20, 32 * page_bytes)}
+    )
+    backend = sglang_pools.open_backend("dynamic", host, sglang_pools.storage_config(extra))
+    backend.cache.wait_available(60)
+    return backend
+
+
+def _mooncakes_own(host: Any, master: str) -> Any:
+    extra = sglang_pools.mooncakes_options(master)
+    return sglang_pools.open_backend("mooncake", host, sglang_pools.storage_config(extra, model_name="bench"))
+
+
+def _sealed(source: memoryview, staging: memoryview, *, copy: bool) -> None:
+    """Takes the checksum of all bytes, and copies them to one page of staging memory after another."""
+    digest = Digest()
+    for start in range(0, len(source), _STEP):
+        step = source[start : start + _STEP]
+        if copy:
+            place = start % len(staging)
+            staging[place : place + len(step)] = step
+        digest.update(step)
+    digest.intdigest()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from launch.proxy.prefixes import RoutedPrompt
 from launch.proxy.routing import Hop
 from launch.proxy.tokens import HopBody, PromptTokens
 from launch.proxy.trips import AnswerEnd, Trip, read_report
-from launch.proxy.ui import RecentRequests
 from pd_cache.cluster import LARGEST_BODY
 from pd_cache.reports import RecentReports, RequestReport
 
@@ -52,9 +51,7 @@ class Completions:
         direct: DirectRule,
         metrics: ProxyMetrics,
         prefill_timeout_s: float,
-        recent: RecentRequests,
     ) -> None:
-        self._recent = recent
         self.trips: RecentReports[Trip] = RecentReports()
         """The last requests."""
         self._nodes = nodes
@@ -80,9 +77,7 @@ class Completions:
             return await decoding
         finally:
             if exchange.nodes:
-                trip = exchange.trip()
-                self.trips.note(exchange.id, trip)
-                self._recent.note(exchange.id, time.monotonic() - exchange.started, exchange.first_byte_s, trip)
+                self.trips.note(exchange.id, exchange.trip())
 
     async def _prepare(self, exchange: Exchange, body: bytes) -> HopBody | Refusal:
         """Does the prefill hop. Returns the body for the decode node, or a prefill node's refusal."""

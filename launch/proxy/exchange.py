@@ -13,7 +13,7 @@ from launch.proxy.budget import RetryBudget
 from launch.proxy.connections import Connections
 from launch.proxy.trips import HopReport, Trip
 from pd_cache.reports import RequestReport
-from pd_cache.tracing import UNTRACED, TraceSpan, Tracing, trace_headers
+from pd_cache.tracing import HEADERS, UNTRACED, TraceSpan, Tracing, trace_headers
 
 ID_HEADER = "X-Request-Id"
 _TO_NODE = ("Authorization", "Traceparent", "Tracestate")
@@ -86,7 +86,9 @@ class Exchange:
     def headers(self, guarded: bool, node_key: str | None) -> dict[str, str]:
         """Returns the headers for a node. If the proxy is `guarded` by keys, leaves out the client's key. Adds `node_key` if there is one."""
         headers = {name: self.request.headers[name] for name in _TO_NODE if name in self.request.headers}
-        headers |= {name.capitalize(): value for name, value in self._trace.items()}
+        if self._trace:  # a client's state without a context that can be read belongs to no trace
+            headers = {name: value for name, value in headers.items() if name.lower() not in HEADERS}
+            headers |= {name.capitalize(): value for name, value in self._trace.items()}
         if guarded:
             headers.pop("Authorization", None)
         if node_key is not None:

@@ -68,9 +68,7 @@ class Proxy:
         self._node_pools = NodePools(config, self._direct, master)
         self._nodes = Nodes(self._node_pools.pools, self.metrics, lambda: self._keys.credentials)
         recent, self._watch = RecentRequests(time.monotonic), NodeWatch()
-        completions = Completions(
-            self._nodes, self._node_pools, self._direct, self.metrics, config.prefill_timeout_s, recent
-        )
+        completions = Completions(self._nodes, self._node_pools, self._direct, self.metrics, config.prefill_timeout_s)
         self._requests = Requests(
             config,
             completions,
@@ -82,6 +80,7 @@ class Proxy:
             connections=self.connections,
             deliveries=self.deliveries,
             metrics=self.metrics,
+            recent=recent,
             tracing=tracing,
         )
         self._query = CacheQuery(self._direct, self._node_pools.caches, self._keys)

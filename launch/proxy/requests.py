@@ -20,6 +20,7 @@ from launch.proxy.exchange import ClientGone, Exchange
 from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.models import LIST_S, ModelList
+from launch.proxy.ui import RecentRequests
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.tracing import UNTRACED, Tracing
 
@@ -44,6 +45,7 @@ class Requests:
         connections: Connections,
         deliveries: Deliveries,
         metrics: ProxyMetrics,
+        recent: RecentRequests,
         tracing: Tracing = UNTRACED,
     ) -> None:
         self._config = config
@@ -56,18 +58,22 @@ class Requests:
         self._connections = connections
         self._deliveries = deliveries
         self._metrics = metrics
+        self._recent = recent
         self._tracing = tracing
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, self._read_and_complete)
+        return await self._answered(request, self._read_and_complete, self._note)
 
     async def list_models(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, self._admit_and_list)
+        return await self._answered(request, self._admit_and_list, lambda exchange, status, took: None)
 
     async def _answered(
-        self, request: web.Request, answer: Callable[[Exchange], Awaitable[web.StreamResponse]]
+        self,
+        request: web.Request,
+        answer: Callable[[Exchange], Awaitable[web.StreamResponse]],
+        ended: Callable[[Exchange, int, float], None],
     ) -> web.StreamResponse:
-        """Checks the client's key and runs `answer`. Counts and logs the request."""
+        """Checks the client's key and runs `answer`. Counts and logs the request, and calls `ended` with its status and its seconds."""
         exchange = Exchange(request, request_id.get(), self._retries, self._connections)
         span = exchange.begin_span(self._tracing)
         status = 499
@@ -88,7 +94,12 @@ class Requests:
             span.end(f"status {status}" if status >= 500 else "")
             took = time.monotonic() - exchange.started
             log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.told())
+            ended(exchange, status, took)
         return response
+
+    def _note(self, exchange: Exchange, status: int, took: float) -> None:
+        if exchange.nodes:
+            self._recent.note(exchange.id, took, exchange.first_byte_s, status, exchange.trip())
 
     async def _read_and_complete(self, exchange: Exchange) -> web.StreamResponse:
         config = self._config

@@ -64,7 +64,8 @@ def ask_node(record: NodeRecord, access: Access, clock: Callable[[], float] = ti
             text = _get(record.address + "/metrics", access if record.role == "proxy" else NOBODY)
         return NodeAnswer(record.name, at := clock(), read_node(read_samples(text), at))
     except (OSError, PdCacheError, ValueError) as error:
-        return NodeAnswer(record.name, clock(), None, one_line(str(getattr(error, "reason", error))) or repr(error))
+        said = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        return NodeAnswer(record.name, clock(), None, one_line(str(said)) or repr(error))
 
 
 def _server_metrics(record: NodeRecord) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
+import sys
 import time
 from collections.abc import Iterator
 
@@ -24,15 +26,20 @@ _NO_READER = (errno.EIO, errno.EPIPE)
 _SYNC_S = 5.0
 _TICK_S = 0.1
 _REDRAW_S = 0.5
+_STALE_S = 10.0
+"""How long a node may leave us without a new reading, besides the time from one question to the next, before it counts as silent."""
 _PLAIN_WIDTH = 200
 """The width of a snapshot where there is no terminal to say one."""
 
 
 def top(config: ClusterConfig, *, once: bool = False, interval_s: float = 2.0) -> None:
-    """Shows the nodes until `q` or Ctrl-C; once, as plain text, if `once` is set or standard output is no terminal.
+    """Shows the nodes until `q` or Ctrl-C; once, as plain text, if `once` is set, or if standard output is no terminal or one that cannot
+    move its cursor (`TERM=dumb`).
 
     `interval_s`: how often each node is asked.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # bars and arrows are question marks where the locale has none
     console = Console()
     with (
         open_directory(config) as directory,
@@ -41,10 +48,10 @@ def top(config: ClusterConfig, *, once: bool = False, interval_s: float = 2.0) -
     ):
         directory.wait_synced(_SYNC_S)
         try:
-            if once or not console.is_terminal:
+            if once or not console.is_terminal or console.is_dumb_terminal:
                 _print_once(console, directory, asker, interval_s, _source(config))
             else:
-                _follow(console, directory, asker, _source(config))
+                _follow(console, directory, asker, WatchedCluster(_STALE_S + interval_s), _source(config))
         except OSError as error:
             if error.errno not in _NO_READER:
                 raise
@@ -56,7 +63,7 @@ def _source(config: ClusterConfig) -> str:
 
 def _print_once(console: Console, directory: Directory, asker: Asker, interval_s: float, source: str) -> None:
     """Asks every node twice, so that there are rates, and prints one table."""
-    watched = WatchedCluster()
+    watched = WatchedCluster(_STALE_S + interval_s)
     deadline = time.monotonic() + 5 * TIMEOUT_S + 2 * interval_s  # reached only where this machine itself is slow
     while True:
         records, now = directory.view().nodes, time.monotonic()
@@ -81,8 +88,7 @@ def _no_log() -> Iterator[None]:
         logging.disable(before)
 
 
-def _follow(console: Console, directory: Directory, asker: Asker, source: str) -> None:
-    watched = WatchedCluster()
+def _follow(console: Console, directory: Directory, asker: Asker, watched: WatchedCluster, source: str) -> None:
     drawn, size = 0.0, console.size
     with _no_log(), keyboard() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:

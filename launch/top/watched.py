@@ -19,8 +19,6 @@ Key = Literal["up", "down", "first", "last", "sort", "reverse", "follow", "back"
 
 ORDERS = ("name", "hit", "load", "store", "lookups", "p99", "queue", "evictions")
 """What rows can be sorted by. All but the name begin with the largest."""
-_STALE_S = 10.0
-"""After how many seconds without a new reading a node counts as silent, even if it was not asked since."""
 
 
 class WatchedNode(msgspec.Struct):
@@ -77,7 +75,8 @@ _KEYS: dict[str, Callable[[NodeRow], float | None]] = {
 class WatchedCluster:
     """The nodes of the cluster, and what the user looks at."""
 
-    def __init__(self) -> None:
+    def __init__(self, stale_s: float = 10.0) -> None:
+        """`stale_s`: after how many seconds without a new reading a node counts as silent, even if it was not asked since."""
         self.order = "name"
         self.reversed = False
         self.selected = ""
@@ -86,6 +85,7 @@ class WatchedCluster:
         self.helping = False
         self._nodes: dict[str, WatchedNode] = {}
         self._segments: tuple[Segment, ...] = ()
+        self._stale_s = stale_s
 
     def update(self, records: Iterable[NodeRecord]) -> None:
         """Uses these nodes from now on. A node that was started anew keeps its history."""
@@ -158,7 +158,7 @@ class WatchedCluster:
 
     def _row(self, node: WatchedNode, now: float) -> NodeRow:
         record, reading = node.record, node.history.last
-        state, why = _state(node, now)
+        state, why = _state(node, now, self._stale_s)
         alive = state in ("up", "ill")
         return NodeRow(
             record.name,
@@ -188,14 +188,14 @@ def _by_role(node: WatchedNode) -> tuple[int, str]:
     return (_ROLES.index(role) if role in _ROLES else len(_ROLES)), node.record.name
 
 
-def _state(node: WatchedNode, now: float) -> tuple[NodeState, str]:
+def _state(node: WatchedNode, now: float, stale_s: float) -> tuple[NodeState, str]:
     if not is_asked(node.record):
         return "-", "it takes no questions; its memory shows at the master" if node.record.role == "store" else ""
     if node.why:
         return "silent", node.why
     if node.answered is None:
         return "asking", ""
-    if now - node.answered > _STALE_S:
+    if now - node.answered > stale_s:
         return "silent", "no answer yet"
     troubles = troubles_of(node.history.last)
     return ("ill", "; ".join(troubles)) if troubles else ("up", "")

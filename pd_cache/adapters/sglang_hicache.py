@@ -1,6 +1,6 @@
 """pd-cache as a storage backend of SGLang's HiCache: `--hicache-storage-backend dynamic` with the class `PdCacheStorage` of this module.
 
-HiCache keeps pages of KV in a pool of the host's memory and hands them to a storage backend. docs/adapters/sglang.md shows the flags.
+HiCache keeps pages of KV in a pool of the host's memory and hands them to a storage backend. docs/sglang.md shows the flags.
 
 Here is what needs no SGLang: what a page's name is made of, and where a page lies in a host pool. The class itself is loaded when SGLang asks
 for it by name.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pd_cache.adapters.options import AdapterOptions
-from pd_cache.config import LineOrEmpty
+from pd_cache.config import LineOrEmpty, Seconds
 from pd_cache.errors import ConfigError, LayoutError
 from pd_cache.values import Scattered
 from pd_cache.weights import WeightsError, weights_digest
@@ -31,7 +31,9 @@ class StorageOptions(AdapterOptions, frozen=True, kw_only=True):
     """The keys of `--hicache-storage-backend-extra-config`, besides SGLang's own."""
 
     revision: LineOrEmpty = ""
-    """Stands for the weights, instead of a digest of the model's files. It has to change whenever they do."""
+    """Stands, with the model's name, for the weights, instead of a digest of the model's files. It has to change whenever they do."""
+    timeout_s: Seconds = 5.0
+    """How long one call may take. SGLang waits 10 s for a call when it detaches a backend or flushes its cache, and then raises in its scheduler."""
     token_only_keys: bool = False
     """Accepts an SGLang whose hashes of pages leave out LoRA adapters and cache salts."""
 
@@ -70,6 +72,15 @@ _SHAPE = (
     "dcp_rank",
 )
 """What, of a host pool, changes the meaning of a page's bytes."""
+_OF_THE_SERVER = (
+    "dtype",
+    "kv_cache_dtype",
+    "quantization",
+    "quantization_param_path",
+    "json_model_override_args",
+    "speculative_draft_kv_cache_dtype",
+)
+"""What, of the arguments of SGLang's server, changes the KV that it computes, besides the weights."""
 _REPLICATED = ("indexer", "draft_indexer", "deepseek_v4_")
 """Pools of which all tensor-parallel ranks have the same bytes, if the model's KV is that of all ranks (MLA)."""
 _LATENT = ("MLATokenToKVPoolHost", "DeepSeekV4PagedHostPool")
@@ -99,17 +110,13 @@ class PoolPages:
         self._starts = [start for start, _ in self._memory]
         import torch
 
-        self.bytes = len(self.values(torch.zeros(self.page_size, dtype=torch.int64))[0])
+        self.bytes = len(self.values(torch.arange(self.page_size))[0])
         """The bytes of a page."""
 
     def values(self, indices: Any) -> list[Scattered]:
         """Returns the page at each `page_size` of these indices (int64), as one value. Raises ValueError for indices that are not of
         whole pages of the pool, and LayoutError for a layout that the pool itself cannot address."""
-        pages, rest = divmod(len(indices), self.page_size)
-        if rest or (pages and not 0 <= int(indices.min()) <= int(indices.max()) < max(self._size, 1)):
-            raise ValueError(
-                f"expected indices of whole pages of {self.page_size} below {self._size}, got {len(indices)}"
-            )
+        pages = self._pages_at(indices)
         if not pages:
             return []
         try:
@@ -121,6 +128,26 @@ class PoolPages:
             raise LayoutError(f"{type(self.pool).__name__} gave {len(addresses)} addresses for {pages} pages")
         views = [self._view(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
         return [Scattered(views[page * pieces : (page + 1) * pieces]) for page in range(pages)]
+
+    def _pages_at(self, indices: Any) -> int:
+        """Returns how many pages these indices are of. Raises ValueError unless each page's are consecutive, from a multiple of its size."""
+        import torch
+
+        pages, rest = divmod(len(indices), self.page_size)
+        if not pages and not rest:
+            return 0
+        indices = indices.to(torch.int64)
+        firsts = indices[:: self.page_size]
+        if (
+            rest
+            or bool((firsts % self.page_size != 0).any())
+            or not torch.equal(indices.reshape(pages, -1), firsts[:, None] + torch.arange(self.page_size))
+            or not 0 <= int(firsts.min()) <= int(firsts.max()) <= self._size - self.page_size
+        ):
+            raise ValueError(
+                f"expected the indices of whole pages of {self.page_size} below {self._size}, got {len(indices)} others"
+            )
+        return pages
 
     def _view(self, address: int, size: int) -> memoryview:
         """Returns memory of the pool. Raises LayoutError if it is not the pool's."""
@@ -151,23 +178,25 @@ def _flattened(buffers: Any) -> list[Any]:
     return [] if buffers is None else [buffers]
 
 
-def namespace_of(config: Any, server: Any, *, revision: str, salt: str) -> str:
+def namespace_of(config: Any, server: Mapping[str, Any], *, revision: str, salts: Sequence[str]) -> str:
     """Returns a text that two backends share exactly if their pages of one pool may be exchanged, apart from what `prefix_of` says.
 
-    `config` is SGLang's `HiCacheStorageConfig`. `server` has the server's arguments, if there are any. Raises ConfigError if the model's
-    weights cannot be told from others' and there is no `revision`.
+    `config` is SGLang's `HiCacheStorageConfig`, `server` the arguments of its server, if there are any. Raises ConfigError if the weights of
+    the model or of its draft model cannot be told from others' and there is no `revision`.
     """
-    model = str(getattr(server, "model_path", None) or config.model_name or "")
+    model = str(server.get("model_path") or config.model_name or "")
+    draft = str(server.get("speculative_draft_model_path") or "")
     said = {
         "format": FORMAT,
         "engine": "sglang-hicache",
-        "weights": f"revision {revision}" if revision else _weights(model),
+        "weights": _weights(model, revision, server.get("revision")),
+        # some host pools keep the KV of a draft model in the pages of the main one
+        "draft": _weights(draft, revision, server.get("speculative_draft_model_revision"))
+        if draft not in ("", model)
+        else "",
         # the pool's own dtype does not distinguish two kinds of fp8
-        **{
-            name: str(getattr(server, name, None))
-            for name in ("dtype", "kv_cache_dtype", "quantization", "json_model_override_args")
-        },
-        "salt": salt,
+        **{name: str(server.get(name)) for name in _OF_THE_SERVER},
+        "salts": list(salts),
     }
     return json.dumps(said, sort_keys=True)
 
@@ -206,7 +235,9 @@ def split_options(extra: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict
     return own, given
 
 
-def _weights(model: str) -> str:
+def _weights(model: str, revision: str, of_the_server: object) -> str | list[str]:
+    if revision:
+        return [model, str(of_the_server), revision]
     try:
         return weights_digest(Path(model))
     except (WeightsError, OSError) as error:

@@ -10,7 +10,7 @@ import importlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
@@ -64,7 +64,10 @@ class PdCacheStorage(HiCacheStorage):
         self._config = storage_config
         self._settings = settings_of(options)
         self._namespace = namespace_of(
-            storage_config, _server_args(), revision=options.revision, salt=options.namespace
+            storage_config,
+            _server_args(),
+            revision=options.revision,
+            salts=(options.namespace, str(own.get("extra_backend_tag", ""))),
         )
         self._seconds = options.timeout_s
         self._pools: dict[str, _HostPoolEntry] = {}
@@ -79,7 +82,7 @@ class PdCacheStorage(HiCacheStorage):
     # --- host pools ----------------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Notes SGLang's main host pool, and opens the cache for pages of its size."""
+        """Notes SGLang's main host pool, by whose pages the cache is opened. Raises LayoutError if nobody can read one of its pages."""
         self.mem_pool_host = mem_pool_host
         self._register("kv", mem_pool_host)
 
@@ -113,10 +116,10 @@ class PdCacheStorage(HiCacheStorage):
         return self._safely("exists", lambda: self._restorable(keys, pool_transfers or []), _result(0, {}, []))
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        return {one.name: self._pages(str(one.name), one.keys or [], one.host_indices, load=True) for one in transfers}
+        return self._pages_of_all(transfers, load=True)
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        return {one.name: self._pages(str(one.name), one.keys or [], one.host_indices, load=False) for one in transfers}
+        return self._pages_of_all(transfers, load=False)
 
     # --- single tensors ------------------------------------------------------------------------------------------
 
@@ -163,7 +166,12 @@ class PdCacheStorage(HiCacheStorage):
 
         def begin() -> bool:
             opened = self._opened()
-            return opened is not None and opened.begin()
+            if opened is None:
+                return False
+            begun = opened.begin()
+            if not begun:  # SGLang 0.5.23 does not look at what this returns
+                log.warning("the pool did not take a reset; nothing is loaded or stored until it does")
+            return begun
 
         return self._safely("clear", begin, False)
 
@@ -201,7 +209,13 @@ class PdCacheStorage(HiCacheStorage):
         try:
             pages: PoolPages | None = PoolPages(host)
         except (LayoutError, ValueError, AttributeError, TypeError) as error:
-            log.warning("pages of pool %s are copied by SGLang, which takes longer: %s", name, error)
+            unable = _unable_to_copy(host)
+            if unable and name == "kv":
+                raise LayoutError(f"{error}; and {unable}. Use another --hicache-mem-layout") from error
+            if unable:
+                log.error("pages of pool %s are never stored: %s; and %s", name, error, unable)
+            else:
+                log.warning("pages of pool %s are copied by SGLang, which takes longer: %s", name, error)
             pages = None
         form = "flat" if pages is None else "pieces"
         self._pools[name] = _HostPoolEntry(host, prefix_of(self._config, name, host, form), pages)
@@ -231,16 +245,27 @@ class PdCacheStorage(HiCacheStorage):
         opened = self._opened()
         return [False] * len(names) if opened is None or not names else opened.exist(names)
 
-    def _pages(self, name: str, keys: Sequence[str], indices: Any, *, load: bool) -> list[bool]:
+    def _pages_of_all(self, transfers: Any, *, load: bool) -> dict[str, list[bool]]:
+        """Moves pages of several pools, one after another, all with one deadline."""
+        end = time.monotonic() + self._seconds
+        return {
+            one.name: self._pages(str(one.name), one.keys or [], one.host_indices, load=load, end=end)
+            for one in transfers
+        }
+
+    def _pages(
+        self, name: str, keys: Sequence[str], indices: Any, *, load: bool, end: float | None = None
+    ) -> list[bool]:
         pool = self._pools.get(name)
+        end = time.monotonic() + self._seconds if end is None else end
         if name == "kv" and pool is None and getattr(getattr(self, "mem_pool_host", None), "kv_buffer", 0) is None:
             return [True] * len(keys)  # no page of this pool has any bytes
         return self._safely(
-            "get" if load else "set", lambda: self._move(name, pool, keys, indices, load), [False] * len(keys)
+            "get" if load else "set", lambda: self._move(name, pool, keys, indices, load, end), [False] * len(keys)
         )
 
     def _move(
-        self, name: str, pool: _HostPoolEntry | None, keys: Sequence[str], indices: Any, load: bool
+        self, name: str, pool: _HostPoolEntry | None, keys: Sequence[str], indices: Any, load: bool, end: float
     ) -> list[bool]:
         opened = self._opened()
         if opened is None or not keys:
@@ -248,17 +273,18 @@ class PdCacheStorage(HiCacheStorage):
         if pool is None or indices is None:
             raise ValueError(f"pool {name} is not registered, or no pages of it were given")
         begun = time.perf_counter()
+        seconds = max(0.0, end - time.monotonic())
         names = names_of(pool.prefix, keys)
         if pool.pages is None:
-            done, moved = _copied(opened, pool.host, names, indices, load, self._seconds)
+            done, moved = _copied(opened, pool.host, names, indices, load, seconds)
         else:
             values = pool.pages.values(indices.cpu())
             if len(values) != len(keys):
                 raise ValueError(f"pool {name}: got {len(keys)} keys and {len(values)} pages")
             if load:
-                done = [not reason for reason in opened.read_into(names, values, timeout=self._seconds)]
+                done = [not reason for reason in opened.read_into(names, values, timeout=seconds)]
             else:
-                done = opened.put(names, values, timeout=self._seconds)
+                done = opened.put(names, values, timeout=seconds)
             moved = len(values[0]) * sum(done)
         self._note(load, sum(done), moved / max(time.perf_counter() - begun, 1e-9) / (1 << 30))
         return done
@@ -324,6 +350,16 @@ def _copied(
     return [not reason for reason in reasons], sum(t.nbytes for t, r in zip(tensors, reasons, strict=True) if not r)
 
 
+def _unable_to_copy(host: Any) -> str:
+    """Returns why the pool itself can copy no pages either; empty if it can."""
+    try:
+        bytes_of(host.get_data_page(0, flat=True).contiguous())
+        host.get_dummy_flat_data_page()
+    except (ValueError, NotImplementedError, AttributeError, TypeError) as error:
+        return f"{type(host).__name__} copies no pages: {error}"
+    return ""
+
+
 def _leading(found: Sequence[bool]) -> int:
     """Returns how many are true, from the first."""
     return next((index for index, one in enumerate(found) if not one), len(found))
@@ -335,12 +371,19 @@ def _result(pages: int, hits: dict[Any, int], restorable: list[int]) -> Any:
     return PoolTransferResult(pages, hits)  # an older SGLang
 
 
-def _server_args() -> Any:
-    """Returns the arguments that SGLang's server was started with; None outside a server."""
+def _server_args() -> Mapping[str, Any]:
+    """Returns the arguments of SGLang's server, as SGLang resolved them; none outside a server."""
     try:
-        return importlib.import_module("sglang.srt.runtime_context").get_server_args()
-    except Exception:  # noqa: BLE001 - each version of SGLang says in another way that there are none
-        return None
+        try:
+            context = importlib.import_module("sglang.srt.runtime_context").get_context()
+            return dict(context.resolved_server_args_dict())
+        except (ImportError, AttributeError):  # an older SGLang
+            return dict(vars(importlib.import_module("sglang.srt.server_args").get_global_server_args()))
+    except ValueError as error:
+        log.warning(
+            "SGLang does not say how it runs (%s): of the model, names of pages hold no more than its name", error
+        )
+        return {}
 
 
 def _check_hashes(accepted: bool) -> None:

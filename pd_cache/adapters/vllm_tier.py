@@ -1,7 +1,7 @@
 """pd-cache as a secondary tier of vLLM's KV offloading: `{"type": "PdCacheTierManager", "module_path": "pd_cache.adapters.vllm_tier"}`.
 
 vLLM's `OffloadingConnector` with its `TieringOffloadingSpec` keeps chunks in the host's memory, its primary tier, and hands them to secondary
-tiers. It groups layers and gathers the shares of the tensor-parallel ranks itself. docs/adapters/vllm-tiering.md shows the settings.
+tiers. It groups layers and gathers the shares of the tensor-parallel ranks itself. docs/vllm-tiering.md shows the settings.
 
 Here is what needs no vLLM: what distinguishes two tiers that must not share. The class itself is loaded when vLLM asks for it by name.
 """
@@ -27,7 +27,7 @@ class TierOptions(AdapterOptions, frozen=True, kw_only=True):
     """The keys of the tier's entry in `secondary_tiers`, besides vLLM's own."""
 
     revision: LineOrEmpty = ""
-    """Stands for the weights, instead of a digest of the model's files. It has to change whenever they do."""
+    """Stands, with the model's name, for the weights, instead of a digest of the model's files. It has to change whenever they do."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     """How many jobs run at the same time in each direction."""
     locality: Literal["LOCAL", "REMOTE"] | None = "REMOTE"
@@ -59,7 +59,7 @@ def namespace_of(config: Any, *, row_bytes: int, blocks_per_chunk: int, revision
     said = {
         "format": FORMAT,
         "engine": "vllm-tiering",
-        "weights": f"revision {revision}" if revision else _weights(config.model.name),
+        "weights": [config.model.name, revision] if revision else _weights(config.model.name),
         "dtype": str(config.model.dtype),
         "tokens_per_hash": config.cache.tokens_per_hash,
         "blocks_per_chunk": blocks_per_chunk,

@@ -228,11 +228,12 @@ class CacheServer:
         self._receiver.answer(turned_away.work.incoming, busy.refused)
 
     def _reset(self, client: Client) -> Answer:
-        """Begins a new epoch of a scheduler's model. Raises RefusalError if that is impossible."""
-        model = self.models.get(client.groups[0])
-        if client.hello.kind != "scheduler" or model is None:
+        """Begins a new epoch of an engine's model. Raises RefusalError if that is impossible."""
+        model, hello = self.models.get(client.groups[0]), client.hello
+        if model is None or (hello.kind != "scheduler" and hello.client not in model.workers):
             raise RefusalError(
-                "invalid", "only the scheduler of an engine whose workers have registered resets its model"
+                "invalid",
+                f"only a worker that has registered KV tensors, or the scheduler of such workers, resets a model; this {hello.kind} is neither",
             )
         epoch = model.mover.epochs.begin()
         if epoch is None:

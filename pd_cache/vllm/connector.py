@@ -429,15 +429,15 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Returns whether the engine has to go on stepping so that blocks are given back when stores end."""
-        return self._scheduling().storing
+        return self._scheduling().stores.under_way
 
     def has_pending_block_frees(self) -> bool:
         """Returns whether the end of a store will free blocks, so that vLLM need not preempt a request for them."""
-        return self._scheduling().frees_blocks
+        return self._scheduling().stores.frees_blocks
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Returns the KV events of chunks that were stored."""
-        return self._scheduling().take_events()
+        return self._scheduling().stores.take_events()
 
     # --- both ----------------------------------------------------------------------------------------------------
 

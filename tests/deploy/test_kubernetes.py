@@ -176,6 +176,10 @@ def test_every_operator_kind_has_the_fields_of_its_definition(tmp_path: Path) ->
     [
         ({"prefil": {}}, "additional properties 'prefil' not allowed"),
         ({"store": {"segmentSize": "4 gigs"}}, "/store/segmentSize"),
+        ({"store": {"segmentSize": 4}}, "/store/segmentSize"),
+        ({"store": {"segmentSize": "0B"}}, "/store/segmentSize"),
+        ({"decode": {"segmentSize": "1MiB"}}, "/decode/segmentSize"),
+        ({"prefill": {"segmentSize": 5}}, "/prefill/segmentSize"),
         ({"etcd": {"endpoints": []}}, "/etcd/endpoints"),
         ({"etcd": {"endpoints": ["http://etcd:2379"]}}, "/etcd/endpoints/0"),
         ({"proxy": {"port": 0}}, "/proxy/port"),
@@ -190,6 +194,24 @@ def test_the_schema_refuses_values_that_cannot_work(tmp_path: Path, values: dict
     done = helm("template", "try", str(CHART), "--values", str(file))
     assert done.returncode != 0
     assert message in done.stderr
+
+
+@needs_tool("helm")
+def test_large_numbers_are_written_in_full_and_the_monitoring_reaches_proxies_that_few_may_reach(tmp_path: Path) -> None:
+    """helm reads numbers as floats, and by itself writes an hour in milliseconds as 3.6e+06."""
+    clients, monitoring = {"podSelector": {}}, {"namespaceSelector": {"matchLabels": {"a": "b"}}}
+    values = {
+        "master": {"leaseTtlMs": 3_600_000},
+        "prefill": {"segmentSize": 1 << 30},
+        "networkPolicy": {"clients": [clients], "monitoring": [monitoring]},
+    }
+    documents = rendered(tmp_path, values)
+    texts = files(documents)
+    assert "lease_ttl_ms: 3600000\n" in texts["master"]
+    assert yaml.safe_load(texts["prefill"])["nodes"][0]["segment_size"] == 1 << 30
+    (policy,) = [one for one in of_kind(documents, "NetworkPolicy") if one["metadata"]["name"].endswith("-proxy")]
+    (ingress,) = policy["spec"]["ingress"]
+    assert ingress["from"] == [clients, monitoring]
 
 
 def test_the_schema_knows_every_section_of_a_file_that_the_chart_does_not_write() -> None:

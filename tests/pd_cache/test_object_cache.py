@@ -16,6 +16,9 @@ import pytest
 import torch
 
 from pd_cache import AsyncObjectCache, CacheConfig, DiskTier, LocalTier, MooncakeTier, NodeSettings, ObjectCache
+from pd_cache.backends.base import Fetched
+from pd_cache.backends.objects import TRAILER_BYTES, seal
+from pd_cache.deadline import Deadline
 from pd_cache.object_cache import ObjectOutcome
 from pd_cache.values import KEY_FORMAT, OVERHEAD, PartHeader, TensorForm, ValueKeys
 from tests.support.pool import Pool
@@ -212,25 +215,52 @@ def test_a_damaged_value_is_a_miss_with_its_reason_once_and_then_missing(
     assert shared.get_many([name(1)]) == [ObjectOutcome(None, "missing")]
 
 
-def test_a_value_that_changes_while_it_is_put_is_never_a_wrong_value(
-    shared: ObjectCache, name: Callable[[object], str]
+@pytest.mark.parametrize(
+    "form",
+    [
+        "float32:0,9999999999999999999",
+        "uint8:2147483648,8589934592,0",
+        "float32:4294967296,4294967296",
+        "nn:0",
+        "load:",
+    ],
+)
+def test_a_planted_form_that_is_no_tensor_is_a_miss_and_never_raises(
+    pool: Pool, shared: ObjectCache, name: Callable[[object], str], form: str
 ) -> None:
-    value, stop = bytearray(8 * PART), threading.Event()
+    planted, (key,) = TensorForm.parsed(form.encode()), ValueKeys("shared", PART).heads([name(1)])
+    assert planted is not None
+    payload = PartHeader.of(0, 0, 0, PART, planted).packed()
+    sealed = bytearray(len(payload) + TRAILER_BYTES)
+    sealed[: len(payload)] = payload
+    seal(key, memoryview(sealed), len(payload))
+    with pool.bare_client() as client:
+        assert client.put(key, bytes(sealed)) == 0
+    assert shared.get_tensor(name(1)) is None
+    assert shared.get(name(1)) == b""
 
-    def change() -> None:
-        while not stop.is_set():
-            value[:] = os.urandom(8) * PART
 
-    thread = threading.Thread(target=change)
-    thread.start()
-    try:
-        for turn in range(20):
-            shared.put(name(turn), value)
-    finally:
-        stop.set()
-        thread.join(60)
-    for turn in range(20):
-        shared.get(name(turn))  # of the bytes that it hashed, or a miss: nothing raises
+def test_after_its_deadline_a_read_of_thousands_of_parts_ends(
+    shared: ObjectCache, name: Callable[[object], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = ObjectCache(shared.backend, "small parts", part_bytes=8)
+    value, deadline, asked = some(8 * 500), Deadline(None), 0
+    assert cache.put(name(1), value) is Status.OK
+    reads = cache.backend.batched_get
+
+    def cut_soon(keys: list[str], **options: Any) -> Iterator[Fetched]:
+        nonlocal asked
+        for fetched in reads(keys, **options):
+            asked += 1
+            if asked == 10:
+                deadline.cut()
+            yield fetched
+
+    monkeypatch.setattr(cache.backend, "batched_get", cut_soon)
+    assert cache.get_many([name(1)], timeout=deadline) == [ObjectOutcome(None, "timeout")]
+    assert asked == 10
+    monkeypatch.undo()
+    assert cache.get(name(1)) == value
 
 
 # --- mistakes ------------------------------------------------------------------------------------------------------
@@ -244,7 +274,9 @@ def test_a_value_that_changes_while_it_is_put_is_never_a_wrong_value(
         (lambda cache: cache.put("a", 5), "got int"),
         (lambda cache: cache.put(5, b""), "must be str or bytes, got int"),
         (lambda cache: cache.put("a", torch.eye(3).to_sparse()), "dense"),
+        (lambda cache: cache.put("a", torch.empty(3, device="meta")), "have data, got .* on meta"),
         (lambda cache: cache.put("a", torch.zeros([1] * 12)), "9 dimensions"),
+        (lambda cache: ObjectCache(cache.backend, b"name", part_bytes=1), "namespace must be a str, got bytes"),
         (lambda cache: cache.put("a", memoryview(bytes(8))[::2]), "contiguous"),
         (lambda cache: cache.put_many(["a"], []), "one value for each name"),
         (lambda cache: cache.put_many("ab", [b"", b""]), "a sequence of names"),
@@ -331,8 +363,9 @@ def test_one_call_too_many_is_refused_and_a_cancelled_one_holds_nothing(
 
     class Slow:
         available = True
+        forked = False
 
-        def get_many(self, names: list[str], timeout: float) -> list[ObjectOutcome]:
+        def get_many(self, names: list[str], timeout: Deadline) -> list[ObjectOutcome]:
             busy.set()
             go.wait(60)
             return cache.get_many(names, timeout=timeout)
@@ -357,6 +390,42 @@ def test_one_call_too_many_is_refused_and_a_cancelled_one_holds_nothing(
         assert await slow.get_many([name(3)]) == [ObjectOutcome(None, "closed")]
 
     asyncio.run(use())
+
+
+def test_what_the_caller_changes_after_it_cancelled_a_put_is_in_no_value(
+    shared: ObjectCache, name: Callable[[object], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value, staged, when = bytearray(b"a" * (4 * PART)), 0, 0
+    stage = shared.backend.stage
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stage_slowly(**options: Any) -> object:
+        nonlocal staged
+        staged += 1
+        if staged == when:
+            reached.set()
+            go_on.wait(60)
+        return stage(**options)
+
+    async def use() -> bytes | None:
+        cache = AsyncObjectCache(ObjectCache(shared.backend, "shared", part_bytes=PART), threads=1)
+        put = asyncio.create_task(cache.put(name(when), value))
+        assert await asyncio.to_thread(reached.wait, 60)
+        put.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await put
+        value[:] = b"b" * len(value)
+        go_on.set()
+        found = await cache.get(name(when))  # on the thread that the put was on
+        await asyncio.to_thread(cache._threads.close, 60)
+        return found
+
+    monkeypatch.setattr(shared.backend, "stage", stage_slowly)
+    for when in range(1, 5):  # before each part, and last the head  # noqa: B007 - the functions above use it
+        value[:], staged = b"a" * len(value), 0
+        reached.clear()
+        go_on.clear()
+        assert asyncio.run(use()) is None
 
 
 def test_a_loop_puts_and_gets_many_at_once(make: Callable[..., ObjectCache], name: Callable[[object], str]) -> None:
@@ -416,6 +485,7 @@ def test_in_a_forked_child_everything_is_a_miss_and_close_returns(
     shared: ObjectCache, name: Callable[[object], str]
 ) -> None:
     shared.put(name(1), b"value")
+    for_loops = AsyncObjectCache(shared)
     child = os.fork()
     if not child:  # nothing that pytest has registered may run in it
         lost = (
@@ -423,8 +493,11 @@ def test_in_a_forked_child_everything_is_a_miss_and_close_returns(
             and shared.put(name(2), b"") is Status.CLOSED
             and shared.exists_many([name(1)]) == [Status.CLOSED]
             and not shared.available
+            and asyncio.run(for_loops.exists_many([name(1)])) == [Status.CLOSED]
         )
+        asyncio.run(for_loops.close())
         shared.close()
         os._exit(0 if lost else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert shared.get(name(1)) == b"value"
+    assert for_loops._threads.close(60)

@@ -10,7 +10,8 @@ import pytest
 
 from pd_cache.backends.base import TierKind
 from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier
-from pd_cache.mover import ChunkRun, Deadline
+from pd_cache.deadline import Deadline
+from pd_cache.mover import ChunkRun
 from tests.support.engines import BLOCK, CHUNK, Host, host
 from tests.support.kv import holds_token
 from tests.support.pool import Pool

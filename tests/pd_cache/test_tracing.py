@@ -12,7 +12,7 @@ import pytest
 
 from pd_cache.config import TracingConfig
 from pd_cache.errors import ConfigError
-from pd_cache.tracing import UNTRACED, open_tracing, read_traceparent
+from pd_cache.tracing import UNTRACED, open_tracing, read_traceparent, read_tracestate
 from tests.support.collector import collecting
 from tests.support.waiting import wait_for
 from tests.test_architecture import ROOT
@@ -82,7 +82,9 @@ def test_a_collector_that_takes_nothing_bounds_the_queue_the_log_and_the_end(cap
             tracing.begin("work", PARENT).end()
         assert len(tracing._processor._batch_processor._queue) <= 2048  # type: ignore[attr-defined]
         tracing.close(timeout=0.2)  # returns, although the exporter still waits for an answer
-        complaints = [record for record in caplog.records if "traces are not sent" in record.getMessage()]
+        # pytest hears loggers that pass nothing on, too
+        ours = [record for record in caplog.records if record.name == "pd_cache.tracing"]
+        complaints = [record for record in ours if "traces are not sent" in record.getMessage()]
         assert len(complaints) <= 2, "one of the SDK, one of the exporter"
 
 
@@ -133,6 +135,45 @@ def test_a_root_that_is_not_sampled_decides_for_the_whole_trace() -> None:
         tracing.close()
         wait_for(lambda: collector.spans)
         assert [span.name for span in collector.spans] == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("rojo=00f067aa0ba902b7,congo=t61rcWkgMzE", 2),
+        ("a=b, c=d ,,e=f,", 3),
+        ("1a@b=" + "v" * 256, 1),
+        (",".join(f"k{number}=v" for number in range(32)), 32),
+        (",".join(f"k{number}=v" for number in range(33)), 0),
+        ("a=b,a=c", 0),
+        ("a=b,A=c", 0),
+        ("a=" + "v" * 257, 0),
+        ("a=b\n", 0),
+        ("a=\x1b[31m", 0),
+        ("a=é", 0),
+        ("," * 8000, 0),
+        ("a" * 8000, 0),
+        ("", 0),
+    ],
+)
+def test_a_tracestate_is_read_as_the_sdk_does_up_to_a_length(text: str, read: int) -> None:
+    assert len(read_tracestate(text)) == read
+    state = pytest.importorskip("opentelemetry.trace", reason="no OpenTelemetry").TraceState
+    if read:
+        assert tuple(state.from_header([text]).items()) == read_tracestate(text)
+        assert tuple(state(read_tracestate(text)).items()) == read_tracestate(text)
+
+
+@pytest.mark.usefixtures("sdk")
+def test_a_state_that_is_none_is_neither_sent_nor_passed_on_nor_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with collecting() as collector:
+        tracing = open_tracing(TracingConfig(endpoint=collector.endpoint), "proxy", "p")
+        span = tracing.begin("work", {**PARENT, "tracestate": "SECRET" * 1000})
+        span.end()
+        tracing.close()
+        wait_for(lambda: collector.spans)
+    assert "tracestate" not in span.headers
+    assert "SECRET" not in caplog.text
 
 
 @pytest.mark.usefixtures("sdk")

@@ -49,7 +49,7 @@ def neighbour(server: ServerProcess) -> Iterator[Engine]:
 
 
 @contextlib.contextmanager
-def abused(server: ServerProcess, trick: str, seconds: float = 60.0) -> Iterator[subprocess.Popen[str]]:
+def abused(server: ServerProcess, trick: str, seconds: float = 600.0) -> Iterator[subprocess.Popen[str]]:
     """A process that plays a trick until the block ends."""
     command = [sys.executable, "-m", "bench.suites.soak.engine_abuse", server.address, trick, "--seconds", str(seconds)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -197,9 +197,14 @@ def test_a_lookup_of_a_scheduler_pins_what_it_found_until_its_request_ends(
 
 
 @pytest.fixture
-def cache(server: CacheServer) -> Iterator[ServerCache]:
+def identity() -> EngineIdentity:
+    return EngineIdentity(model=uuid.uuid4().hex, block_size=BLOCK)
+
+
+@pytest.fixture
+def cache(server: CacheServer, identity: EngineIdentity) -> Iterator[ServerCache]:
     """A cache over the server, with tensors of its own."""
-    one = ServerCache(server.url, EngineIdentity(model=uuid.uuid4().hex, block_size=BLOCK), move_timeout_s=LATE_S)
+    one = ServerCache(server.url, identity, move_timeout_s=LATE_S)
     try:
         one.register_kv_caches(make_cache(blocks=BLOCKS, block_size=BLOCK))
         one.connection.wait_ready(60)
@@ -235,6 +240,25 @@ def test_what_cannot_be_chunk_names_is_a_value_error_as_with_an_engine(cache: Se
         with pytest.raises(ValueError, match="chunk names must be"):
             operation(names)
     assert not cache.connection.fence.taken
+
+
+def test_an_engine_that_has_no_scheduler_begins_a_new_epoch_itself(cache: ServerCache) -> None:
+    names = cache.name_chunks(TOKENS)
+    wait_for(lambda: cache.store(names, WHOLE) and cache.lookup(names) == len(names), what="the chunks in the pool")
+    before = cache.epoch
+    assert cache.reset() not in (None, before)
+    assert cache.lookup(names) == 0
+    assert cache.epoch != before
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_worker_without_kv_tensors_begins_no_epoch(server: CacheServer, identity: EngineIdentity) -> None:
+    asking = ServerConnection(server.url, None, "worker", identity)
+    try:
+        wait_for(lambda: asking.ready, what="the connection")
+        assert asking.reset(LATE_S) is None
+    finally:
+        asking.close()
 
 
 def test_an_interrupted_call_leaves_no_ticket_and_no_place(cache: ServerCache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cache.errors import ConfigError
+from pd_cache.errors import ConfigError, LayoutError
 from tests.support.adapters import impatient, options_of
 from tests.support.pool import Pool
 from tests.support.sglang_host import PAGES, TOKENS, mha_pool, mla_pool, need_sglang, open_backend, storage_config
@@ -118,10 +119,9 @@ def test_a_hole_ends_the_prefix_and_the_pages_behind_it_are_loaded_all_the_same(
     assert page(host, 7) == page(host, 3)
 
 
-def test_the_generic_calls_that_sglang_makes_without_interface_v1(opened: Open, pool: Pool, salt: str) -> None:
+def test_the_generic_calls_that_sglang_makes_without_interface_v1(opened: Open) -> None:
     host = filled(mha_pool("page_first_direct"), 1)
-    extra = {**storage_config(options_of(pool.settings(), salt)).extra_config, "interface_v1": 0}
-    backend = opened(host, extra_config=extra)
+    backend = opened(host, options={"interface_v1": 0})
     pages = [host.get_data_page(number * TOKENS) for number in range(3)]
     assert backend.batch_set(["a", "b", "c"], pages)
     targets = [host.get_dummy_flat_data_page() for _ in range(4)]
@@ -143,6 +143,8 @@ def test_the_generic_calls_that_sglang_makes_without_interface_v1(opened: Open, 
     "change",
     [
         {"namespace": "another salt"},
+        {"options": {"extra_backend_tag": "another tenant"}},
+        {"model_name": "a fine-tuned one"},
         {"tp_rank": 1, "tp_size": 2},
         {"tp_size": 2},
         {"pp_rank": 1, "pp_size": 2},
@@ -166,6 +168,19 @@ def test_what_would_mean_other_bytes_is_another_name(change: dict[str, Any], ope
     assert reader.batch_exists(["a"]) == 0
     assert reader.batch_get_v1(["a"], at(0)) == [False]
     assert page(host, 0) == before
+
+
+def test_engines_share_if_sglang_resolved_their_arguments_alike(opened: Open) -> None:
+    """The pool's own type is uint8 for both kinds of fp8, and what the user wrote may have been `auto`."""
+    from sglang.srt.runtime_context import get_context
+
+    def of(kind: str) -> Any:
+        with get_context().override_server_args(kv_cache_dtype=kind):
+            return opened(filled(mha_pool("page_first", dtype=torch.uint8), 1))
+
+    assert of("fp8_e4m3").batch_set_v1(["a"], at(0)) == [True]
+    assert of("fp8_e4m3").batch_exists(["a"]) == 1
+    assert of("fp8_e5m2").batch_exists(["a"]) == 0
 
 
 def test_ranks_share_latents_and_nothing_else(opened: Open) -> None:
@@ -235,8 +250,7 @@ def test_an_sglang_whose_hashes_leave_out_salts_is_refused_unless_that_is_accept
     monkeypatch.delattr("sglang.srt.mem_cache.utils.storage_namespace_seed")
     with pytest.raises(ConfigError, match="sglang#26747"):
         open_backend(pool.settings(), mha_pool("page_first"), salt=salt)
-    extra = {**storage_config(options_of(pool.settings(), salt)).extra_config, "token_only_keys": True}
-    open_backend(pool.settings(), mha_pool("page_first"), salt=salt, extra_config=extra).close()
+    open_backend(pool.settings(), mha_pool("page_first"), salt=salt, options={"token_only_keys": True}).close()
 
 
 @pytest.mark.parametrize(
@@ -251,16 +265,43 @@ def test_an_sglang_whose_hashes_leave_out_salts_is_refused_unless_that_is_accept
 def test_options_that_are_wrong_say_so_when_the_backend_is_made(
     extra: dict[str, Any], message: str, pool: Pool, salt: str
 ) -> None:
-    given = {**storage_config(options_of(pool.settings(), salt)).extra_config, **extra}
     with pytest.raises(ConfigError, match=message):
-        open_backend(pool.settings(), mha_pool("page_first"), salt=salt, extra_config=given)
+        open_backend(pool.settings(), mha_pool("page_first"), salt=salt, options=extra)
+
+
+def test_a_host_pool_of_whose_pages_nobody_can_have_one_is_refused_when_it_is_registered(pool: Pool, salt: str) -> None:
+    with pytest.raises(LayoutError, match=r"page_unified.*Use another --hicache-mem-layout"):
+        open_backend(pool.settings(), mha_pool("page_unified"), salt=salt)
 
 
 def test_sglangs_own_keys_of_the_extra_config_are_left_to_sglang(pool: Pool, salt: str) -> None:
     """Its server takes them out before it makes a backend; its offload manager of decode nodes does not."""
     own = {"prefetch_threshold": 256, "prefetch_timeout_base": 1.0, "hicache_storage_pass_prefix_keys": False}
-    given = {**storage_config(options_of(pool.settings(), salt)).extra_config, **own}
-    open_backend(pool.settings(), mha_pool("page_first"), salt=salt, extra_config=given).close()
+    open_backend(pool.settings(), mha_pool("page_first"), salt=salt, options=own).close()
+
+
+def test_all_pools_of_one_call_have_one_deadline(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = filled(mha_pool("page_first"), 1)
+    backend = opened(host)
+    backend.register_mem_host_pool_v2(host, "swa")
+    backend.register_mem_host_pool_v2(host, "indexer")
+    given: list[float] = []
+
+    def late(names: list[bytes], *_: object, timeout: float) -> list[str]:
+        given.append(timeout)
+        clock[0] += 2
+        return ["timeout"] * len(names)
+
+    clock = [100.0]
+    monkeypatch.setattr(backend, "_seconds", 3.0)
+    monkeypatch.setattr(backend._names, "read_into", late)
+    monkeypatch.setattr(
+        "pd_cache.adapters.sglang_storage.time",
+        SimpleNamespace(monotonic=lambda: clock[0], perf_counter=time.perf_counter),
+    )
+    asked = [transfer(name, ["a"], at(0)) for name in ("swa", "indexer")]
+    assert backend.batch_get_v2(asked) == {"swa": [False], "indexer": [False]}
+    assert given == [3.0, 1.0]
 
 
 def test_indices_that_are_no_pages_move_nothing_and_raise_nothing(opened: Open) -> None:
@@ -268,7 +309,7 @@ def test_indices_that_are_no_pages_move_nothing_and_raise_nothing(opened: Open) 
     backend = opened(host)
     assert backend.batch_set_v1(["a"], at(0)) == [True]
     before = raw(host)
-    for wrong in (at(0)[:-1], at(PAGES), at(0) - TOKENS, at(0, 1), None):
+    for wrong in (at(0)[:-1], at(PAGES), at(0) - TOKENS, at(0, 1), at(0) + 1, at(0)[[0, 1, 3, 2]], None):
         assert backend.batch_get_v1(["a"], wrong) == [False]
         assert backend.batch_set_v1(["b"], wrong) == [False]
     assert raw(host) == before

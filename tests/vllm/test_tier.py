@@ -244,6 +244,7 @@ def test_weights_ranks_and_layout_are_part_of_the_namespace() -> None:
     others = [
         named(dataclasses.replace(config, parallel=dataclasses.replace(parallel, tp_size=2))),
         named(dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))),
+        named(dataclasses.replace(config, model=dataclasses.replace(config.model, name="a fine-tuned one"))),
         named(dataclasses.replace(config, canonical_layout=True)),
         named(dataclasses.replace(config, kv_cache_layout="HND")),
         named(dataclasses.replace(config, groups=config.groups * 2)),

@@ -1,4 +1,4 @@
-"""vLLM servers without the ten seconds of processor time that importing vLLM takes: forks of one process that has imported it.
+"""vLLM servers without the dozen seconds of processor time that importing vLLM takes: forks of one process that has imported it.
 
 `warm_program` starts that process and writes a program, for `engine.executable` or in place of `vllm`, that behaves like `vllm`:
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
+import multiprocessing
 import os
 import random
 import select
@@ -130,11 +132,36 @@ def _keep(asker: socket.socket) -> dict[str, Any] | None:
     os._exit(0)
 
 
+_IMPORTED_LATER = (
+    "compressed_tensors",
+    "model_hosting_container_standards.sagemaker",
+    "pd_cache.vllm.connector",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.entrypoints.cli.benchmark.main",
+    "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.layers.quantization.online",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.metrics.loggers",
+    "vllm.v1.worker.cpu_worker",
+)
+"""What a server and its engine import only when they come to it."""
+
+
 def _serve(number: int) -> None:
-    import vllm.entrypoints.openai.api_server
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+    import vllm.v1.engine.utils
+    import vllm.v1.executor.multiproc_executor
     from vllm.entrypoints.cli.main import main
 
+    for name in _IMPORTED_LATER:
+        with contextlib.suppress(ImportError):  # another vLLM imports its own when it comes to it
+            importlib.import_module(name)
+    for module in (vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
     gc.collect()
     gc.freeze()  # a collection in a server would copy all pages that it shares with the others
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

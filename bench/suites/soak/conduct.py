@@ -29,6 +29,7 @@ from bench.suites.soak.kinds import ENGINES, NEEDS_ETCD, NEEDS_LINKS, NEEDS_MOUN
 from bench.suites.soak.leaks import Footprint, disk_troubles, files_left, footprint_of, grown, strangers_left
 from bench.suites.soak.ledger import Ledger
 from bench.suites.soak.plan import SHORT_RUN_S, Fault, check_prompts, coverage, faults, served_prompts
+from bench.suites.soak.resets import Resets
 from bench.suites.soak.verdict import SoakOutcome
 from launch.process import spawn_child
 from pd_cache.errors import PdCacheError
@@ -80,7 +81,8 @@ class Soak:
         self.hosts = Hosts(NEEDS_LINKS in self.there)
         self.site = SoakSite(self.folder, self.evidence, self.hosts, self.seed, NEEDS_ETCD in self.there)
         self.cluster = SoakCluster(self.site, self.ledger.event, self.ledger.next_of)
-        self.stage = Stage(self.cluster, lambda seconds, action: self._at(time.monotonic() + seconds, action))
+        self.resets = Resets(self.cluster, self.ledger, self._later)
+        self.stage = Stage(self.cluster, self.resets, self._later)
         self.clients: list[CompletionClient] = []
         self._write_plan()
         over = threading.Event()
@@ -286,6 +288,9 @@ class Soak:
     def _at(self, when: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._due, (when, next(self._numbers), action))
 
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        self._at(time.monotonic() + seconds, action)
+
     def _watch(self, seconds: float) -> None:
         """Does what is due, start what has ended, watch the clock."""
         end = time.monotonic() + seconds
@@ -315,8 +320,10 @@ class Soak:
             node.tend()
             if down or node.starts != starts:
                 self.ledger.forget(name)
-            if node.starts != starts and self._working:
-                node.tell({"do": "go"})
+            if node.starts != starts:
+                self.resets.tell(name)
+                if self._working:
+                    node.tell({"do": "go"})
         self.cluster.tend()
         if time.monotonic() - self._said > 30:
             self._said = time.monotonic()
@@ -355,6 +362,7 @@ class Soak:
         outcome.completions = dict(ledger.outcomes)
         outcome.bytes_compared, outcome.tokens_loaded = ledger.compared, ledger.tokens
         outcome.faults, outcome.damaged, outcome.strange_acts = dict(sorted(self._done.items())), stage.damaged, stage.acts  # fmt: skip
+        outcome.resets, outcome.latest_old_s = len(ledger.resets), round(ledger.latest_old_s, 2)
         outcome.wrong, outcome.wrong_slots = ledger.wrong, ledger.wrong_slots
         outcome.late = [*outcome.late, *ledger.late(stage.stops, self.ticker.late)]
         outcome.raised = [*ledger.raised, *ledger.broken]

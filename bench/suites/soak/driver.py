@@ -9,6 +9,8 @@ It prints a line of JSON when an operation begins and when it ends, and reads co
     {"do": "press", "seconds": n}            operations under pressure for a while (`plan.pressed`)
     {"do": "check", "prompts": [...], "mode": "store" | "load", "seconds": n}     see `_check`
     {"do": "settle", "seconds": n}           what is held while nothing is under way ("settled")
+    {"do": "weights", "number": n}           from now on compute with other weights ("weights")
+    {"do": "reset", "number": n}             tell all nodes that weights have changed ("reset", and whether the pool took it)
     {"do": "end"}, or the end of stdin       close and exit
 """
 
@@ -53,10 +55,16 @@ class Cache(Protocol):
 
     def lookup(self, tokens: list[int], timeout: float) -> int: ...
     def retrieve(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> torch.Tensor: ...
-    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> int: ...
+    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, epoch: str, timeout: float) -> int: ...
     def remove(self, tokens: list[int], timeout: float) -> None: ...
     def bound(self, kind: OperationKind, chunks: int, timeout: float) -> float:
         """Returns the seconds within which an operation has to be answered."""
+
+    def epoch(self) -> str | None:
+        """Returns the epoch of the weights, as last known."""
+
+    def reset(self) -> bool:
+        """Begins a new epoch. Returns whether the pool took it."""
 
 
 class OwnCache:
@@ -74,8 +82,8 @@ class OwnCache:
     def retrieve(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> torch.Tensor:
         return self._prompts.retrieve(tokens, mask, kv_caches=self._kv, slot_mapping=slots, timeout=timeout)
 
-    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> int:
-        return self._prompts.store(tokens, mask, kv_caches=self._kv, slot_mapping=slots, timeout=timeout)
+    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, epoch: str, timeout: float) -> int:
+        return self._prompts.store(tokens, mask, kv_caches=self._kv, slot_mapping=slots, epoch=epoch, timeout=timeout)
 
     def remove(self, tokens: list[int], timeout: float) -> None:
         database = self._engine.database
@@ -83,6 +91,12 @@ class OwnCache:
 
     def bound(self, kind: OperationKind, chunks: int, timeout: float) -> float:
         return timeout
+
+    def epoch(self) -> str | None:
+        return self._engine.epoch
+
+    def reset(self) -> bool:
+        return self._engine.reset() is not None
 
 
 class ServedCache:
@@ -112,14 +126,20 @@ class ServedCache:
             tokens, mask, kv_caches=self._kv, slot_mapping=slots, session=threading.current_thread().name
         )
 
-    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> int:
-        return self._prompts.store(tokens, mask, kv_caches=self._kv, slot_mapping=slots)
+    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, epoch: str, timeout: float) -> int:
+        return self._prompts.store(tokens, mask, kv_caches=self._kv, slot_mapping=slots, epoch=epoch)
 
     def remove(self, tokens: list[int], timeout: float) -> None:
         raise NotImplementedError("a cache server's clients remove nothing")
 
     def bound(self, kind: OperationKind, chunks: int, timeout: float) -> float:
         return REMOTE_MOVE_S if kind in ("store", "retrieve") else REMOTE_LOOKUP_S
+
+    def epoch(self) -> str | None:
+        return self.remote.epoch
+
+    def reset(self) -> bool:
+        return self.remote.reset() is not None
 
 
 class Performed:
@@ -132,6 +152,8 @@ class Performed:
         """Bytes of the paged buffer that were compared."""
         self.tokens = 0
         """Loaded tokens among them, each checked against what its prefix makes it."""
+        self.weights = 0
+        """The earliest weights that computed any of them."""
         self.wrong = 0
         self.first: list[Wrong] = []
         self.complaint = ""
@@ -139,10 +161,15 @@ class Performed:
         self.raised = False
 
 
-def perform(cache: Cache, buffer: PagedBuffer, operation: Operation, seed: int, canary: int) -> Callable[[Callable[[], None]], Performed]:  # fmt: skip
-    """Prepares an operation. Returns a function that calls the cache between two calls of its argument, then compares."""
+def perform(cache: Cache, buffer: PagedBuffer, operation: Operation, seed: int, canary: int, weights: Callable[[], int] = lambda: 0) -> Callable[[Callable[[], None]], Performed]:  # fmt: skip
+    """Prepares an operation. Returns a function that calls the cache between two calls of its argument, then compares. `weights` returns the
+    number of the weights that the engine computes with."""
     tokens = tokens_of(seed, operation.prompt)
-    names = prefixes(tokens)
+    # the epoch first: weights change before it does, so that the KV of a store is never older than the epoch that the store bears
+    epoch = cache.epoch()
+    if operation.kind == "store" and epoch is None:
+        operation = operation._replace(kind="lookup")  # the first lookup tells
+    names = prefixes(tokens, weights())
     buffer.know(names, f"{operation.prompt}")
     slots = places(random.Random(operation.places), len(tokens), operation.scattered)
     mapping = torch.from_numpy(slots.copy())
@@ -159,7 +186,8 @@ def perform(cache: Cache, buffer: PagedBuffer, operation: Operation, seed: int, 
         mark()
         try:
             if operation.kind == "store":
-                done.hit = cache.store(tokens, mask, mapping, operation.timeout)
+                assert epoch is not None
+                done.hit = cache.store(tokens, mask, mapping, epoch, operation.timeout)
             elif operation.kind == "retrieve":
                 answer = cache.retrieve(tokens, mask, mapping, operation.timeout)
             elif operation.kind == "remove":
@@ -187,7 +215,12 @@ def perform(cache: Cache, buffer: PagedBuffer, operation: Operation, seed: int, 
                 done.complaint = f"lookup answered {done.hit} of {end} tokens"
             elif operation.kind == "unknown" and done.hit:
                 done.complaint = f"lookup found {done.hit} tokens of a prompt that nobody stored"
-        done.wrong, done.first = buffer.compare(slots[loaded], names[loaded], may_differ, canary)
+        expected = names[loaded]
+        if operation.kind == "retrieve" and done.hit and not done.complaint:
+            expected, done.weights = buffer.recognise(
+                slots[loaded], lambda number: prefixes(tokens, number)[loaded], weights()
+            )
+        done.wrong, done.first = buffer.compare(slots[loaded], expected, may_differ, canary)
         done.compared = buffer.words.nbytes - len(may_differ) * TOKEN_BYTES
         done.tokens = done.hit if operation.kind == "retrieve" else 0
         return done
@@ -230,7 +263,8 @@ class SoakLane(threading.Thread):
     def do(self, operation: Operation) -> Performed:
         """Does one operation and reports it."""
         self._serial += 1
-        prepared = perform(self.cache, self.buffer, operation, self._driver.seed, (self._serial * 0x9E3779B97F4A7C15) & ((1 << 64) - 1))  # fmt: skip
+        canary = (self._serial * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
+        prepared = perform(self.cache, self.buffer, operation, self._driver.seed, canary, lambda: self._driver.weights)
         bound = self.cache.bound(operation.kind, operation.prompt.chunks, operation.timeout)
         times: list[tuple[float, float]] = []
 
@@ -244,7 +278,7 @@ class SoakLane(threading.Thread):
         done = prepared(mark)
         self._driver.say(
             e="end", lane=self.label, n=operation.number, kind=operation.kind, bound=bound, begin=times[0][0], end=times[1][0],
-            starved=times[1][1] - times[0][1], hit=done.hit, compared=done.compared, tokens=done.tokens, wrong=done.wrong,
+            starved=times[1][1] - times[0][1], hit=done.hit, compared=done.compared, tokens=done.tokens, weights=done.weights, wrong=done.wrong,
             first=[one._asdict() for one in done.first], complaint=done.complaint, raised=done.raised,
             prompt=operation.prompt._asdict() if done.wrong or done.complaint else None,
         )  # fmt: skip
@@ -259,6 +293,8 @@ class Driver:
         self.go, self.closing = threading.Event(), threading.Event()
         self._printing = threading.Lock()
         self.pressed_until = 0.0
+        self.weights = 0
+        """The number of the weights that it computes with."""
         self._config, _ = read_config(file)
         self.engine: CacheEngine | None = None
         self.lanes = [SoakLane(self, number, first.get(f"{name}/{number}", 0)) for number in range(LANES[name])]
@@ -308,6 +344,11 @@ class Driver:
                 self._check([PlannedPrompt(**one) for one in command["prompts"]], command["mode"], command["seconds"])
             elif what == "settle":
                 self.say(e="settled", **self._slots_left(command["seconds"]))
+            elif what == "weights":
+                self.weights = command["number"]
+                self.say(e="weights", number=self.weights)
+            elif what == "reset":
+                self._reset(command["number"])
             elif what == "end":
                 break
         self.close()
@@ -321,6 +362,14 @@ class Driver:
             if isinstance(lane.cache, ServedCache):
                 lane.cache.remote.close()
         CacheEngineBuilder.destroy(self.name)
+
+    def _reset(self, number: int) -> None:
+        taken, complaint = False, ""
+        try:
+            taken = self.lanes[0].cache.reset()
+        except Exception:  # noqa: BLE001 - no exception of any kind may be raised into an engine
+            complaint = traceback.format_exc()
+        self.say(e="reset", number=number, taken=taken, complaint=complaint, end=time.time())
 
     def _check(self, prompts: Sequence[PlannedPrompt], mode: str, seconds: float) -> None:
         """Tries until every prompt is found and loaded whole; with `store`, stores it first.

@@ -21,6 +21,7 @@ from bench.suites.soak.engine_abuse import TRICKS
 from bench.suites.soak.judge import Span
 from bench.suites.soak.kinds import ENGINES, STORES
 from bench.suites.soak.plan import Fault
+from bench.suites.soak.resets import Resets
 from bench.suites.soak.strangers import StrangeClient, StrangeEngine, Stranger, StrangeWriter
 from launch.process import spawn_child
 
@@ -35,9 +36,12 @@ _FILES = 20
 class Stage:
     """What faults are done to, and what they leave for the report."""
 
-    def __init__(self, cluster: SoakCluster, later: Callable[[float, Callable[[], None]], None]) -> None:
+    def __init__(
+        self, cluster: SoakCluster, resets: Resets, later: Callable[[float, Callable[[], None]], None]
+    ) -> None:
         """`later(seconds, action)` runs an action later, on the same thread."""
         self.cluster = cluster
+        self.resets = resets
         self.later = later
         self.site = cluster.site
         self.stops: dict[str, list[Span]] = {}
@@ -296,6 +300,12 @@ def _stranger(stage: Stage, stranger: Stranger) -> Undo:
     return undo
 
 
+def _reset(stage: Stage, fault: Fault) -> Undo:
+    """All engines get other weights, and one of them tells the others."""
+    stage.resets.begin(fault.target)
+    return _nothing
+
+
 def _nothing() -> None:
     return
 
@@ -321,6 +331,7 @@ ACTIONS: Mapping[str, Callable[[Stage, Fault], Undo]] = {
     "disk_folders": _disk_folders,
     "disk_damage": _disk_damage,
     "pool_damage": _pool_damage,
+    "reset": _reset,
     "strange_client": _strange_client,
     "strange_engine": _strange_engine,
     "tricky_engine": _tricky_engine,

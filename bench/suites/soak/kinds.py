@@ -59,6 +59,7 @@ KINDS = (
     Kind("pool_damage", ("master",), 4.0, 12.0, 2.0),
     Kind("small_pool", ("store-0",), 15.0, 40.0, 0.5, quick=False, also=("store-1",)),
     Kind("clock", NODES, 0.2, 1.0, 1.0, needs=frozenset({NEEDS_CLOCKS})),
+    Kind("reset", ENGINES, 0.1, 1.0, 4.0),
     Kind("strange_client", ("proxy",), 3.0, 10.0, 1.0),
     Kind("strange_engine", ("cache",), 3.0, 10.0, 1.0),
     Kind("tricky_engine", ("cache",), 5.0, 20.0, 3.0),

@@ -13,6 +13,7 @@ from bench.suites.soak.cluster import REQUEST_S
 from bench.suites.soak.judge import Span, seconds_late
 from bench.suites.soak.kinds import HOSTS
 from bench.suites.soak.plan import PlannedCompletion
+from pd_cache.epochs import LATE_S
 
 _SHOWN = 40
 _SLOWEST = 8
@@ -48,6 +49,10 @@ class Ledger:
         self.raised: list[str] = []
         self.broken: list[str] = []
         """Failures of this program itself."""
+        self.resets: dict[int, float] = {}
+        """When the pool had taken each reset, in seconds since 1970, by the number of the weights that it was for."""
+        self.latest_old_s = 0.0
+        """How long after a reset a load began, at most, that loaded KV of earlier weights."""
         self._calls: list[TimedCall] = []
         self._open: dict[str, dict[str, Any]] = {}
         self._first: dict[str, int] = {}
@@ -64,11 +69,16 @@ class Ledger:
                 self._first[event["lane"]] = max(event["n"], 0)
             elif kind == "end":
                 self._end(event)
+            elif kind == "reset":
+                if event["taken"]:
+                    self.resets[event["number"]] = event["end"]
+                if event["complaint"]:
+                    self._add(self.raised, f"{node} reset {event['number']}: {event['complaint']}")
+                self._reply(node, event)
             elif kind == "broken":
                 self.broken.append(f"{event['lane']}: {event['what']}")
             else:
-                self.replies.append({**event, "node": node})
-                self.changed.notify_all()
+                self._reply(node, event)
 
     def reply(self, label: str, request: PlannedCompletion, reply: Reply) -> None:
         """Notes that a request through the proxy has ended."""
@@ -143,6 +153,20 @@ class Ledger:
                 if not self.changed.wait(end - time.monotonic()) and time.monotonic() >= end:
                     return None
 
+    def _reply(self, node: str, event: dict[str, Any]) -> None:
+        self.replies.append({**event, "node": node})
+        self.changed.notify_all()
+
+    def _judge_weights(self, name: str, begin: float, weights: int) -> None:
+        """Counts a load as wrong that began too long after the reset that made its weights outdated."""
+        over = min((end for number, end in self.resets.items() if number > weights), default=begin)
+        self.latest_old_s = max(self.latest_old_s, begin - over)
+        if begin - over >= LATE_S:
+            self.wrong_slots += 1
+            self._add(
+                self.wrong, f"{name} at {begin:.3f}: KV of weights {weights}, {begin - over:.2f} s after their reset"
+            )
+
     def _end(self, event: dict[str, Any]) -> None:
         self._open.pop(event["lane"], None)
         name = f"{event['lane']} {event['kind']} {event['n']}"
@@ -150,6 +174,8 @@ class Ledger:
         self.hits[event["kind"]] += event["hit"]
         self.compared += event["compared"]
         self.tokens += event["tokens"]
+        if event["tokens"]:
+            self._judge_weights(name, event["begin"], event["weights"])
         if event["wrong"]:
             self.wrong_slots += event["wrong"]
             self._add(self.wrong, f"{name} of {event['prompt']} at {event['end']:.3f}: {event['wrong']} slots: {event['first']}")  # fmt: skip

@@ -1,13 +1,14 @@
 """What must lie in a paged buffer: every byte of KV is a function of the tokens up to it, all other bytes a canary.
 
-The KV of token i is one 64-bit number, which names the whole prefix up to i, combined with a fixed number for each word of
-its KV. So a wrong word says which prefix it belongs to, and tokens, words, heads, layers and blocks in a wrong place are seen.
+The KV of token i is one 64-bit number, which names the whole prefix up to i and the weights that computed it, combined with a fixed
+number for each word of its KV. So a wrong word says which prefix it belongs to, and tokens, words, heads, layers and blocks in a wrong
+place are seen. A chunk may be of earlier weights: which ones is recognised, and judged apart.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -43,9 +44,9 @@ class Wrong(NamedTuple):
     """The prefix to which the word belongs, if this engine has used it; empty otherwise."""
 
 
-def prefixes(tokens: Sequence[int]) -> Words:
-    """Returns one number for each token, which names the prefix that ends with it; uint64 [n]."""
-    value, found = 0x9E3779B97F4A7C15, []
+def prefixes(tokens: Sequence[int], weights: int = 0) -> Words:
+    """Returns one number for each token, which names the prefix that ends with it under the weights of this number; uint64 [n]."""
+    value, found = 0x9E3779B97F4A7C15 ^ weights, []
     for token in tokens:
         value = ((value ^ (token + 1)) * 0xBF58476D1CE4E5B9) & _MASK
         value ^= value >> 29
@@ -91,6 +92,28 @@ class PagedBuffer:
         """Writes the KV of tokens, as an engine does when it computes them."""
         blocks, offsets = slots // BLOCK, slots % BLOCK
         self.words[:, blocks, :, offsets, :] = kv_of(names)
+
+    def recognise(self, slots: Numbers, names_under: Callable[[int], Words], newest: int) -> tuple[Words, int]:
+        """Returns the names that the tokens in `slots` must have, and the earliest weights that computed any of them.
+
+        The slots are those of whole chunks, each of which may have been computed with any weights from 0 to `newest`. `names_under` returns
+        the names of all these tokens under given weights. A chunk that no weights explain gets its names under `newest`: `compare` finds it
+        wrong.
+        """
+        first = slots[::CHUNK]
+        got = self.words[0, first // BLOCK, 0, first % BLOCK, 0] ^ _TABLE[0, 0, 0]
+        names, earliest = names_under(newest).copy(), newest
+        unexplained = got != names[::CHUNK]
+        for weights in range(newest - 1, -1, -1):
+            if not unexplained.any():
+                break
+            older = names_under(weights)
+            found = unexplained & (got == older[::CHUNK])
+            if found.any():
+                tokens = np.repeat(found, CHUNK)
+                names[tokens], earliest = older[tokens], weights
+                unexplained &= ~found
+        return names, earliest
 
     def compare(self, slots: Numbers, names: Words, may_differ: Numbers, canary: int) -> tuple[int, list[Wrong]]:
         """Returns how many slots are wrong, and the first of them.

@@ -28,6 +28,10 @@ class SoakOutcome:
     faults: Mapping[str, int] = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
     strange_acts: int = 0
+    resets: int = 0
+    """Changes of weights that the pool has taken."""
+    latest_old_s: float = 0.0
+    """How long after a reset a load began, at most, that loaded KV of earlier weights."""
     wrong: Sequence[str] = ()
     wrong_slots: int = 0
     late: Sequence[str] = ()
@@ -76,6 +80,8 @@ def report(outcome: SoakOutcome, facts: Mapping[str, str]) -> Report:
         ("bytes compared", outcome.bytes_compared),
         ("loaded tokens compared", outcome.tokens_loaded),
         ("acts of strangers", outcome.strange_acts),
+        ("resets", outcome.resets),
+        ("the latest load of KV of earlier weights, seconds after a reset", outcome.latest_old_s),
         ("seconds until all was back", round(outcome.recovery_s, 1)),
         ("own ticker late, at worst and in all, seconds", f"{outcome.ticker_latest_s:.2f}, {outcome.ticker_late_s:.2f}"),
     ]  # fmt: skip

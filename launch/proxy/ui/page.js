@@ -52,7 +52,7 @@ const sum = (list, key) => list.reduce((total, one) => total + (one[key] || 0), 
 // --- the figures at the top
 function drawFigures(state) {
   const hour = state.minutes.filter((one) => one);
-  const last = hour.slice(-5);
+  const last = state.minutes.slice(-5).filter((one) => one);
   const asked = (list) => sum(list, "computed") + SOURCES.reduce((total, source) => total + sum(list, source), 0);
   const hit = (list) => (asked(list) ? 1 - sum(list, "computed") / asked(list) : NaN);
   // a cache server moves the same bytes for its engines
@@ -166,7 +166,7 @@ function drawPicture(state) {
     const from = places[flow.from];
     const to = places[flow.to];
     if (!from || !to || !flow.tokens) continue;
-    line("flow", flow.tokens / 3, busiest, curve(from.x + card.w, from.y + card.h / 2, to.x, to.y + card.h / 2), `${flow.to} loads what ${flow.from} stored: ${short(flow.tokens)} tokens/s`);
+    line("flow", flow.tokens / 3, busiest, curve(from.x + card.w, from.y + card.h / 2, to.x, to.y + card.h / 2), `${flow.to} takes over from ${flow.from}: ${short(flow.tokens)} tokens/s`);
   }
   canvas.append(edges, cards);
   room.replaceChildren(canvas);
@@ -193,7 +193,7 @@ function drawFlows(state) {
   const rows = state.flows.slice(0, 30);
   if (!rows.length) return $("flows").replaceChildren(el("p", { class: "sub" }, "No prompt went through both in the last minute."));
   const columns = [
-    { name: "loads", cell: (flow) => flow.to, as: "break" },
+    { name: "decode node", cell: (flow) => flow.to, as: "break" },
     { name: "from", cell: (flow) => flow.from, as: "break" },
     { name: "tokens/s", cell: (flow) => short(flow.tokens), n: true },
     { name: "prompts/s", cell: (flow) => flow.requests.toFixed(2), n: true },
@@ -206,12 +206,11 @@ function drawSlow(state) {
   const where = (one) => {
     const found = el("div", {});
     for (const hop of one.hops) {
-      const report = hop.report;
       const parts = [el("span", { class: "sub" }, `${hop.hop} at `), document.createTextNode(hop.node)];
-      if (report) {
-        const tiers = [["engine", report.at_hand], ["memory", report.memory], ["disk", report.disk], ["pool", report.pool], ["computed", report.computed]];
-        parts.push(el("span", { class: "sub" }, `: ${report.asked} tokens: ` + tiers.filter(([, count]) => count).map(([name, count]) => `${name} ${count}`).join(", ") + " "));
-        if (report.reason !== "none") parts.push(el("span", { class: "reason", title: hop.meaning }, report.reason));
+      if (hop.sources) {
+        const tiers = [...SOURCES, "computed"].map((name) => [name, Math.round(hop.sources[name])]);
+        parts.push(el("span", { class: "sub" }, `: ${hop.asked} tokens: ` + tiers.filter(([, count]) => count).map(([name, count]) => `${name} ${count}`).join(", ") + " "));
+        if (hop.reason !== "none") parts.push(el("span", { class: "reason", title: hop.meaning }, hop.reason));
       } else {
         parts.push(el("span", { class: "sub" }, ": no report"));
       }
@@ -221,7 +220,7 @@ function drawSlow(state) {
   };
   const columns = [
     { name: "request", cell: (one) => el("span", { class: "mono", title: one.id }, cut(one.id, 36)), as: "whole title break" },
-    { name: "first byte", cell: (one) => (known(one.first_byte) ? seconds(one.first_byte) : "none"), n: true },
+    { name: "first byte", cell: (one) => (known(one.first_byte) ? seconds(one.first_byte) : one.status === 499 ? "none: the client left" : `none: status ${one.status}`), n: true },
     { name: "in all", cell: (one) => seconds(one.seconds), n: true },
     { name: "ended", cell: (one) => ago(one.ago), n: true },
     { name: "client", cell: (one) => one.client },

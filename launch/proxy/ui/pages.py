@@ -10,6 +10,7 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from launch.proxy.connections import Connections
 from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.ui.node_watch import NodeWatch, SeenNode
-from launch.proxy.ui.recent import RecentRequests, SlowRequest
+from launch.proxy.ui.recent import RecentRequests, SlowRequest, prompt_sources
 from pd_cache.decoding import one_line
 from pd_cache.misses import MEANINGS
 
@@ -42,6 +43,8 @@ _PUBLISH_S = 2.0
 _HEARTBEAT_S = 10.0
 _WRITE_S = 10.0
 """How long a follower may leave an event unread."""
+_KERNEL_BUFFER = 32 << 10
+"""What the kernel keeps for a follower that has not read it, in bytes; Linux takes twice as much. By itself it would keep megabytes."""
 _RETRY_MS = 3000
 _MOST_SHOWN = 200
 """The most nodes, segments and flows in one event."""
@@ -114,6 +117,7 @@ class UiPages:
         )
         with contextlib.suppress(ConnectionError, TimeoutError):
             await response.prepare(request)
+            _bound_unread(request.transport)
             await self._write(request, response, f"retry: {_RETRY_MS}\n\n".encode())
             while not self._closing and self._keys.may_watch(authorization):  # keys may change meanwhile
                 published = self._published
@@ -253,7 +257,9 @@ def _shown_slow(one: SlowRequest, age_s: float, names: dict[str, str]) -> dict[s
         {
             "hop": hop.hop,
             "node": names.get(hop.node, hop.node),
-            "report": None if hop.report is None else msgspec.to_builtins(hop.report),
+            "asked": None if hop.report is None else hop.report.asked,
+            "sources": None if hop.report is None else prompt_sources(hop.report)._asdict(),
+            "reason": "" if hop.report is None else hop.report.reason,
             "meaning": "" if hop.report is None else MEANINGS[hop.report.reason],
         }
         for hop in one.trip.hops
@@ -263,9 +269,19 @@ def _shown_slow(one: SlowRequest, age_s: float, names: dict[str, str]) -> dict[s
         "ago": age_s,
         "seconds": one.seconds,
         "first_byte": one.first_byte_s,
+        "status": one.status,
         "client": one.trip.client,
         "hops": hops,
     }
+
+
+def _bound_unread(transport: asyncio.Transport | None) -> None:
+    """Ends the connection once a follower has taken nothing for `_WRITE_S`, or is gone without a word; and bounds what is kept meanwhile."""
+    taken = None if transport is None else transport.get_extra_info("socket")
+    if transport is not None and taken is not None:
+        transport.set_write_buffer_limits(high=0)  # a write waits until the kernel has taken all of it
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BUFFER)
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_WRITE_S * 1000))
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------

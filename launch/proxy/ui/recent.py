@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,6 +22,25 @@ _SLOW_SPAN_S = 600.0
 _SPAN_S = 5.0
 _SPANS = 12
 _MOST_PAIRS = 1024
+
+
+class PromptSources(NamedTuple):
+    """How many tokens of one prompt came from where. Together they are the prompt."""
+
+    engine: float
+    memory: float
+    disk: float
+    pool: float
+    computed: float
+
+
+def prompt_sources(report: RequestReport) -> PromptSources:
+    """Returns where the tokens of a prompt came from. Loaded ones are split as the chunks that were read from each tier: the last token of a
+    prompt is always computed, even if its chunk was read."""
+    read = report.memory + report.disk + report.pool
+    scale = report.loaded / read if read else 0.0
+    pool = report.pool * scale if read else float(report.loaded)
+    return PromptSources(report.at_hand, report.memory * scale, report.disk * scale, pool, report.computed)
 
 
 class PromptMinute(msgspec.Struct):
@@ -42,14 +62,12 @@ class PromptMinute(msgspec.Struct):
         if report is None:
             self.untold += 1
             return
-        self.engine += report.at_hand
-        self.computed += report.computed
-        read = report.memory + report.disk + report.pool
-        # the last token of a prompt is always computed, even if its chunk was read
-        scale = report.loaded / read if read else 0.0
-        self.memory += report.memory * scale
-        self.disk += report.disk * scale
-        self.pool += report.pool * scale if read else report.loaded
+        found = prompt_sources(report)
+        self.engine += found.engine
+        self.memory += found.memory
+        self.disk += found.disk
+        self.pool += found.pool
+        self.computed += found.computed
 
 
 class SlowRequest(msgspec.Struct, frozen=True):
@@ -61,6 +79,8 @@ class SlowRequest(msgspec.Struct, frozen=True):
     seconds: float
     first_byte_s: float | None
     """How long the client waited for the first byte; None if there was none."""
+    status: int
+    """What the client was sent; 499 if it went away before."""
     trip: Trip
 
     @property
@@ -73,8 +93,8 @@ class Flow(msgspec.Struct):
     """What one decode node took over from one prefill node."""
 
     requests: int = 0
-    tokens: int = 0
-    """Tokens whose KV the decode node loaded."""
+    tokens: float = 0.0
+    """Tokens whose KV the decode node loaded from the pool. What its own memory and disk had came from no other node."""
 
 
 class _FewSeconds(msgspec.Struct):
@@ -95,14 +115,14 @@ class RecentRequests:
         self._slow: deque[tuple[int, list[SlowRequest]]] = deque(maxlen=int(MINUTES * _MINUTE_S / _SLOW_SPAN_S) + 1)
         self._last: deque[_FewSeconds] = deque(maxlen=_SPANS)
 
-    def note(self, request_id: str, seconds: float, first_byte_s: float | None, trip: Trip) -> None:
+    def note(self, request_id: str, seconds: float, first_byte_s: float | None, status: int, trip: Trip) -> None:
         """Takes in a request that has ended. Its prompt counts at the first node that worked on it."""
         now = self._clock()
         number = int(now // _MINUTE_S)
         if not self._minutes or self._minutes[-1].number != number:
             self._minutes.append(PromptMinute(number))
         self._minutes[-1].add(next((hop.report for hop in trip.hops), None))
-        self._note_slow(SlowRequest(request_id, now, seconds, first_byte_s, trip), now)
+        self._note_slow(SlowRequest(request_id, now, seconds, first_byte_s, status, trip), now)
         span = self._span(now)
         span.requests += 1
         nodes = {hop.hop: hop for hop in trip.hops}
@@ -112,7 +132,7 @@ class RecentRequests:
             if pair in span.flows or len(span.flows) < _MOST_PAIRS:
                 flow = span.flows.setdefault(pair, Flow())
                 flow.requests += 1
-                flow.tokens += 0 if report is None else report.loaded
+                flow.tokens += 0.0 if report is None else prompt_sources(report).pool
 
     def minutes(self) -> list[PromptMinute | None]:
         """Returns the last hour, the present minute last. None stands for a minute without requests."""

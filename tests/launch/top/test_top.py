@@ -19,8 +19,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from launch.access import NOBODY
+from launch.cli import main
 from launch.process import end, spawn_child
 from launch.top.asker import Asker, NodeAnswer, ask_node
 from pd_cache.cluster import NodeRecord
@@ -72,7 +74,7 @@ def test_an_answer_is_read_and_a_missing_one_says_why(well: int) -> None:
     answer = ask_node(record("a", well), NOBODY, lambda: 7.0)
     assert answer.reading is not None
     assert answer.reading.at == 7.0
-    assert "refused" in ask_node(record("b", free_port()), NOBODY).why
+    assert ask_node(record("b", free_port()), NOBODY).why == "Connection refused"
     assert "chosen by `up`" in ask_node(record("c", 0), NOBODY).why
 
 
@@ -132,7 +134,7 @@ def file(tmp_path: Path, well: int, mute: int) -> Path:
 
 
 def command(file: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "launch", "top", "-c", str(file), "--interval", "0.3", *options]
+    return [sys.executable, "-m", "launch", "top", "-c", str(file), "--interval", "0.5", *options]
 
 
 def test_where_the_output_is_no_terminal_one_plain_table_is_printed(file: Path) -> None:
@@ -146,6 +148,36 @@ def test_where_the_output_is_no_terminal_one_plain_table_is_printed(file: Path) 
     assert "refused" in rows["decode-1"]
     assert "\x1b" not in done.stdout
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("seconds", ["nan", "0.1", "60"])
+def test_an_interval_that_shows_no_rates_of_a_minute_is_refused(file: Path, seconds: str) -> None:
+    done = CliRunner().invoke(main, ["top", "-c", str(file), "--once", "--interval", seconds])
+    assert done.exit_code == 2
+    assert "--interval" in done.output
+
+
+def test_a_terminal_that_cannot_move_its_cursor_or_has_no_bars_gets_one_table(file: Path) -> None:
+    ours, theirs = pty.openpty()
+    odd = {"TERM": "dumb", "COLUMNS": "100", "PYTHONIOENCODING": "ascii:strict"}
+    process = spawn_child(
+        command(file), death_signal=signal.SIGKILL, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env={**os.environ, **odd}
+    )  # fmt: skip
+    shown = b""
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while process.poll() is None or select.select([ours], [], [], 0.1)[0]:
+            assert time.monotonic() < deadline, shown
+            if select.select([ours], [], [], 0.1)[0]:
+                shown += os.read(ours, 65536)
+        assert process.returncode == 0, shown
+        assert b"prefill-0" in shown
+        assert b"?" in shown, "its trend"
+        assert b"\x1b" not in shown
+    finally:
+        end([process], 5.0)
+        os.close(ours)
+        os.close(theirs)
 
 
 @pytest.mark.parametrize("ending", ["q", "ctrl-c", "sigterm"])

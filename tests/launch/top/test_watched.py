@@ -61,6 +61,13 @@ def test_a_node_that_was_not_asked_for_long_is_silent_too(watched: WatchedCluste
     assert [row.state for row in watched.rows(13.0)] == ["silent", "silent", "-", "asking"]
 
 
+def test_a_node_that_is_asked_seldom_is_not_silent_meanwhile() -> None:
+    watched = WatchedCluster(stale_s=40.0)
+    watched.update([DECODE])
+    watched.take([answer("decode-0", 0.0)])
+    assert [row.state for at in (39.0, 41.0) for row in watched.rows(at)] == ["up", "silent"]
+
+
 def test_a_node_whose_breaker_is_open_is_ill(watched: WatchedCluster) -> None:
     watched.take([answer("decode-0", 4.0, pool_up=False)])
     row = watched.rows(4.0)[1]

@@ -17,6 +17,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.misses import MissReason
 from pd_cache.reports import RequestReport
 from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, LayerGroup
+from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.vllm.adapters import Adapters
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.scheduler import SchedulerSide
@@ -24,11 +25,17 @@ from pd_cache.vllm.settings import Settings
 
 BLOCK, CHUNK = 4, 8
 PER_CHUNK = CHUNK // BLOCK
+PROMPT = list(range(3 * CHUNK + 3))
 METADATA = CacheMetadata(model="m", kv_dtype="bf16", page_format="p", layers=1, block_size=BLOCK, page_bytes=64)
 
 METADATA_OF_DRAFTER = msgspec.structs.replace(
     METADATA, group=LayerGroup(layers="1", keeps="every token, for drafts of d", tail=0, ahead=1)
 )
+
+FULL = KeptLayers(1, BLOCK)
+WINDOW = KeptLayers(0, BLOCK, "window", BLOCK + 2)
+"""Reaches into two blocks, that is one chunk."""
+STATE = KeptLayers(2, CHUNK, "state")
 
 
 class Clock:
@@ -222,6 +229,7 @@ class Scene:
         retention: int | None = 0,
         drafted_up_to: int | None = None,
         hash_mode: Literal["tokens", "blocks"] = "tokens",
+        tracing: Tracing = UNTRACED,
         **connector: Any,
     ) -> None:
         self.clock = Clock()
@@ -244,6 +252,7 @@ class Scene:
             adapters=self.adapters,
             metrics=self.metrics,
             on_report=lambda request_id, report: self.reports.append(report),
+            tracing=tracing,
             clock=self.clock,
         )
         self.lookups.ahead = max(one.ahead for one in layers)
@@ -265,3 +274,23 @@ class Scene:
         step = self.side.begin_step(output)
         self.side.plan_stores(step, output)
         return step
+
+
+def hit(scene: Scene, request: Request, chunks: int) -> Any:
+    """A request of which the pool holds so many chunks, matched and allocated from block 10 on."""
+    scene.lookups.there = set(scene.names(request)[:chunks])
+    external, later = scene.side.matched_tokens(request, 0)  # type: ignore[arg-type]
+    assert external is not None
+    blocks = scene.manager.allocate(request, 10)
+    scene.side.allocated(request, blocks, external)  # type: ignore[arg-type]
+    return external, later
+
+
+def announced(tokens: int, namespace: str = "") -> dict[str, Any]:
+    return {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": tokens, "namespace": namespace}}
+
+
+def in_groups(scene: Scene, request: Request, *groups: list[int]) -> Any:
+    """Gives a request these blocks, one list for each of vLLM's groups."""
+    scene.manager.groups[request.request_id] = groups
+    return SimpleNamespace(get_block_ids=lambda: groups)

@@ -10,8 +10,7 @@ import pytest
 from pd_cache.blocks import Restored, StoreOutcome
 from pd_cache.tracing import SpanKind, TraceSpan, Tracing
 from pd_cache.vllm.steps import StepReport
-from tests.pd_cache.vllm.histories import CHUNK, Request, Scene
-from tests.pd_cache.vllm.test_scheduler import PROMPT, announced, hit
+from tests.pd_cache.vllm.histories import CHUNK, PROMPT, Request, Scene, announced, hit
 
 PARENT = {"traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01"}
 
@@ -56,16 +55,13 @@ class Recorder(Tracing):
 
 
 @pytest.fixture
-def scene() -> Scene:
-    scene = Scene()
-    scene.side._tracing = Recorder()
-    return scene
+def recorder() -> Recorder:
+    return Recorder()
 
 
-def recorder(scene: Scene) -> Recorder:
-    recorder = scene.side._tracing
-    assert isinstance(recorder, Recorder)
-    return recorder
+@pytest.fixture
+def scene(recorder: Recorder) -> Scene:
+    return Scene(tracing=recorder)
 
 
 def traced(tokens: list[int], params: Any = None) -> Request:
@@ -74,18 +70,18 @@ def traced(tokens: list[int], params: Any = None) -> Request:
     return request
 
 
-def test_a_hit_is_a_lookup_a_load_and_a_store_under_the_requests_context(scene: Scene) -> None:
+def test_a_hit_is_a_lookup_a_load_and_a_store_under_the_requests_context(scene: Scene, recorder: Recorder) -> None:
     request = traced(PROMPT)
     hit(scene, request, 2)
     scene.step()
-    assert recorder(scene).told() == [("lookup", [""]), ("load", [])]
+    assert recorder.told() == [("lookup", [""]), ("load", [])]
     scene.side.take_report(StepReport(loads={"a": Restored(2)}))
     request.num_computed_tokens = 2 * CHUNK
     (store,) = scene.step(a=CHUNK + 3).stores
-    assert recorder(scene).told() == [("lookup", [""]), ("load", [""]), ("store", [])]
+    assert recorder.told() == [("lookup", [""]), ("load", [""]), ("store", [])]
     scene.side.take_report(StepReport(jobs={store.job: (1, [StoreOutcome.NEW])}))
-    assert recorder(scene).told() == [("lookup", [""]), ("load", [""]), ("store", [""])]
-    spans = recorder(scene).spans
+    assert recorder.told() == [("lookup", [""]), ("load", [""]), ("store", [""])]
+    spans = recorder.spans
     assert all(span.parent == PARENT for span in spans)
     lookup, load, stored = (span.noted for span in spans)
     assert (lookup["asked"], lookup["found"]) == (3 * CHUNK, 2 * CHUNK)
@@ -93,40 +89,40 @@ def test_a_hit_is_a_lookup_a_load_and_a_store_under_the_requests_context(scene: 
     assert (stored["asked"], stored["stored"], stored["missing"]) == (1, 1, 0)
 
 
-def test_the_wait_for_an_announced_prefix_is_one_span(scene: Scene) -> None:
+def test_the_wait_for_an_announced_prefix_is_one_span(scene: Scene, recorder: Recorder) -> None:
     request = traced(PROMPT, announced(3 * CHUNK))
     for _ in range(4):
         assert scene.side.matched_tokens(request, 0) == (None, False)  # type: ignore[arg-type]
         scene.clock.now += 0.1
-    assert recorder(scene).told() == [("lookup", [])]
+    assert recorder.told() == [("lookup", [])]
     scene.lookups.there = set(scene.names(request))
     assert scene.side.matched_tokens(request, 0) == (3 * CHUNK, True)  # type: ignore[arg-type]
-    assert recorder(scene).told() == [("lookup", [""])]
-    assert recorder(scene).spans[0].noted["found"] == 3 * CHUNK
+    assert recorder.told() == [("lookup", [""])]
+    assert recorder.spans[0].noted["found"] == 3 * CHUNK
 
 
-def test_a_request_that_ends_in_its_lookup_or_its_load_ends_their_spans(scene: Scene) -> None:
+def test_a_request_that_ends_in_its_lookup_or_its_load_ends_their_spans(scene: Scene, recorder: Recorder) -> None:
     request = traced(PROMPT, announced(3 * CHUNK))
     scene.side.matched_tokens(request, 0)  # type: ignore[arg-type]
     scene.side.finished(request)  # type: ignore[arg-type]
     hit(scene, traced(PROMPT), 2)
     scene.step()
     scene.side.finished(request)  # type: ignore[arg-type]
-    assert recorder(scene).told() == [
+    assert recorder.told() == [
         ("lookup", ["the request ended"]),
         ("lookup", [""]),
         ("load", ["the request ended"]),
     ]
 
 
-def test_a_load_that_fails_is_a_failed_span(scene: Scene) -> None:
+def test_a_load_that_fails_is_a_failed_span(scene: Scene, recorder: Recorder) -> None:
     hit(scene, traced(PROMPT), 2)
     scene.step()
     scene.side.take_report(StepReport(loads={"a": Restored(1, "transfer_failed")}, failed_loads={"a"}))
-    load = recorder(scene).spans[-1]
+    load = recorder.spans[-1]
     assert (load.name, load.ends, load.noted["reason"]) == ("load", ["failed"], "transfer_failed")
 
 
-def test_the_tracing_is_closed_with_the_scheduler(scene: Scene) -> None:
+def test_the_tracing_is_closed_with_the_scheduler(scene: Scene, recorder: Recorder) -> None:
     scene.side.close()
-    assert recorder(scene).closed
+    assert recorder.closed

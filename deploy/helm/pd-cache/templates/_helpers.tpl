@@ -14,6 +14,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
+{{/* A size in bytes: a number in full, which helm would write as 1.073741824e+09. */}}
+{{- define "pd-cache.bytes" -}}
+{{- if kindIs "string" . }}{{ . }}{{ else }}{{ int64 . }}{{ end }}
+{{- end }}
+
 {{/* The shared sections of every pod's file. */}}
 {{- define "pd-cache.shared" -}}
 {{- range $key := list "name" "discovery" "nodes" "master" }}

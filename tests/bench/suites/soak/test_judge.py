@@ -34,7 +34,7 @@ def test_a_ticker_notes_when_the_machine_stood_still_and_nothing_else() -> None:
 def _end(lane: str, begin: float, end: float, **changes: Any) -> dict[str, Any]:
     usual = {
         "e": "end", "lane": lane, "n": 4, "kind": "retrieve", "bound": 1.0, "begin": begin, "end": end, "starved": 0.0, "hit": 0,
-        "compared": 100, "tokens": 0, "wrong": 0, "first": [], "complaint": "", "raised": False, "prompt": None,
+        "compared": 100, "tokens": 0, "weights": 0, "wrong": 0, "first": [], "complaint": "", "raised": False, "prompt": None,
     }  # fmt: skip
     return {**usual, **changes}
 
@@ -75,3 +75,17 @@ def test_more_descriptors_than_allowed_is_a_leak_and_a_node_that_is_gone_is_one(
     assert len(found) == 2
     assert "descriptors" in found[0]
     assert "does not run" in found[1]
+
+
+def test_a_load_of_earlier_weights_is_wrong_from_a_second_after_their_reset_on() -> None:
+    ledger = Ledger()
+    for number, end in ((1, 50.0), (2, 60.0)):
+        ledger.event("engine-b", {"e": "reset", "number": number, "taken": True, "complaint": "", "end": end})
+    ledger.event("engine-a", _end("engine-a/0", 49.0, 55.0, tokens=16, weights=0))
+    ledger.event("engine-a", _end("engine-a/0", 60.9, 61.0, tokens=16, weights=1))
+    ledger.event("engine-a", _end("engine-a/0", 99.0, 99.1, tokens=16, weights=2))
+    ledger.event("engine-a", _end("engine-a/0", 99.0, 99.1, tokens=0, weights=0))
+    assert (ledger.wrong, round(ledger.latest_old_s, 3)) == ([], 0.9)
+    ledger.event("engine-a", _end("engine-a/1", 51.1, 51.2, tokens=16, weights=0))
+    (wrong,) = ledger.wrong
+    assert "KV of weights 0, 1.10 s after their reset" in wrong

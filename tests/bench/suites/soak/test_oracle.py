@@ -100,6 +100,26 @@ def test_another_prompts_kv_is_found_and_named(buffer: PagedBuffer) -> None:
     assert found[0].belongs_to == f"the other prompt up to token {CHUNK}"
 
 
+def test_each_chunk_may_be_of_earlier_weights_and_the_earliest_are_told(buffer: PagedBuffer) -> None:
+    slots, tokens = places(random.Random(1), 3 * CHUNK, True), range(3 * CHUNK)
+    buffer.fill(CANARY)
+    for chunk, weights in enumerate((2, 0, 1)):
+        part = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
+        buffer.put(slots[part], prefixes(tokens, weights)[part])
+    names, earliest = buffer.recognise(slots, lambda weights: prefixes(tokens, weights), 2)
+    assert earliest == 0
+    buffer.words[1, slots[5] // BLOCK, 1, slots[5] % BLOCK, 3] ^= np.uint64(1)
+    assert buffer.compare(slots, names, _NONE, CANARY)[0] == 1
+
+
+def test_a_chunk_that_no_weights_explain_is_wrong(buffer: PagedBuffer) -> None:
+    slots, tokens = places(random.Random(1), 2 * CHUNK, False), range(2 * CHUNK)
+    buffer.fill(CANARY)
+    buffer.put(slots, prefixes(tokens, 3))
+    names, earliest = buffer.recognise(slots, lambda weights: prefixes(tokens, weights), 2)
+    assert (earliest, buffer.compare(slots, names, _NONE, CANARY)[0]) == (2, 2 * CHUNK)
+
+
 def test_slots_that_may_differ_are_not_compared(buffer: PagedBuffer) -> None:
     slots, names = _loaded(buffer)
     buffer.put(slots[32:], prefixes(range(500, 508)))
@@ -134,7 +154,13 @@ class _Dictionary:
         self.after(found)
         return answer
 
-    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> int:
+    def epoch(self) -> str | None:
+        return ""
+
+    def reset(self) -> bool:
+        return True
+
+    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, epoch: str, timeout: float) -> int:
         found, names, stored = slots.numpy(), prefixes(tokens), 0
         for start in range(len(tokens) - int(mask.sum()), len(tokens) // CHUNK * CHUNK, CHUNK):
             place = found[start : start + CHUNK]

@@ -95,7 +95,8 @@ async def test_events_say_what_nodes_do_now_and_what_became_of_prompts() -> None
         assert event["minutes"][-1] is None or event["minutes"][-1]["pool"] == 200
         (slow,) = event["slow"]
         assert (slow["id"], [hop["node"] for hop in slow["hops"]]) == ("mine", ["prefill-0", "decode-0"])
-        assert slow["hops"][0]["report"]["reason"] == "evicted"
+        assert (slow["status"], slow["hops"][0]["reason"]) == (200, "evicted")
+        assert slow["hops"][0]["sources"] == {"engine": 0, "memory": 0, "disk": 0, "pool": 200, "computed": 100}
         assert slow["hops"][0]["meaning"].startswith("the node that looked had stored this chunk")
         assert event["flows"] == [{"from": "prefill-0", "to": "decode-0", "requests": 1 / 60, "tokens": 299 / 60}]
 
@@ -254,17 +255,23 @@ async def test_a_hundred_followers_hold_no_request_up() -> None:
 def test_a_follower_that_never_reads_is_cut_off_and_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_WRITE_S", 0.3)
     monkeypatch.setattr(pages, "_PUBLISH_S", 0.001)
+    written = []
+
+    def event(client: str | None) -> bytes:
+        written.append(4096)
+        return b"data: " + b"x" * 4088 + b"\n\n"
 
     @scenario
     async def run() -> None:
         async with cluster(prefill=0) as c:
-            monkeypatch.setattr(c.proxy._ui, "_event", lambda client: b"data: " + b"x" * 200_000 + b"\n\n")
+            monkeypatch.setattr(c.proxy._ui, "_event", event)
             host, _, port = c.url.removeprefix("http://").partition(":")
             with socket.create_connection((host, int(port))) as mute:
                 mute.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 mute.sendall(b"GET /ui/events HTTP/1.1\r\nHost: x\r\n\r\n")
                 await until(lambda: c.proxy._ui.followers == 1, "it follows")
                 await until(lambda: c.proxy._ui.followers == 0, "it is cut off")
+            assert sum(written) < 1 << 20, "by itself the kernel would have taken megabytes"
 
     run()
 

@@ -40,6 +40,7 @@ def test_a_prompt_counts_where_it_came_first_and_not_again_at_the_decode_node(re
         "a",
         1.0,
         0.5,
+        200,
         trip(
             report(at_hand=100, loaded=300, memory=100, pool=200, computed=50), report(loaded=449, pool=512, computed=1)
         ),
@@ -51,13 +52,13 @@ def test_a_prompt_counts_where_it_came_first_and_not_again_at_the_decode_node(re
 def test_chunks_that_were_read_for_a_token_that_is_computed_do_not_count_as_more_than_was_loaded(
     recent: RecentRequests,
 ) -> None:
-    recent.note("a", 1.0, 0.5, Trip("", (HopReport("decode", "d", report(loaded=255, pool=256, computed=1)),)))
+    recent.note("a", 1.0, 0.5, 200, Trip("", (HopReport("decode", "d", report(loaded=255, pool=256, computed=1)),)))
     (minute,) = [one for one in recent.minutes() if one is not None]
     assert (minute.pool, minute.computed) == (255, 1)
 
 
 def test_a_request_without_a_report_is_said_to_be_one(recent: RecentRequests) -> None:
-    recent.note("a", 1.0, 0.5, trip(None, report(loaded=100)))
+    recent.note("a", 1.0, 0.5, 200, trip(None, report(loaded=100)))
     (minute,) = [one for one in recent.minutes() if one is not None]
     assert (minute.requests, minute.untold, minute.pool) == (1, 1, 0)
 
@@ -65,7 +66,7 @@ def test_a_request_without_a_report_is_said_to_be_one(recent: RecentRequests) ->
 def test_an_hour_of_minutes_is_kept_and_those_without_requests_are_blank(recent: RecentRequests, clock: Clock) -> None:
     for _ in range(100):
         clock.now += 120
-        recent.note("a", 1.0, 0.5, trip(report(computed=1), None))
+        recent.note("a", 1.0, 0.5, 200, trip(report(computed=1), None))
     minutes = recent.minutes()
     assert len(minutes) == MINUTES
     assert sum(one is not None for one in minutes) == MINUTES // 2
@@ -76,11 +77,11 @@ def test_an_hour_of_minutes_is_kept_and_those_without_requests_are_blank(recent:
 def test_the_slowest_are_those_whose_first_byte_took_longest_within_the_hour(
     recent: RecentRequests, clock: Clock
 ) -> None:
-    recent.note("long ago", 100.0, 100.0, trip(None, None))
+    recent.note("long ago", 100.0, 100.0, 200, trip(None, None))
     clock.now += 3500
     for number in range(500):
-        recent.note(f"{number}", 1000.0, float(number % 100), trip(None, None))
-    recent.note("no first byte", 99.5, None, trip(None, None))
+        recent.note(f"{number}", 1000.0, float(number % 100), 200, trip(None, None))
+    recent.note("no first byte", 99.5, None, 504, trip(None, None))
     found = recent.slowest()
     assert [one.request_id for one in found[:2]] == ["long ago", "no first byte"]
     assert len(found) == SLOWEST
@@ -91,25 +92,25 @@ def test_the_slowest_are_those_whose_first_byte_took_longest_within_the_hour(
 
 
 def test_a_client_sees_its_own_slow_requests_only(recent: RecentRequests) -> None:
-    recent.note("a", 1.0, 0.5, trip(None, None, "alice"))
-    recent.note("b", 1.0, 0.5, trip(None, None, "bob"))
+    recent.note("a", 1.0, 0.5, 200, trip(None, None, "alice"))
+    recent.note("b", 1.0, 0.5, 200, trip(None, None, "bob"))
     assert [one.request_id for one in recent.slowest("bob")] == ["b"]
     assert len(recent.slowest()) == 2
 
 
 def test_flows_are_of_the_last_minute(recent: RecentRequests, clock: Clock) -> None:
     for _ in range(10):
-        recent.note("a", 1.0, 0.5, trip(report(computed=1), report(loaded=60)))
+        recent.note("a", 1.0, 0.5, 200, trip(report(computed=1), report(loaded=60, memory=40, pool=40)))
         clock.now += 10
     flow = recent.flows()["p", "d"]
-    assert (flow.requests, flow.tokens) == (5, 300)
+    assert (flow.requests, flow.tokens) == (5, 150), "what the decode node's own memory had came from no other node"
     clock.now += 60
     assert recent.flows() == {}
 
 
 def test_what_is_kept_has_a_bound(recent: RecentRequests, clock: Clock) -> None:
     for number in range(20_000):
-        recent.note(f"{number}", float(number), float(number), trip(None, report(loaded=1), to=f"d{number}"))
+        recent.note(f"{number}", float(number), float(number), 200, trip(None, report(loaded=1), to=f"d{number}"))
         clock.now += 0.01 if number % 1000 else 700
     assert len(recent.flows()) <= 1024 * 12
     assert sum(len(kept) for _, kept in recent._slow) <= 7 * SLOWEST

@@ -1,0 +1,271 @@
+"""Stores: what the scheduler's side plans to store, and what becomes of it.
+
+Each block that a store still reads has a reference of ours, as if a request used it. So it does not matter whether the request that
+computed the block has finished, or was aborted or preempted meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from pd_cache.blocks import StoreOutcome
+from pd_cache.cluster import ConnectorConfig
+from pd_cache.metrics import CacheMetrics
+from pd_cache.tracing import TraceSpan, Tracing
+from pd_cache.vllm.outdated import OutdatedRequests
+from pd_cache.vllm.prompt_chunks import PromptChunks
+from pd_cache.vllm.requests import TrackedRequest, request_span
+from pd_cache.vllm.steps import GroupChunks, StoreOp
+
+if TYPE_CHECKING:  # so that tests can replay histories without vLLM
+    from vllm.distributed.kv_events import BlockStored, KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from pd_cache.vllm.events import ChunkEvents
+
+
+class StoreJob(NamedTuple):
+    """A store under way."""
+
+    request_id: str
+    first: int
+    """Number of its first chunk in the request."""
+    group: int
+    """The layer group, by its place in `kept_layers`."""
+    names: list[bytes]
+    blocks: list[int]
+    """The blocks of those chunks. A block at the start is -1 if no load will need it."""
+    events: list[BlockStored]
+    """The events to publish for each chunk; empty if KV events are off."""
+
+
+class EndedStore(NamedTuple):
+    """What became of a store."""
+
+    job: StoreJob
+    outcomes: list[StoreOutcome]
+    """Of each chunk, over all ranks."""
+
+
+class Stores:
+    """One per engine, on the scheduler's thread."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        chunks: PromptChunks,
+        outdated: OutdatedRequests,
+        *,
+        retention: int | None,
+        drafted_up_to: int | None,
+        ranks: int,
+        describe: ChunkEvents | None,
+        metrics: CacheMetrics,
+        tracing: Tracing,
+    ) -> None:
+        """The arguments are those of `SchedulerSide`."""
+        self._config = config
+        self._chunks = chunks
+        self._chunk, self._layers, self._tails = chunks.size, chunks.layers, chunks.tails
+        self._outdated = outdated
+        self._retention = retention
+        self._drafted_up_to = drafted_up_to
+        self._ranks = ranks
+        self._describe = describe
+        self._metrics = metrics
+        self._tracing = tracing
+        self._manager: KVCacheManager | None = None
+        self._undrafted = False
+        """Whether vLLM has skipped the draft model in a step, so that blocks of vLLM's own cache may lack the draft model's KV."""
+        self._jobs: dict[int, tuple[StoreJob, int, list[StoreOutcome]]] = {}
+        """For each job: the job itself, how many ranks still work on it, and the outcome of its chunks so far."""
+        self._spans: dict[int, TraceSpan] = {}
+        """By job."""
+        self._next_job = 0
+        self._chunks_under_way = 0
+        self._events: list[KVCacheEvent] = []
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Takes the manager that knows each request's blocks."""
+        self._manager = manager
+
+    def begin_epoch(self) -> None:
+        """Forgets the events of chunks of earlier epochs: they are not announced, because no node can find them."""
+        self._events = []
+        self._jobs = {
+            number: (job._replace(events=[]), ranks, outcomes) for number, (job, ranks, outcomes) in self._jobs.items()
+        }
+
+    def note_undrafted(self, output: SchedulerOutput, requests: Mapping[str, TrackedRequest]) -> None:
+        """Notes the requests of a step in which vLLM skips the draft model, because one of them has too many tokens for it."""
+        if self._drafted_up_to is None:
+            return
+        step = [
+            (tracked, scheduled)
+            for request_id, scheduled in output.num_scheduled_tokens.items()
+            if (tracked := requests.get(request_id)) is not None
+        ]
+        if all(tracked.request.num_computed_tokens + count <= self._drafted_up_to for tracked, count in step):
+            return
+        self._undrafted = True
+        for tracked, _ in step:
+            start = tracked.request.num_computed_tokens
+            tracked.undrafted = start if tracked.undrafted is None else min(start, tracked.undrafted)
+
+    def plan(self, tracked: TrackedRequest, computed: int) -> list[StoreOp]:
+        """Returns the stores of the chunks that are complete with the request's first `computed` tokens and not planned yet."""
+        request = tracked.request
+        # vLLM also counts tokens that are only drafted. The request has those that are certain
+        complete = min(computed, request.num_tokens) // self._chunk
+        ops: list[StoreOp] = []
+        for place, group in enumerate(self._layers):
+            first = tracked.planned.get(place, 0)
+            last = complete - group.ahead
+            if group.drafts:
+                if tracked.undrafted is not None:
+                    last = min(last, tracked.undrafted // self._chunk)
+                if self._undrafted:
+                    first = max(first, -(-tracked.at_hand // self._chunk))
+            if group.kind == "state" or last <= first:
+                continue
+            last = min(last, len(self._chunks.names(tracked, complete)) - group.ahead)
+            tracked.planned[place] = last
+            for run in self._wanted(tracked, place, first, last):
+                ops += self._plan_run(tracked, place, run)
+        return ops
+
+    def plan_states(self, tracked: TrackedRequest, offers: Iterable[tuple[int, int, int]]) -> list[StoreOp]:
+        """Returns the stores of the states that vLLM hands over. Each offer is the number of vLLM's group, a block, and how many tokens the
+        state covers."""
+        request = tracked.request
+        places = {group.number: place for place, group in enumerate(self._layers) if group.kind == "state"}
+        ops: list[StoreOp] = []
+        for number, block, tokens in offers:
+            place = places.get(number)
+            if place is None or tokens % self._chunk or not 0 < tokens <= request.num_tokens or not self._room(1):
+                continue
+            chunk = tokens // self._chunk - 1
+            before = [-1] * (self._chunk // self._layers[place].block_size - 1)
+            names = self._chunks.names(tracked, chunk + 1)[chunk:]
+            ops.append(self._begin(StoreJob(request.request_id, chunk, place, names, [*before, block], []), request))
+        return ops
+
+    def advance(self, number: int, ranks: int, outcomes: Sequence[StoreOutcome]) -> EndedStore | None:
+        """Notes that `ranks` more ranks are done with a job. When all are, gives its blocks back and returns what became of it."""
+        if number not in self._jobs:
+            return None
+        job, remaining, before = self._jobs[number]
+        both = [StoreOutcome.together(pair) for pair in zip(before, outcomes, strict=True)]
+        if remaining > ranks:
+            self._jobs[number] = (job, remaining - ranks, both)
+            return None
+        del self._jobs[number]
+        if (span := self._spans.pop(number, None)) is not None:
+            span.note(stored=both.count(StoreOutcome.NEW), missing=both.count(StoreOutcome.NOT))
+            span.end()
+        self._chunks_under_way -= len(job.names)
+        pool = self._pool()
+        # the last block first: vLLM evicts first what was freed first, and a prefix is worth more than what follows it
+        pool.free_blocks(pool.blocks[block] for block in reversed(job.blocks) if block >= 0)
+        self._events += [event for event, outcome in zip(job.events, both, strict=False) if outcome is StoreOutcome.NEW]
+        return EndedStore(job, both)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether stores are under way. If so, the engine has to keep stepping to learn of their end."""
+        return bool(self._jobs)
+
+    @property
+    def frees_blocks(self) -> bool:
+        """Whether the end of a store will free blocks to which only the store has a reference."""
+        pool = self._pool()
+        return any(
+            pool.blocks[block].ref_cnt == 1 for job, _, _ in self._jobs.values() for block in job.blocks if block >= 0
+        )
+
+    def note_evicted(self, request: Request, chunk: int) -> None:
+        """Notes that a lookup found a request's chunk evicted."""
+        if self._describe is not None:
+            self._events += self._describe.missing(request, chunk)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Returns `BlockStored` for chunks that all ranks have stored, and `BlockRemoved` for those that a lookup found evicted."""
+        events, self._events = self._events, []
+        return events
+
+    def _wanted(self, tracked: TrackedRequest, place: int, first: int, last: int) -> list[range]:
+        """Returns which of the chunks from `first` to before `last` a load could need of a layer group, in runs."""
+        request, tail = tracked.request, self._tails[place]
+        prompt = request.num_prompt_tokens // self._chunk
+        if not self._config.store_generated:
+            last = min(last, prompt - self._layers[place].ahead)
+        if not tail or self._retention is None:
+            return [range(first, last)] if first < last else []
+        # a load of the same prompt ends before its last token; a load of a prompt that continues it ends at some place behind that
+        end = prompt - 1 if self._chunks.ahead else (request.num_prompt_tokens - 1) // self._chunk
+        ends = max(0, end - tail)
+        junction = request.shared_prefix_boundary // self._chunk
+        period = self._retention // self._chunk
+        runs: list[range] = []
+        for number in range(first, last):
+            periodic = period > 0 and number % period >= period - tail
+            if number >= ends or junction - tail <= number < junction or periodic:
+                if runs and runs[-1].stop == number:
+                    runs[-1] = range(runs[-1].start, number + 1)
+                else:
+                    runs.append(range(number, number + 1))
+        return runs
+
+    def _plan_run(self, tracked: TrackedRequest, place: int, run: range) -> list[StoreOp]:
+        """Returns the store of a run of chunks, of those for which the queue has room and vLLM still has the blocks."""
+        request, group = tracked.request, self._layers[place]
+        assert self._manager is not None
+        per_chunk = self._chunk // group.block_size
+        ids = self._manager.get_block_ids(request.request_id)[group.number]
+        first, blocks = run.start, list(ids[run.start * per_chunk : run.stop * per_chunk])
+        if group.kind == "window":
+            null = self._pool().null_block.block_id  # vLLM puts it in place of each block that it has freed
+            gone = next((at for at, block in enumerate(blocks) if block != null), len(blocks))
+            # a load does not need those blocks of a chunk that lie before the window at the chunk's end
+            needed = -(-max(0, group.window - 1) // group.block_size)
+            skipped = max(0, -(-(gone - max(0, per_chunk - needed)) // per_chunk))
+            first += skipped
+            blocks = blocks[skipped * per_chunk :]
+            gone = max(0, gone - skipped * per_chunk)
+            blocks = [-1] * gone + blocks[gone:]
+        count = self._room(run.stop - first)
+        if count <= 0:
+            return []
+        names = self._chunks.names_of(tracked, group, first, first + count)
+        events = (
+            self._describe.stored(request, first, first + count) if self._describe is not None and place == 0 else []
+        )
+        return [
+            self._begin(StoreJob(request.request_id, first, place, names, blocks[: count * per_chunk], events), request)
+        ]
+
+    def _room(self, chunks: int) -> int:
+        """Returns how many of `chunks` chunks the queue has room for, and counts the others as dropped."""
+        room = min(chunks, self._config.store_queue - self._chunks_under_way)
+        if room < chunks:
+            self._metrics.trouble("store", "queue_full", chunks - room)
+        return room
+
+    def _pool(self) -> BlockPool:
+        assert self._manager is not None
+        return self._manager.block_pool
+
+    def _begin(self, job: StoreJob, request: Request) -> StoreOp:
+        pool = self._pool()
+        pool.touch([pool.blocks[block] for block in job.blocks if block >= 0])
+        number = self._next_job
+        self._next_job += 1
+        self._chunks_under_way += len(job.names)
+        self._jobs[number] = (job, self._ranks, [StoreOutcome.BEFORE] * len(job.names))
+        if self._tracing.on:
+            self._spans[number] = request_span(self._tracing, "pd_cache.store", request, asked=len(job.names))
+        return StoreOp(number, GroupChunks(job.group, job.names, job.blocks), self._outdated.epoch)

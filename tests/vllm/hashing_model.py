@@ -1,0 +1,60 @@
+"""A model of hashes in place of a transformer, for tests of what vLLM's scheduler and the connector do with blocks.
+
+As in a transformer, a layer's KV at a place depends on all tokens up to it, and the next token on all KV before it. So a block with other
+contents than it should have changes every token behind it, and what it should have is known from the tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
+
+LAYERS = 3
+VOCABULARY = 997
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def embedded(tokens: Sequence[int], start: int) -> Words:
+    """What goes into the first layer for tokens, of which the first has this place."""
+    places = np.arange(start, start + len(tokens), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        return _mixed(np.array(tokens, dtype=np.uint64) + places * _STEP)
+
+
+def kv(hidden: Words, layer: int) -> Words:
+    """The KV of the tokens that have these inputs of a layer."""
+    with np.errstate(over="ignore"):
+        return _mixed(hidden + np.uint64(layer + 7))
+
+
+def attended(hidden: Words, all_kv: Words) -> Words:
+    """What a layer hands on for its last `len(hidden)` tokens. `all_kv`: of these and all tokens before them."""
+    places = np.arange(len(all_kv), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        sums = np.cumsum(_mixed(all_kv + places * _STEP))
+    return _mixed(hidden ^ sums[len(all_kv) - len(hidden) :])
+
+
+def token(hidden: np.uint64) -> int:
+    """The token that follows the one with this output of the last layer."""
+    return int(hidden % np.uint64(VOCABULARY))
+
+
+def computed(tokens: Sequence[int]) -> tuple[Words, Words]:
+    """The KV of a whole sequence, `[layers, tokens]`, and the outputs of the last layer."""
+    hidden, layers = embedded(tokens, 0), []
+    for layer in range(LAYERS):
+        layers.append(kv(hidden, layer))
+        hidden = attended(hidden, layers[-1])
+    return np.stack(layers), hidden
+
+
+def _mixed(words: Words) -> Words:
+    with np.errstate(over="ignore"):
+        words = (words ^ (words >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
+        words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

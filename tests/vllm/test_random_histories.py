@@ -1,0 +1,449 @@
+"""vLLM's own scheduler and block pool, and both sides of the connector, over a model of hashes and a pool that fails at random.
+
+After each step, every block of vLLM's prefix cache has to hold what its tokens come to; so has each chunk that is stored, and every token of
+every answer has to follow from those before it. Requests share beginnings, are aborted (also within a step), preempted and drafted for;
+loads fail in any layer, come late or bring chunks of an epoch that has ended.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from bench.lib.model import write_model
+from pd_cache.blocks import Restored, StoreOutcome
+from pd_cache.groups import Surveyed
+from pd_cache.lookup import LookupClient
+from pd_cache.metrics import CacheMetrics
+from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, stride_hashes
+from pd_cache.vllm.steps import Step
+from pd_cache.vllm.worker import WorkerSide
+from tests.vllm.hashing_model import LAYERS, VOCABULARY, Words, attended, computed, embedded, kv, token
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
+
+BLOCK = 16
+NAMES = [f"model.layers.{layer}" for layer in range(LAYERS)]
+REQUESTS = 40
+_MOST_STEPS = 20_000
+
+
+class Setting(NamedTuple):
+    """What a history is drawn from."""
+
+    load: Literal["layerwise", "auto", "sync", "async"] = "layerwise"
+    policy: Literal["recompute", "fail"] = "recompute"
+    recompute: Literal["token", "block"] = "token"
+    per_chunk: int = 2
+    """Blocks of a chunk."""
+    fail: float = 0.5
+    """The share of loads that fail."""
+    blocks: int = 40
+    step_tokens: int = 64
+    requests: int = 4
+    """That run at the same time."""
+    prefix_cache: bool = True
+    drafts: bool = False
+    resets: bool = False
+
+
+class FailingCache:
+    """The worker's cache. A load brings all, or fails in one of its layers. Called on the worker's threads."""
+
+    restores_by_layers = True
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._rng = random.Random(history.rng.random())
+        self.metrics = CacheMetrics()
+
+    def mark(self) -> None:
+        return None
+
+    def store(
+        self, names: Sequence[bytes], blocks: Sequence[int], *, after: object = None, epoch: str = ""
+    ) -> list[StoreOutcome]:
+        history, outcomes = self._history, []
+        for at, name in enumerate(names):
+            places = blocks[at * history.setting.per_chunk : (at + 1) * history.setting.per_chunk]
+            with history.lock:
+                if epoch != history.epoch:
+                    outcomes.append(StoreOutcome.NOT)
+                elif name in history.pool:
+                    outcomes.append(StoreOutcome.BEFORE)
+                else:
+                    data = np.concatenate([history.pages[:, block] for block in places], axis=1)
+                    if not np.array_equal(data, history.right_chunks[name]):
+                        history.wrong.append(f"stored a chunk with wrong bytes, from blocks {places}")
+                    history.pool[name] = data
+                    outcomes.append(StoreOutcome.NEW)
+        return outcomes
+
+    def restore(self, names: Sequence[bytes], blocks: Sequence[int], **options: Any) -> Restored:
+        load = self.restore_by_layers(names, blocks, **options)
+        while True:
+            try:
+                next(load)
+            except StopIteration as end:
+                restored: Restored = end.value
+                return restored
+
+    def restore_by_layers(
+        self, names: Sequence[bytes], blocks: Sequence[int], *, epoch: str = "", **_: Any
+    ) -> Generator[int, None, Restored]:
+        history, rng, per_chunk = self._history, self._rng, self._history.setting.per_chunk
+        good, why = len(names), "none"
+        if rng.random() < history.setting.fail:
+            good, why = rng.randrange(len(names)), rng.choice(["evicted", "damaged", "deadline", "error"])
+        with history.lock:
+            if why == "evicted":
+                for name in names[good:]:
+                    history.pool.pop(name, None)
+            chunks = [history.pool.get(name) for name in names]
+        if None in (there := [None if chunk is None else True for chunk in chunks])[:good]:
+            good, why = there.index(None), "evicted"
+        damaged = rng.randrange(LAYERS)
+        for layer in range(LAYERS):
+            time.sleep(rng.choice([0, 0, 0.001]))
+            if layer >= damaged and why == "deadline":
+                return Restored(0, "deadline")
+            if layer >= damaged and why == "error":
+                raise RuntimeError("this load fails")
+            for at, chunk in enumerate(chunks):
+                for place, block in enumerate(blocks[at * per_chunk : (at + 1) * per_chunk]):
+                    if block >= 0 and (chunk is None or (at >= good and layer >= damaged)):
+                        history.pages[layer, block] = rng.getrandbits(63)
+                    elif block >= 0 and chunk is not None:
+                        history.pages[layer, block] = chunk[layer, place * BLOCK : (place + 1) * BLOCK]
+            yield layer + 1
+        with history.lock:
+            if epoch != history.epoch:
+                return Restored(0, "reset")
+        history.loaded += good == len(names)
+        return Restored(good, "none" if good == len(names) else "damaged")
+
+
+class RandomLookups(LookupClient):
+    """Finds what is in the pool of a history, and now and then less."""
+
+    def __init__(self, history: History, database: ChunkedTokenDatabase) -> None:
+        super().__init__(database, CacheMetrics())
+        self._history = history
+
+    @property
+    def available(self) -> bool:
+        return True
+
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
+        history = self._history
+        with history.lock:
+            found = next((at for at in range(at_hand, len(names)) if names[at] not in history.pool), len(names))
+            if history.rng.random() < 0.1:
+                found = history.rng.randint(at_hand, found)
+            return Surveyed(found, found, "none" if found == len(names) else "never_stored", history.epoch)
+
+    def stored(self, names: Sequence[bytes]) -> None:
+        pass
+
+    def reset(self) -> str:
+        with self._history.lock:
+            self._history.pool.clear()
+            self._history.epoch += "x"
+            return self._history.epoch
+
+    def end(self, lookup_id: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class History:
+    """An engine, its requests, and what is right."""
+
+    def __init__(self, setting: Setting, seed: int, model: Path, folder: Path) -> None:
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        self.setting = setting
+        self.rng = random.Random(seed)
+        self.lock = threading.Lock()
+        self.pool: dict[bytes, Words] = {}
+        self.epoch = ""
+        self.loaded = 0
+        """Loads that brought all of their chunks."""
+        self.wrong: list[str] = []
+        self.pages = np.zeros((LAYERS, setting.blocks, BLOCK), dtype=np.uint64)
+        self.right_blocks: dict[bytes, Words] = {}
+        """What each block of vLLM's prefix cache has to hold, by its hash."""
+        self.right_chunks: dict[bytes, Words] = {}
+        """What each chunk has to hold, by its name."""
+        self._known: dict[str, int] = {}
+        self._requests: dict[str, Any] = {}
+        self._aborted: set[str] = set()
+        chunk = setting.per_chunk * BLOCK
+        tree = {
+            "cache": {"chunk_size": chunk},
+            "engine": {"kind": "vllm", "model": str(model)},
+            "connector": {"load": setting.load, "recompute": setting.recompute, "store_generated": True},
+            "nodes": [{"name": "master", "role": "master", "port": 1}, {"name": "a", "role": "prefill", "port": 2}],
+        }
+        file = folder / f"{seed}.yaml"
+        file.write_text(yaml.safe_dump(tree))
+        drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2} if setting.drafts else None
+        config = EngineArgs(
+            model=str(model),
+            max_model_len=1024,
+            dtype="float32",
+            enforce_eager=True,
+            async_scheduling=False,
+            enable_prefix_caching=setting.prefix_cache,
+            max_num_batched_tokens=setting.step_tokens,
+            max_num_seqs=setting.requests,
+            speculative_config=drafts,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="PdCacheConnector",
+                kv_connector_module_path="pd_cache.vllm.connector",
+                kv_role="kv_both",
+                kv_load_failure_policy=setting.policy,
+                kv_connector_extra_config={"config_file": str(file), "node": "a"},
+            ),
+        ).create_engine_config()
+        config.cache_config.block_size, config.cache_config.num_gpu_blocks = BLOCK, setting.blocks
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        groups = KVCacheConfig(setting.blocks, [], [KVCacheGroupSpec(NAMES, spec)])
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self.vllm = Scheduler(config, groups, StructuredOutputManager(config), block_size=BLOCK)
+        side = self.vllm.connector._scheduler  # type: ignore[union-attr]
+        metadata = CacheMetadata(model="m", kv_dtype="f", page_format="p", layers=1, block_size=BLOCK, page_bytes=64)
+        cache = self.vllm.connector._settings.node.cache  # type: ignore[union-attr]
+        side.open([metadata], RandomLookups(self, ChunkedTokenDatabase(metadata.namespace(cache))), by_layers=True)
+        self.worker = WorkerSide(
+            [FailingCache(self)],  # type: ignore[list-item]
+            stores=[True],
+            load_timeout_s=60,
+            layers=NAMES if setting.load in ("layerwise", "auto") else (),
+        )
+
+    def run(self) -> None:
+        """Lets requests come until all have ended. Raises AssertionError for anything that is wrong."""
+        made = steps = 0
+        rng, blocks = self.rng, self.vllm.kv_cache_manager.block_pool
+        while made < REQUESTS or self.vllm.requests or self.vllm.connector.has_pending_push_work():
+            while made < REQUESTS and len(self.vllm.requests) < 12 and rng.random() < 0.4:
+                self._begin_request(f"request-{made}")
+                made += 1
+            if self.vllm.requests and rng.random() < 0.02:
+                self._abort()
+            if rng.random() < 0.35:  # others need the memory
+                free = [one for one in blocks.blocks if one.ref_cnt == 0 and one.block_hash is not None]
+                blocks.evict_blocks({one.block_id for one in free if rng.random() < 0.6})
+            with self.lock:
+                for name in [name for name in self.pool if rng.random() < 0.03]:
+                    del self.pool[name]
+            if self.setting.resets and rng.random() < 0.02:
+                self.vllm.connector.reset_cache()  # type: ignore[union-attr]
+            self._step()
+            assert not self.wrong
+            steps += 1
+            assert steps < _MOST_STEPS, [(one.request_id, one.status) for one in self.vllm.requests.values()]
+        assert not [one for one in blocks.blocks if one.ref_cnt and not one.is_null], "every block is given back"
+
+    def _begin_request(self, request_id: str) -> None:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        rng, prompt = self.rng, []
+        if self._requests and rng.random() < 0.75:
+            others = list(rng.choice(list(self._requests.values())).all_token_ids)
+            prompt = others[: rng.choice([len(others), rng.randint(1, len(others))])]
+        more = rng.choice([0, 1, rng.randint(1, 150), BLOCK * rng.randint(1, 8)]) or 20 * (not prompt)
+        prompt += [rng.randrange(VOCABULARY) for _ in range(more)]
+        params = SamplingParams(max_tokens=rng.choice([1, 1, 2, 5, 20]), ignore_eos=True, temperature=0)
+        room = (self.setting.blocks - 2) * BLOCK - 24
+        request = Request(request_id, prompt[: min(300, room)], params, None, block_hasher=self._hasher)
+        self._requests[request_id] = request
+        self._learn(request)
+        self.vllm.add_request(request)
+
+    def _abort(self) -> None:
+        from vllm.v1.request import RequestStatus
+
+        request_id = self.rng.choice(list(self.vllm.requests))
+        self._aborted.add(request_id)
+        self.vllm.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def _learn(self, request: Any) -> None:
+        """Notes what the request's whole blocks and chunks have to hold."""
+        count, per_chunk = len(request.block_hashes), self.setting.per_chunk
+        if count == self._known.get(request.request_id):
+            return
+        self._known[request.request_id] = count
+        right, _ = computed(list(request.all_token_ids)[: count * BLOCK])
+        names = stride_hashes(request.block_hashes[: count // per_chunk * per_chunk], per_chunk)
+        with self.lock:
+            for at, one in enumerate(request.block_hashes):
+                self.right_blocks[bytes(one)] = right[:, at * BLOCK : (at + 1) * BLOCK]
+            for at, name in enumerate(names):
+                size = per_chunk * BLOCK
+                self.right_chunks[name] = right[:, at * size : (at + 1) * size]
+
+    def _step(self) -> None:
+        from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+
+        from pd_cache.vllm.connector_messages import StepMetadata, WorkerReport
+
+        output = self.vllm.schedule()
+        metadata = output.kv_connector_metadata
+        assert isinstance(metadata, StepMetadata)
+        sampled = self._compute(output, metadata.step)
+        ended = self.worker.take_loads(metadata.step, output.finished_req_ids)
+        report = self.worker.take_report()
+        told = KVConnectorOutput(
+            finished_recving=ended.finished,
+            failed_recving=ended.failed,
+            invalid_block_ids=ended.bad_blocks,
+            kv_connector_worker_meta=None if report is None else WorkerReport(report),
+        )
+        if self.vllm.requests and self.rng.random() < 0.05:
+            self._abort()
+        before = set(self.vllm.requests)
+        places = {request_id: place for place, request_id in enumerate(sampled)}
+        self.vllm.update_from_output(
+            output, ModelRunnerOutput(list(sampled), places, list(sampled.values()), kv_connector_output=told)
+        )
+        for request_id in before - set(self.vllm.requests) - self._aborted:
+            self._check_answer(self._requests[request_id])
+        if self.setting.drafts and (running := [one for one in sampled if one in self.vllm.requests]):
+            self.vllm.update_draft_token_ids(DraftTokenIds(running, [self._draft(one) for one in running]))
+        for request in self.vllm.requests.values():
+            self._learn(request)
+        self._check_prefix_cache()
+
+    def _compute(self, output: Any, step: Step) -> dict[str, list[int]]:
+        """Does what vLLM's worker does. Returns the tokens of each request, none if its prompt is not all computed."""
+        starts = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self.worker.start(step)
+        parts = [
+            _Part(self, request_id, starts[request_id], count, output.scheduled_spec_decode_tokens.get(request_id, []))
+            for request_id, count in output.num_scheduled_tokens.items()
+        ]
+        for layer, name in enumerate(NAMES if parts else []):
+            for part in parts:  # vLLM writes before it waits
+                part.write(layer)
+            self.worker.wait_for_layer(name)
+            for part in parts:
+                part.attend(layer)
+        self.worker.save(step)
+        return {part.request.request_id: part.sampled() for part in parts}
+
+    def _draft(self, request_id: str) -> list[int]:
+        tokens, drafted = list(self._requests[request_id].all_token_ids), []
+        for _ in range(self.rng.randrange(4)):
+            right = token(computed(tokens + drafted)[1][-1])
+            drafted.append(right if self.rng.random() < 0.7 else self.rng.randrange(VOCABULARY))
+        return drafted
+
+    def _check_answer(self, request: Any) -> None:
+        from vllm.v1.request import RequestStatus
+
+        if request.status is RequestStatus.FINISHED_ERROR:
+            assert self.setting.policy == "fail"
+            return
+        tokens, start = list(request.all_token_ids), request.num_prompt_tokens
+        _, hidden = computed(tokens)
+        assert tokens[start:] == [token(one) for one in hidden[start - 1 : -1]], request.request_id
+
+    def _check_prefix_cache(self) -> None:
+        from vllm.v1.core.kv_cache_utils import get_block_hash
+
+        for block in self.vllm.kv_cache_manager.block_pool.blocks:
+            if block.block_hash is not None:
+                right = self.right_blocks[bytes(get_block_hash(block.block_hash))]
+                assert np.array_equal(right, self.pages[:, block.block_id]), f"block {block.block_id} is shared"
+
+
+class _Part:
+    """What a step computes of one request."""
+
+    def __init__(self, history: History, request_id: str, start: int, count: int, drafted: list[int]) -> None:
+        self.request = history._requests[request_id]
+        self._pages = history.pages
+        self._drafted = drafted
+        self._end = start + count
+        # vLLM fills places of drafts that it does not have with -1
+        tokens = [*self.request.all_token_ids, *(max(one, 0) for one in drafted)][start : self._end]
+        self._hidden = embedded(tokens, start)
+        self._rest = self.request.num_tokens + len(drafted) - self._end
+        places = np.arange(self._end)
+        blocks = np.array(history.vllm.kv_cache_manager.get_block_ids(request_id)[0])
+        self._where = blocks[places // BLOCK], places % BLOCK
+
+    def write(self, layer: int) -> None:
+        blocks, offsets = (one[-len(self._hidden) :] for one in self._where)
+        self._pages[layer, blocks, offsets] = kv(self._hidden, layer)
+
+    def attend(self, layer: int) -> None:
+        blocks, offsets = self._where
+        self._hidden = attended(self._hidden, self._pages[layer, blocks, offsets])
+
+    def sampled(self) -> list[int]:
+        if self._rest:
+            return []
+        accepted: list[int] = []
+        for at, hidden in enumerate(self._hidden[len(self._hidden) - len(self._drafted) - 1 :]):
+            accepted.append(token(hidden))
+            if at < len(self._drafted) and self._drafted[at] != accepted[-1]:
+                break
+        return accepted
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny"), hidden=64, layers=LAYERS, heads=1, kv_heads=1)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(blocks=300, step_tokens=32, requests=8),
+        Setting(blocks=24, per_chunk=1, recompute="block", resets=True),
+        Setting(per_chunk=3, fail=0.9, step_tokens=512, requests=8),
+        Setting(policy="fail", blocks=80, fail=0.2),
+        Setting(drafts=True, blocks=80, requests=2),
+        Setting(prefix_cache=False, fail=0.2),
+        Setting(load="sync", per_chunk=3, blocks=300, recompute="block"),
+        Setting(load="auto", drafts=True, resets=True),
+        Setting(load="async", fail=0.2, resets=True),
+    ],
+    ids=lambda setting: ",".join(str(value) for value in setting),
+)
+def test_whatever_becomes_of_loads_every_block_chunk_and_token_is_right(
+    setting: Setting, tiny: Path, tmp_path: Path
+) -> None:
+    loaded = 0
+    for seed in range(2):
+        history = History(setting, seed, tiny, tmp_path)
+        try:
+            history.run()
+        finally:
+            assert history.worker.close(60)
+        loaded += history.loaded
+    assert loaded, "some loads brought all of their chunks"
