@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import io
+import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -174,4 +175,6 @@ def _mapped() -> Iterator[None]:
 
 
 def _told(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError) and (number := error.os_error.errno or 0) > 0:
+        return os.strerror(number)  # aiohttp's text has the address twice, which the caller knows
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -197,7 +197,9 @@ def test_the_schema_refuses_values_that_cannot_work(tmp_path: Path, values: dict
 
 
 @needs_tool("helm")
-def test_large_numbers_are_written_in_full_and_the_monitoring_reaches_proxies_that_few_may_reach(tmp_path: Path) -> None:
+def test_large_numbers_are_written_in_full_and_the_monitoring_reaches_proxies_that_few_may_reach(
+    tmp_path: Path,
+) -> None:
     """helm reads numbers as floats, and by itself writes an hour in milliseconds as 3.6e+06."""
     clients, monitoring = {"podSelector": {}}, {"namespaceSelector": {"matchLabels": {"a": "b"}}}
     values = {

@@ -94,7 +94,7 @@ function drawPicture(state) {
   const canvas = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Nodes, the pool, and what moves between them" });
   const edges = svg("g", {});
   const cards = svg("g", {});
-  const letters = Math.floor((card.w - 26) / 7);
+  const letters = Math.floor((card.w - 26) / 7.4);
   const places = {};
 
   const head = (x, text) => cards.append(svg("text", { x, y: 12, class: "q" }, text));
