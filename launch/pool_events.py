@@ -6,7 +6,7 @@ this process at most a third: if a list takes long, the next one comes later. So
 dropped the key, or five times as long as a list takes. For the keys of a node that died the master does that after `client_ttl_s`.
 
 A read that did not find a chunk is reported sooner: by an engine's `BlockRemoved` with the medium STORAGE, or by a subscriber
-(`EventSubscriber.report_missing`). Then the master is asked for just these chunks, again without leases, at most ten times an interval.
+(`EventSubscriber.report_missing`). Then the master is asked for just these chunks, again without leases, at most ten times a second.
 
 Only the leading master publishes chunks. The memory is bounded by `events_chunks`.
 """
@@ -34,7 +34,7 @@ _MASTERS_SHARE, _OWN_SHARE = 5, 3
 """To list keys takes at most one part in so many of the master's time, and to compare them of this process's."""
 _RECENT_LISTS = 8
 """Of so many lists, the quickest one says how long a list keeps the master busy. The others waited for the machine."""
-_CHECKS_PER_INTERVAL = 10
+_CHECK_PAUSE_S = 0.1
 _CHECKED_AT_ONCE = 256
 _MOST_REPORTED = 4096
 """How many chunks that a read did not find may wait for a check."""
@@ -173,7 +173,7 @@ class PoolWatch:
                     self._tried(self.check)
                     if self._reported:
                         self._woken.set()
-                    self._stop.wait(self._interval_s / _CHECKS_PER_INTERVAL)
+                    self._stop.wait(_CHECK_PAUSE_S)
 
     def _tried(self, work: Callable[[], None]) -> None:
         try:

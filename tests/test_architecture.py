@@ -39,6 +39,7 @@ LAYERS = (
         "sparse_log",
         "tracing",
         "values",
+        "deadline",
         "misses",
         "reports",
         "kv_events",

@@ -26,6 +26,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
+from random import Random
 from typing import Any, Literal, NamedTuple, get_args
 
 import click
@@ -112,7 +113,7 @@ def simulate(
 ) -> PolicyOutcome:
     """Lets `nodes` nodes of `rate` tokens/s each compute the trace."""
     policy: Policy = router if router in ("round_robin", "least_loaded") else "prefix_aware"
-    pool = NodePool("prefill", policy)
+    pool = NodePool("prefill", policy, rng=Random(0))
     told = 0 if router == "guess" else cache_tokens
     pool.update(Target(str(index), kv_tokens=told) for index in range(nodes))
     fleet = {url: _SimulatedNode(cache_tokens) for url in pool.urls()}
@@ -122,7 +123,7 @@ def simulate(
         known = {url: KnownCache(budget) if router == "events" else _SeenCache(node) for url, node in fleet.items()}
         for cache in known.values():
             cache.fingerprint = _SPACE
-            cache.apply([])
+            cache.apply([EventBatch(0.0, [])])
         pool.know(known)
     ends: list[tuple[float, int, str]] = []
     queueing: list[float] = []

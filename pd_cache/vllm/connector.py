@@ -436,7 +436,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduling().stores.frees_blocks
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Returns the KV events of chunks that were stored."""
+        """Returns the KV events of chunks that were stored, or found evicted."""
         return self._scheduling().stores.take_events()
 
     # --- both ----------------------------------------------------------------------------------------------------

@@ -90,7 +90,8 @@ class EventPublisher:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Binds both addresses. `contents` returns the events that say everything that is there after the last published batch; it is
-        called on another thread, while no batch is being published. `on_missing` is called there, too. `keep_batches` and `keep_bytes` bound what is kept for replays.
+        called on another thread, while no batch is being published. `on_missing` is called there, too. `keep_batches` and `keep_bytes` bound
+        what is kept for replays.
 
         Raises OSError if an address cannot be bound.
         """
