@@ -98,6 +98,22 @@ def places_at(metrics: str, keys: Sequence[str]) -> list[str]:
     return read_places(fetch(f"{metrics}/batch_query_keys?keys={listed}"), keys)
 
 
+class _Queried(msgspec.Struct, frozen=True):
+    ok: bool
+    error: str | None = None
+
+
+class _QueriedPool(msgspec.Struct, frozen=True):
+    data: dict[str, _Queried]
+
+
+def missing_at(metrics: str, keys: Sequence[str]) -> set[str]:
+    """Returns which of these keys the pool does not hold. Gives none of them a lease. Raises OSError or ValueError if its master does not answer."""
+    listed = ",".join(urllib.parse.quote(key) for key in keys)
+    told = decode_json(fetch(f"{metrics}/batch_query_keys?keys={listed}"), _QueriedPool).data
+    return {key for key in keys if key in told and told[key].error == "OBJECT_NOT_FOUND"}
+
+
 def keys_at(metrics: str, timeout: float, largest: int) -> list[bytes]:
     """Returns all keys of the pool, as its master lists them, in no order. Keys that are being written are not among them.
 

@@ -1,9 +1,12 @@
 """Publishes what the pool gets and loses, as KV events. Runs beside the master, in its role's process.
 
 Every `events_interval_ms` it lists the pool's keys at the master, over loopback or the master's own address, and publishes what changed since
-the last list. The list gives no key a lease, so asking keeps nothing from eviction. The master spends at most a tenth of its time on it, and
+the last list. The list gives no key a lease, so asking keeps nothing from eviction. The master spends at most a fifth of its time on it, and
 this process at most a third: if a list takes long, the next one comes later. So a removal is published at most an interval after the master has
-dropped the key, or ten times as long as a list takes. For the keys of a node that died the master does that after `client_ttl_s`.
+dropped the key, or five times as long as a list takes. For the keys of a node that died the master does that after `client_ttl_s`.
+
+A read that did not find a chunk is reported sooner: by an engine's `BlockRemoved` with the medium STORAGE, or by a subscriber
+(`EventSubscriber.report_missing`). Then the master is asked for just these chunks, again without leases, at most ten times a second.
 
 Only the leading master publishes chunks. The memory is bounded by `events_chunks`.
 """
@@ -17,18 +20,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from launch.masters import LEADER, keys_at, master_health
+from launch.masters import LEADER, keys_at, master_health, missing_at
 from pd_cache.cluster import NodeRecord
-from pd_cache.kv_events import MEDIUM_STORAGE, EventBatch, KvEvent, Step, StoredEvent
-from pd_cache.pool_contents import PoolContents, PoolListing
+from pd_cache.kv_events import MEDIUM_STORAGE, EventBatch, KvEvent, RemovedEvent, Step, StoredEvent
+from pd_cache.pool_contents import Chunk, PoolContents, PoolListing, describes_chunk, slim
 from pd_cache.sparse_log import SparseLog
-from pd_cache.tokens import Namespace
+from pd_cache.tokens import HASH_BYTES, Namespace
 from pd_cache.wire.event_streams import EventEndpoints, EventPublisher, EventSubscriber, OnSteps
 
 log = logging.getLogger(__name__)
 
-_MASTERS_SHARE, _OWN_SHARE = 10, 3
+_MASTERS_SHARE, _OWN_SHARE = 5, 3
 """To list keys takes at most one part in so many of the master's time, and to compare them of this process's."""
+_RECENT_LISTS = 8
+"""Of so many lists, the quickest one says how long a list keeps the master busy. The others waited for the machine."""
+_CHECK_PAUSE_S = 0.1
+_CHECKED_AT_ONCE = 256
+_MOST_REPORTED = 4096
+"""How many chunks that a read did not find may wait for a check."""
 _KEY_BYTES = 96
 """More than a key has: of one shard of a chunk, in an epoch with a long label."""
 _LIST_S = 60.0
@@ -64,17 +73,24 @@ class PoolWatch:
         self._contents = PoolContents(most_chunks)
         self._namespaces: dict[str, Namespace] = {}
         self._learned: deque[StoredEvent] = deque(maxlen=_MOST_LEARNED)
+        self._reported: deque[tuple[str | None, bytes]] = deque(maxlen=_MOST_REPORTED)
+        """The namespace, if it is known, and the name of chunks that reads did not find."""
+        self._listed: deque[float] = deque(maxlen=_RECENT_LISTS)
         self._largest = _KEY_BYTES * max(1 << 16, 8 * most_chunks)
         self._subscriber = EventSubscriber()
         self._sparse = SparseLog()
         self._stop = threading.Event()
+        self._woken = threading.Event()
+        """Set when there is something to do before the next list."""
         self.lists = 0
         """How many lists were compared."""
         self.list_s = 0.0
         """How long the master took for the last one."""
-        self.look_s = 0.0
-        """How long that took with all that followed."""
-        self._publisher = EventPublisher(endpoints, lambda: self._contents.everything(self._namespaces))
+        self.own_s = 0.0
+        """How much of the processor's time this process took for it and all that followed."""
+        self._publisher = EventPublisher(
+            endpoints, lambda: self._contents.everything(self._namespaces), on_missing=self._missed
+        )
         self._thread = threading.Thread(target=self._run, name="pool-events", daemon=True)
 
     def start(self) -> None:
@@ -93,6 +109,7 @@ class PoolWatch:
     def close(self) -> None:
         """Stops looking. Waits for a list under way."""
         self._stop.set()
+        self._woken.set()
         self._subscriber.close()
         if self._thread.is_alive():
             self._thread.join()
@@ -100,11 +117,12 @@ class PoolWatch:
 
     def look(self) -> None:
         """Lists the keys once, and publishes what changed. Raises OSError or ValueError if the master does not answer."""
-        begun = time.monotonic()
+        begun, own = time.monotonic(), time.thread_time()
         keys: Sequence[bytes] = ()
         if not self._elected or master_health(self._metrics, 2.0).role == LEADER:
             keys = keys_at(self._metrics, _LIST_S, self._largest)
         self.list_s = time.monotonic() - begun
+        self._listed.append(self.list_s)
         while self._learned:
             self._contents.learn(self._learned.popleft())
         listing = PoolListing(keys, self._contents.most_chunks)
@@ -123,27 +141,64 @@ class PoolWatch:
                 "the pool has %d chunks more than `events_chunks`: nothing is published about them", listing.left_out
             )
         self.lists += 1
-        self.look_s = time.monotonic() - begun
+        self.own_s = time.thread_time() - own
+
+    def check(self) -> None:
+        """Asks the master for the chunks that reads did not find, up to 256, and publishes the removal of those that are gone. Raises OSError or
+        ValueError if it does not answer.
+        """
+        wanted: dict[Chunk, list[str]] = {}
+        while self._reported and len(wanted) < _CHECKED_AT_ONCE:
+            fingerprint, name = self._reported.popleft()
+            for chunk in self._contents.named(name) if fingerprint is None else [(fingerprint, name)]:
+                wanted[chunk] = self._contents.keys(chunk, self._namespaces)
+        asked = [key for keys in wanted.values() for key in keys]
+        missing: set[str] = set()
+        for start in range(0, len(asked), _CHECKED_AT_ONCE):
+            missing |= missing_at(self._metrics, asked[start : start + _CHECKED_AT_ONCE])
+        gone = [chunk for chunk, keys in wanted.items() if not missing.isdisjoint(keys)]
+        change = self._contents.without(gone)
+        if change.events:
+            self._publisher.publish(change.events, functools.partial(self._contents.commit, change))
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            try:
-                self.look()
-            except (OSError, ValueError) as error:
-                if self._sparse.admit("no list") is not None:
-                    log.warning("no KV events of the pool: its master does not list its keys: %s", error)
-            except Exception:
-                if self._sparse.admit("error") is not None:
-                    log.exception("no KV events of the pool")
-            pause = max((_MASTERS_SHARE - 1) * self.list_s, (_OWN_SHARE - 1) * self.look_s)
-            self._stop.wait(max(self._interval_s, pause))
+            self._tried(self.look)
+            masters = min(self._listed, default=0.0)
+            pause = max((_MASTERS_SHARE - 1) * masters, (_OWN_SHARE - 1) * self.own_s)
+            ends = time.monotonic() + max(self._interval_s, pause)
+            while (left := ends - time.monotonic()) > 0 and not self._stop.is_set():
+                if self._woken.wait(left):
+                    self._woken.clear()
+                    self._tried(self.check)
+                    if self._reported:
+                        self._woken.set()
+                    self._stop.wait(_CHECK_PAUSE_S)
+
+    def _tried(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (OSError, ValueError) as error:
+            if self._sparse.admit("no list") is not None:
+                log.warning("no KV events of the pool: its master does not say which keys it has: %s", error)
+        except Exception:
+            if self._sparse.admit("error") is not None:
+                log.exception("no KV events of the pool")
+
+    def _missed(self, ownership: str, hashes: Sequence[bytes]) -> None:
+        self._reported.extend((ownership, name) for name in hashes if len(name) == HASH_BYTES)
+        self._woken.set()
 
     def _learn(self, steps: Sequence[Step]) -> None:
         for step in steps:
-            if isinstance(step, EventBatch):
-                self._learned.extend(
-                    event for event in step.events if isinstance(event, StoredEvent) and event.medium == MEDIUM_STORAGE
-                )
+            for event in step.events if isinstance(step, EventBatch) else ():
+                if isinstance(event, StoredEvent) and describes_chunk(event):
+                    self._learned.append(slim(event))
+                elif isinstance(event, RemovedEvent) and event.medium == MEDIUM_STORAGE:
+                    self._reported.extend(
+                        (None, value[:HASH_BYTES]) for value in event.block_hashes if isinstance(value, bytes)
+                    )
+                    self._woken.set()
 
     def _learn_namespaces(self, listing: PoolListing) -> None:
         for fingerprint in sorted(listing.manifests - self._namespaces.keys())[:_TRIES]:

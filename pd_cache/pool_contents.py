@@ -5,7 +5,8 @@ went. A chunk is there if all its shards are there, in the current epoch of its 
 
 The events are vLLM's: `medium` STORAGE, `locality` REMOTE, and as `ownership` the fingerprint of the namespace. A chunk's hash in them is its
 name, 16 bytes. If an engine has published the hashes and tokens of a chunk's blocks, the chunk's event has those instead, and the first 16
-bytes of the last hash are the name. An event without tokens is about any number of chunks, in no order.
+bytes of the last hash are the name. An event without tokens is about any number of chunks, in no order. A removal has a chunk's name, and the
+hashes of its blocks if they were published: a subscriber may have heard of the chunk in either way, or in both.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+from msgspec import Raw, structs
 
 from pd_cache.kv_events import (
     MEDIUM_STORAGE,
@@ -34,6 +37,9 @@ _A_EVENT = 8192
 _MOST_LEARNED = 1 << 14
 """About how many chunks that are not in the pool yet engines' events are kept."""
 _MOST_FINGERPRINTS = 256
+_MOST_BLOCKS = 1024
+_MOST_HASH_BYTES = 64
+_MOST_TOKEN_BYTES = 1 << 16
 
 Chunk = tuple[str, bytes]
 """A namespace's fingerprint and a name in it."""
@@ -119,17 +125,18 @@ class PoolContents:
         self._epochs: dict[str, str] = {}
         self._learned: OrderedDict[bytes, StoredEvent] = OrderedDict()
         """What engines have published, by name, about chunks of which no such event has gone out yet."""
-        self._hashes: dict[Chunk, list[BlockHash]] = {}
-        """The block hashes under which a chunk was published, where those are not its name."""
+        self._hashes: dict[Chunk, bytes] = {}
+        """The hashes of the blocks of chunks that were published with them: the length of one, and then all."""
 
     def __len__(self) -> int:
         return sum(map(len, self._chunks.values()))
 
     def learn(self, event: StoredEvent) -> None:
-        """Takes in an engine's event about a chunk that it has stored. It is of use only if it has whole hashes: VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0."""
-        last = event.block_hashes[-1] if event.block_hashes else 0
-        if isinstance(last, int) or len(last) < HASH_BYTES or event.medium != MEDIUM_STORAGE:
+        """Takes in an engine's `slim` event about a chunk that it has stored, if it is of use (`describes_chunk`)."""
+        if not describes_chunk(event):
             return
+        last = event.block_hashes[-1]
+        assert isinstance(last, bytes)
         self._learned[last[:HASH_BYTES]] = event
         while len(self._learned) > _MOST_LEARNED:
             self._learned.popitem(last=False)
@@ -184,10 +191,8 @@ class PoolContents:
         self._chunks, self._epochs = change.chunks, change.epochs
         for chunk in change.forgotten:
             self._hashes.pop(chunk, None)
-        for chunk in change.described:
-            event = self._learned.pop(chunk[1], None)
-            if event is not None:
-                self._hashes[chunk] = event.block_hashes
+        learned = {name: self._learned.pop(name) for name in {name for _, name in change.described}}
+        self._hashes |= {chunk: _packed(learned[chunk[1]].block_hashes) for chunk in change.described}
 
     def everything(self, namespaces: Mapping[str, Namespace]) -> list[KvEvent]:
         """Returns the events that say everything that is there. Tokens are not remembered."""
@@ -196,12 +201,79 @@ class PoolContents:
             events += _stored(fingerprint, list(names), namespaces.get(fingerprint))
         return events
 
+    def named(self, name: bytes) -> list[Chunk]:
+        """Returns the chunks of this name."""
+        return [(fingerprint, name) for fingerprint, names in self._chunks.items() if name in names]
+
+    def keys(self, chunk: Chunk, namespaces: Mapping[str, Namespace]) -> list[str]:
+        """Returns the keys of a chunk's shards, as far as their number is known; none if the chunk is not there."""
+        fingerprint, name = chunk
+        if name not in self._chunks.get(fingerprint, ()):
+            return []
+        space, epoch = namespaces.get(fingerprint), self._epochs.get(fingerprint, "")
+        prefix = f"{KEY_FORMAT}/{fingerprint}.{epoch}" if epoch else f"{KEY_FORMAT}/{fingerprint}"
+        return [f"{prefix}/{shard}/{name.hex()}" for shard in range(1 if space is None else space.shards)]
+
+    def without(self, gone: Iterable[Chunk]) -> Change:
+        """Returns what changes if these chunks are not there any more. Nothing else may change until it is committed."""
+        chunks = dict(self._chunks)
+        by_space: dict[str, set[bytes]] = {}
+        for fingerprint, name in gone:
+            if name in chunks.get(fingerprint, ()):
+                by_space.setdefault(fingerprint, set()).add(name)
+        events: list[KvEvent] = []
+        for fingerprint, names in sorted(by_space.items()):
+            events += self._removals(fingerprint, names)
+            chunks[fingerprint] = chunks[fingerprint] - names
+        forgotten = [(fingerprint, name) for fingerprint, names in by_space.items() for name in names]
+        return Change(events, chunks, dict(self._epochs), forgotten, [])
+
     def _removals(self, fingerprint: str, gone: Iterable[bytes]) -> Iterator[RemovedEvent]:
         hashes: list[BlockHash] = []
         for name in gone:
-            hashes += self._hashes.get((fingerprint, name), (name,))
+            hashes.append(name)
+            hashes += _unpacked(self._hashes.get((fingerprint, name), b""))
         for start in range(0, len(hashes), _A_EVENT):
             yield RemovedEvent(hashes[start : start + _A_EVENT], MEDIUM_STORAGE, locality=REMOTE, ownership=fingerprint)
+
+
+def describes_chunk(event: StoredEvent) -> bool:
+    """Returns whether an engine's event is about one chunk in the pool, by whole hashes (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0), and not too
+    large to be kept."""
+    hashes = event.block_hashes
+    if event.medium != MEDIUM_STORAGE or not 0 < len(hashes) <= _MOST_BLOCKS:
+        return False
+    size = len(hashes[0]) if isinstance(hashes[0], bytes) else 0
+    return (
+        HASH_BYTES <= size <= _MOST_HASH_BYTES
+        and all(isinstance(one, bytes) and len(one) == size for one in hashes)
+        and len(memoryview(event.token_ids)) <= _MOST_TOKEN_BYTES
+    )
+
+
+def slim(event: StoredEvent) -> StoredEvent:
+    """Returns what of an engine's event is published again. It does not keep the message alive from which the event was read."""
+    return StoredEvent(
+        event.block_hashes,
+        event.parent_block_hash,
+        Raw(bytes(event.token_ids)),
+        event.block_size,
+        event.lora_id,
+        event.medium,
+        event.lora_name,
+        group_idx=event.group_idx,
+    )
+
+
+def _packed(hashes: Sequence[BlockHash]) -> bytes:
+    whole = [one for one in hashes if isinstance(one, bytes)]
+    return bytes([len(whole[0])]) + b"".join(whole)
+
+
+def _unpacked(packed: bytes) -> Iterator[bytes]:
+    size = packed[0] if packed else 1
+    for start in range(1, len(packed), size):
+        yield packed[start : start + size]
 
 
 def _stored(fingerprint: str, names: list[bytes], space: Namespace | None) -> Iterator[StoredEvent]:
@@ -212,18 +284,7 @@ def _stored(fingerprint: str, names: list[bytes], space: Namespace | None) -> It
 
 
 def _owned(event: StoredEvent, fingerprint: str) -> StoredEvent:
-    return StoredEvent(
-        event.block_hashes,
-        event.parent_block_hash,
-        event.token_ids,
-        event.block_size,
-        event.lora_id,
-        MEDIUM_STORAGE,
-        event.lora_name,
-        group_idx=event.group_idx,
-        locality=REMOTE,
-        ownership=fingerprint,
-    )
+    return structs.replace(event, locality=REMOTE, ownership=fingerprint)
 
 
 def _current_epoch(listing: PoolListing, fingerprint: str, space: Namespace | None) -> str | None:

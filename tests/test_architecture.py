@@ -40,6 +40,7 @@ LAYERS = (
         "deadline",
         "tracing",
         "values",
+        "deadline",
         "misses",
         "reports",
         "kv_events",

@@ -165,7 +165,7 @@ async def _prefill(session: aiohttp.ClientSession, name: str, prompt: list[int])
     report = next((hop["report"] for hop in trip["hops"] if hop["hop"] == "prefill"), None)
     if report is None:
         raise click.ClickException(f"no prefill node reported on {name}: {trip}")
-    return {"asked": report["asked"], "at_hand": report["at_hand"], "seconds": seconds}
+    return {**{name: report[name] for name in ("asked", "at_hand", "loaded")}, "seconds": seconds}
 
 
 async def _known(session: aiohttp.ClientSession) -> bool:

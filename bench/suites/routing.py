@@ -26,6 +26,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
+from random import Random
 from typing import Any, Literal, NamedTuple, get_args
 
 import click
@@ -112,7 +113,7 @@ def simulate(
 ) -> PolicyOutcome:
     """Lets `nodes` nodes of `rate` tokens/s each compute the trace."""
     policy: Policy = router if router in ("round_robin", "least_loaded") else "prefix_aware"
-    pool = NodePool("prefill", policy)
+    pool = NodePool("prefill", policy, rng=Random(0))
     told = 0 if router == "guess" else cache_tokens
     pool.update(Target(str(index), kv_tokens=told) for index in range(nodes))
     fleet = {url: _SimulatedNode(cache_tokens) for url in pool.urls()}
@@ -122,7 +123,7 @@ def simulate(
         known = {url: KnownCache(budget) if router == "events" else _SeenCache(node) for url, node in fleet.items()}
         for cache in known.values():
             cache.fingerprint = _SPACE
-            cache.apply([])
+            cache.apply([EventBatch(0.0, [])])
         pool.know(known)
     ends: list[tuple[float, int, str]] = []
     queueing: list[float] = []
@@ -206,10 +207,13 @@ _BUSY = 0.6
 def compare_real(agents: int, cache_blocks: int, most: int = 160) -> list[dict[str, Any]]:
     """Returns what routers make of a real cluster of two prefill nodes, beside what the simulation says of it. A row per router.
 
-    The simulated nodes compute at the rate at which a real one computes a prompt that it does not know.
+    The simulated nodes compute at the rate at which a real one computes a prompt that it does not know. They have no pool. The real nodes do,
+    because they cannot hand anything over without one, and load from it what their own caches lack. So the proxy is told that to load costs as
+    much as to compute (`load_bytes`), except in a last run, `events, pool`, in which it weighs what the pool holds as it usually does.
     """
     from bench.lib.routed_cluster import BLOCK, fits, real_reports, routed_cluster, shrunken_prompts
     from pd_cache.cluster import ProxyConfig
+    from transfer.settings import ByteSize
 
     fitting = [request for request in agent_trace(agents, span_s=120.0, seed=1) if fits(request)][:most]
     shrunk = BLOCK_TOKENS // BLOCK
@@ -229,23 +233,36 @@ def compare_real(agents: int, cache_blocks: int, most: int = 160) -> list[dict[s
         routers: tuple[Router, ...] = ("round_robin", "least_loaded", "guess", "events")
         for number, router in enumerate(routers):
             policy: Policy = router if router in ("round_robin", "least_loaded") else "prefix_aware"
-            settings = ProxyConfig(policy=policy, direct_tokens=0)
+            settings = ProxyConfig(policy=policy, direct_tokens=0, load_bytes=ByteSize(1))
             prompts = shrunken_prompts(requests, number)
             reports = real_reports(config, settings, router == "events", prompts, times)
             rows.append(_real_row(router, requests, cache_blocks, rate * shrunk, reports))
-    return [*rows, _real_row("oracle", requests, cache_blocks, rate * shrunk, [])]
+        reports = real_reports(
+            config, ProxyConfig(direct_tokens=0), True, shrunken_prompts(requests, len(routers)), times
+        )
+    rows.append(_real_row("oracle", requests, cache_blocks, rate * shrunk, []))
+    return [*rows, {"policy": "events, pool", "requests": len(requests), "simulated_hit_rate": None, **_real(reports)}]
 
 
 def _real_row(
     router: Router, requests: list[Request], cache_blocks: int, rate: float, reports: list[dict[str, float]]
 ) -> dict[str, Any]:
     simulated = simulate(requests, router, 2, cache_blocks * BLOCK_TOKENS, rate).hit_rate
-    row = {"policy": router, "requests": len(requests), "simulated_hit_rate": simulated}
+    return {"policy": router, "requests": len(requests), "simulated_hit_rate": simulated, **_real(reports)}
+
+
+def _real(reports: list[dict[str, float]]) -> dict[str, float | None]:
+    """Returns what real nodes reported; nothing but None if there are no reports."""
     if not reports:
-        return {**row, "real_hit_rate": None, "real_p50_s": None, "real_p99_s": None}
+        return dict.fromkeys(("real_hit_rate", "real_load_rate", "real_p50_s", "real_p99_s"))
     seconds = [report["seconds"] for report in reports]
-    hit = sum(report["at_hand"] for report in reports) / sum(report["asked"] for report in reports)
-    return {**row, "real_hit_rate": hit, "real_p50_s": quantile(seconds, 0.5), "real_p99_s": quantile(seconds, 0.99)}
+    asked = sum(report["asked"] for report in reports)
+    return {
+        "real_hit_rate": sum(report["at_hand"] for report in reports) / asked,
+        "real_load_rate": sum(report["loaded"] for report in reports) / asked,
+        "real_p50_s": quantile(seconds, 0.5),
+        "real_p99_s": quantile(seconds, 0.99),
+    }
 
 
 @click.command()

@@ -47,8 +47,8 @@ class NamedPrompt(NamedTuple):
     chunks: Sequence[int] = ()
     """The short hashes of the names of its whole chunks."""
     chunk_tokens: int = 1
-    pool_tokens: int = 0
-    """How much of it the pool holds, in tokens."""
+    pool_tokens: int | None = None
+    """How much of it the pool holds, in tokens; None if that is not known."""
 
     @classmethod
     def of(
@@ -146,7 +146,7 @@ class KnownCache:
         self.fingerprint: str | None = None
         """That of the namespace in which the node names its blocks, if that is known."""
         self.ready = False
-        """Whether anything has come from the node. Until then nothing is known of its cache."""
+        """Whether anything has come from the node since its blocks were last forgotten. Until then nothing is known of its cache."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -158,7 +158,7 @@ class KnownCache:
                 self._blocks.clear()
             else:
                 self._apply(step)
-        self.ready = True
+            self.ready = not isinstance(step, Forget)
 
     def _apply(self, batch: EventBatch) -> None:
         for event in batch.events:
@@ -186,7 +186,8 @@ class KnownCache:
     def media(self, prompt: NamedPrompt) -> dict[str, int]:
         """Returns how many tokens of the prompt's beginning the node has, by medium."""
         return {
-            medium: leading(prompt.blocks, known) * prompt.block_tokens for medium, known in self._blocks.sets.items()
+            medium: leading(prompt.blocks, known) * prompt.block_tokens
+            for medium, known in list(self._blocks.sets.items())  # the subscriber's thread may add one
         }
 
     def tokens(self, prompt: NamedPrompt) -> int:
@@ -264,11 +265,9 @@ class KnownPool:
         """Returns how many tokens of the prompt's beginning the pool holds."""
         return leading(prompt.chunks, self._blocks.sets.get(prompt.fingerprint, ())) * prompt.chunk_tokens
 
-    def missed(self, prompt: NamedPrompt, found: int) -> None:
-        """Notes that a lookup found only so many tokens. If more are known here, the chunk that was missing is not there any more."""
-        chunk = found // prompt.chunk_tokens
-        if chunk < len(prompt.chunks):
-            self._blocks.discard(prompt.fingerprint, [prompt.chunks[chunk]])
+    def believed(self, prompt: NamedPrompt, first: int) -> int:
+        """Returns how many of the prompt's chunks, from the one with the number `first` on, are there without a gap as far as is known."""
+        return leading(prompt.chunks[first:], self._blocks.sets.get(prompt.fingerprint, ()))
 
     def forget(self) -> None:
         """Gives back what this takes of the budget, for good."""

@@ -9,9 +9,10 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from launch.proxy.block_index import BlockBudget, KnownCache, KnownPool, NamedPrompt
+from launch.proxy.naming import Naming
 from pd_cache.cluster import NodeRecord
 from pd_cache.tokens import Namespace
-from pd_cache.wire.event_streams import EventEndpoints, EventSubscriber, OnSteps
+from pd_cache.wire.event_streams import MOST_REPORTED, EventEndpoints, EventSubscriber, OnSteps
 
 
 class CacheView:
@@ -70,14 +71,17 @@ class CacheView:
 
     def completed(self, prompt: NamedPrompt | None) -> NamedPrompt | None:
         """Returns the prompt with what the pool holds of it. A lookup knows that best; otherwise the pool's events say it."""
-        if prompt is None or prompt.pool_tokens:
+        if prompt is None or prompt.pool_tokens is not None:
             return prompt
         return prompt._replace(pool_tokens=max((pool.tokens(prompt) for pool in self._pools.values()), default=0))
 
-    def looked_up(self, prompt: NamedPrompt, found: int) -> None:
-        """Takes in what a lookup in the pool found."""
-        for pool in self._pools.values():
-            pool.missed(prompt, found)
+    def missed(self, naming: Naming, chunk: int) -> None:
+        """Notes that a lookup in the pool did not find the prompt's chunk of this number. If the pool's publisher has not said so, it is told,
+        together with those behind it: it asks the master, and then everyone learns that they are gone."""
+        for key, pool in self._pools.items():
+            if believed := pool.believed(naming.prompt, chunk):
+                names = naming.names[chunk : chunk + min(believed, MOST_REPORTED)]
+                self._subscriber.report_missing(key, naming.prompt.fingerprint, names)
 
     def hits(self, prompt: NamedPrompt) -> dict[str, dict[str, int]]:
         """Returns, for each prefill node that shares the prompt's namespace, by name, how many tokens of the prompt's beginning it has in each

@@ -18,7 +18,9 @@ from launch.proxy.completion import Completion
 from launch.proxy.naming import Naming, PromptNamer
 from launch.proxy.patience import within
 from launch.proxy.prefixes import RoutedPrompt
+from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
+from pd_cache.misses import MissReason
 from pd_cache.tokens import Namespace
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,10 @@ _MAX_TOKENS = 1 << 18
 _MAX_KEYS = 1 << 18
 """The most objects that a lookup asks for. The sizes in a node's record, which anyone who may write to etcd can choose, must not fill the
 proxy's memory."""
+_MISSED: frozenset[MissReason] = frozenset(("missing", "never_stored", "evicted"))
+"""What a lookup says if the pool has answered that it does not hold a chunk."""
+_ANSWERED: frozenset[MissReason] = _MISSED | {"none", "no_tail", "being_stored", "reset"}
+"""What it says if the pool has answered at all."""
 
 
 class Pool(NamedTuple):
@@ -99,8 +105,8 @@ class DirectRule:
         self._namer: PromptNamer | None = None
         self.wants_names = False
         """Whether prompts have to be named although they are not looked up."""
-        self.on_lookup: Callable[[NamedPrompt, int], None] = lambda prompt, found: None
-        """Called after each lookup, with how many tokens it found."""
+        self.on_miss: Callable[[Naming, int], None] = lambda naming, chunk: None
+        """Called after each lookup that found less than the whole prompt, with the number of the first chunk that the pool does not hold."""
         self.blind = "nothing is known of the pool yet"
         """The reason why no prompt is looked up; empty while prompts are."""
         self._waiting = 0
@@ -198,14 +204,18 @@ class DirectRule:
         if len(tokens) // namer.chunk_size * eyes.keys_per_chunk > _MAX_KEYS:
             return Judged()
 
-        def find() -> tuple[Naming, int]:
+        def find() -> tuple[Naming, Surveyed]:
             naming = namer.name(tokens, salt)
-            return naming, eyes.client.find(naming.names, request_id)
+            return naming, eyes.client.survey(naming.names, request_id)
 
         naming, found = await loop.run_in_executor(self._threads(), find)
-        self.on_lookup(naming.prompt, found)
-        why = needs_no_prefill(len(tokens), found, self._tokens)
-        return Judged(why, naming.prompt._replace(pool_tokens=found))
+        if found.reason not in _ANSWERED:
+            return Judged(None, naming.prompt)
+        if found.reason in _MISSED:
+            self.on_miss(naming, found.leading)
+        there = found.chunks * namer.chunk_size
+        why = needs_no_prefill(len(tokens), there, self._tokens)
+        return Judged(why, naming.prompt._replace(pool_tokens=there))
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._executor is None:

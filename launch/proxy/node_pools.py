@@ -38,7 +38,7 @@ class NodePools:
         self.caches = CacheView(config.index_blocks, config.load_bytes)
         """What the nodes' events say."""
         self._direct = direct
-        direct.on_lookup = self.caches.looked_up
+        direct.on_miss = self.caches.missed
         self._master = master or (lambda view: None)
         self._view = View(())
         self._told: dict[str, Namespaced] = {}

@@ -1,6 +1,7 @@
 """Decides which node to try next. Pure: the time comes from the caller.
 
-A policy is a cost. The node that costs least is taken, and among equals, the one that has not been taken for longest:
+A policy is a cost. The node that costs least is taken, and among equals, the one that has not been taken for longest. Which one that is at first is
+random, so that several proxies do not send their requests to the same nodes in the same order:
 
 - `round_robin`: all cost the same;
 - `least_loaded`: the work that this proxy has given it and that is not done;
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from random import Random
 from typing import Literal, NamedTuple
 
 from launch.proxy.block_index import KnownCache
@@ -49,14 +51,15 @@ class Target(NamedTuple):
 
 
 class _RoutedNode:
-    def __init__(self, target: Target, failures: int, cache_tokens: int) -> None:
+    def __init__(self, target: Target, failures: int, cache_tokens: int, turn: float) -> None:
         self.target = target
         self.breaker = NodeBreaker(failures)
         self.alive = True
         """The result of the last health check."""
         self.load = 0.0
         """The work that it has been given and has not done yet."""
-        self.turn = 0
+        self.turn = turn
+        """When it was last taken, in turns of its pool; below 0 if it has not been."""
         self.suspicions = 0
         """How many requests it has failed since it last answered one well, for any cause."""
         self.prefixes = PrefixIndex(target.kv_tokens or cache_tokens)
@@ -71,10 +74,17 @@ class NodePool:
     """The nodes of one kind, and the policy by which one is taken."""
 
     def __init__(
-        self, hop: Hop, policy: Policy = "round_robin", *, breaker_failures: int = 5, cache_tokens: int = 1_000_000
+        self,
+        hop: Hop,
+        policy: Policy = "round_robin",
+        *,
+        breaker_failures: int = 5,
+        cache_tokens: int = 1_000_000,
+        rng: Random | None = None,
     ) -> None:
-        """`cache_tokens`: the size assumed for a node's own cache if the node does not report it."""
+        """`cache_tokens`: the size assumed for a node's own cache if the node does not report it. `rng` orders nodes that have not been taken."""
         self._hop = hop
+        self._rng = rng or Random()
         costs: dict[Policy, Callable[[_RoutedNode, RoutedPrompt], float]] = {
             "round_robin": lambda node, prompt: 0.0,
             "least_loaded": lambda node, prompt: node.load,
@@ -97,7 +107,7 @@ class NodePool:
         self._nodes = {
             url: known
             if (known := self._nodes.get(url)) is not None and known.target == target
-            else _RoutedNode(target, self._failures, self._cache_tokens)
+            else _RoutedNode(target, self._failures, self._cache_tokens, self._rng.random() - 1)
             for url, target in wanted.items()
         }
 
@@ -251,5 +261,5 @@ class NodePool:
             own: float = node.cache.tokens(named)
         else:  # the guess counts in another unit if it does not know the tokens
             own = node.prefixes.match(prompt) * named.tokens / prompt.tokens
-        loaded = max(0.0, named.pool_tokens - own)
+        loaded = max(0.0, (named.pool_tokens or 0) - own)
         return named.tokens - own - loaded * (1 - self.load_cost)

@@ -224,7 +224,7 @@ class MasterNode(_AnyNode, frozen=True, kw_only=True, tag="master"):
     events_port: Port = 0
     """Where it publishes which chunks the pool gets and loses, as KV events in vLLM's form; replays are at the next port. 0 publishes none."""
     events_interval_ms: Annotated[int, msgspec.Meta(ge=50, le=600_000)] = 1000
-    """How often it looks for chunks that came or went. If the pool is so large that looking takes more than a tenth of that, less
+    """How often it looks for chunks that came or went. If the pool is so large that looking takes more than a fifth of that, less
     often."""
     events_chunks: Annotated[int, msgspec.Meta(ge=1, le=2_000_000)] = 1_000_000
     """The most chunks about which it publishes events. Each takes about 400 bytes of memory."""

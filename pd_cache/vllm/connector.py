@@ -11,7 +11,6 @@ connector counts and logs the failure, and the hook returns what it would return
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,7 +54,7 @@ from pd_cache.vllm.cache import WorkerCache, WorkerGroup, engine_name, open_cach
 from pd_cache.vllm.compat import check_version
 from pd_cache.vllm.connector_messages import Handshake, StepMetadata, WorkerReport
 from pd_cache.vllm.cores import on_all_cores
-from pd_cache.vllm.events import describe_chunks
+from pd_cache.vllm.events import ChunkEvents
 from pd_cache.vllm.layers import (
     GroupTensors,
     KeptLayers,
@@ -147,7 +146,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 reports = ReportWriter(report_file(Path(self._settings.namespace_file)))
             events = vllm_config.kv_events_config
             wanted = events is not None and events.enable_kv_cache_events
-            describe = functools.partial(describe_chunks, chunk_size=chunk_size, block_size=hash_block_size)
+            describe = ChunkEvents(chunk_size=chunk_size, block_size=hash_block_size)
             self._scheduler = SchedulerSide(
                 self._settings,
                 stores=stores,
@@ -437,7 +436,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduling().stores.frees_blocks
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Returns the KV events of chunks that were stored."""
+        """Returns the KV events of chunks that were stored, or found evicted."""
         return self._scheduling().stores.take_events()
 
     # --- both ----------------------------------------------------------------------------------------------------

@@ -33,13 +33,15 @@ from pd_cache.vllm.prompt_chunks import PromptChunks
 from pd_cache.vllm.requests import FoundPrefix, ProposedLoad, TrackedRequest, request_span
 from pd_cache.vllm.settings import Settings
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
-from pd_cache.vllm.stores import Describe, EndedStore, Stores
+from pd_cache.vllm.stores import EndedStore, Stores
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+    from pd_cache.vllm.events import ChunkEvents
 
 log = logging.getLogger("vllm.pd_cache")  # below vLLM's own logger, whose handlers and level it inherits
 
@@ -61,7 +63,7 @@ class SchedulerSide:
         retention: int | None = 0,
         drafted_up_to: int | None = None,
         ranks: int,
-        describe: Describe | None,
+        describe: ChunkEvents | None,
         adapters: Adapters,
         metrics: CacheMetrics,
         on_report: Callable[[str, RequestReport], None] | None = None,
@@ -423,6 +425,8 @@ class SchedulerSide:
             tracked.looking.note(found=end, reason=reach.reason)
             tracked.looking.end()
             tracked.looking = None
+            if reach.reason == "evicted":
+                self.stores.note_evicted(request, reach.leading)
         if end < awaited:
             tracked.next_poll = self._clock() + tracked.poll_s
             tracked.poll_s = min(2 * tracked.poll_s, _LONGEST_POLL_S)

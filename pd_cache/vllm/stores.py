@@ -6,7 +6,7 @@ computed the block has finished, or was aborted or preempted meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pd_cache.blocks import StoreOutcome
@@ -25,9 +25,7 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-
-Describe = Callable[["Request", int, int], "list[BlockStored]"]
-"""Returns the KV events for a request's chunks from one number to before another."""
+    from pd_cache.vllm.events import ChunkEvents
 
 
 class StoreJob(NamedTuple):
@@ -65,7 +63,7 @@ class Stores:
         retention: int | None,
         drafted_up_to: int | None,
         ranks: int,
-        describe: Describe | None,
+        describe: ChunkEvents | None,
         metrics: CacheMetrics,
         tracing: Tracing,
     ) -> None:
@@ -189,8 +187,13 @@ class Stores:
             pool.blocks[block].ref_cnt == 1 for job, _, _ in self._jobs.values() for block in job.blocks if block >= 0
         )
 
+    def note_evicted(self, request: Request, chunk: int) -> None:
+        """Notes that a lookup found a request's chunk evicted."""
+        if self._describe is not None:
+            self._events += self._describe.missing(request, chunk)
+
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Returns `BlockStored` for chunks that all ranks have stored."""
+        """Returns `BlockStored` for chunks that all ranks have stored, and `BlockRemoved` for those that a lookup found evicted."""
         events, self._events = self._events, []
         return events
 
@@ -238,7 +241,9 @@ class Stores:
         if count <= 0:
             return []
         names = self._chunks.names_of(tracked, group, first, first + count)
-        events = self._describe(request, first, first + count) if self._describe is not None and place == 0 else []
+        events = (
+            self._describe.stored(request, first, first + count) if self._describe is not None and place == 0 else []
+        )
         return [
             self._begin(StoreJob(request.request_id, first, place, names, blocks[: count * per_chunk], events), request)
         ]

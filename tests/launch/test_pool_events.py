@@ -14,10 +14,11 @@ import pytest
 from launch.masters import keys_at
 from launch.pool_events import PoolWatch
 from launch.proxy.block_index import BlockBudget, KnownPool, NamedPrompt
+from pd_cache.cluster import NodeRecord
 from pd_cache.epochs import Epochs
-from pd_cache.kv_events import ClearedEvent, Forget, Step
+from pd_cache.kv_events import ClearedEvent, Forget, RemovedEvent, Step
 from pd_cache.tokens import ChunkedTokenDatabase, Namespace
-from pd_cache.wire.event_streams import EventEndpoints, EventSubscriber
+from pd_cache.wire.event_streams import EventEndpoints, EventPublisher, EventSubscriber
 from tests.support.pool import Pool, free_port
 from tests.support.proxy import NAMESPACE
 from tests.support.waiting import wait_for
@@ -34,7 +35,8 @@ def names(count: int, seed: str = "") -> list[bytes]:
 class Heard:
     """What a subscriber knows of the pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: PoolWatch, subscriber: EventSubscriber) -> None:
+        self.watch, self.subscriber = watch, subscriber
         self.pool = KnownPool(BlockBudget(1 << 20))
         self.cleared = 0
 
@@ -53,16 +55,16 @@ class Heard:
 def heard(tmp_path: Path) -> Iterator[Callable[[Pool], Heard]]:
     with ExitStack() as stack:
 
-        def hear(pool: Pool, **options: Any) -> Heard:
+        def hear(pool: Pool, begun: Callable[[], object] = lambda: None, **options: Any) -> Heard:
             ends = EventEndpoints(f"ipc://{tmp_path}/stream", f"ipc://{tmp_path}/replay")
-            watch = PoolWatch(
-                f"http://127.0.0.1:{pool.metrics_port}", ends, interval_s=0.05, most_chunks=10_000, **options
-            )
+            options = {"interval_s": 0.05, **options}
+            watch = PoolWatch(f"http://127.0.0.1:{pool.metrics_port}", ends, most_chunks=10_000, **options)
             stack.callback(watch.close)
-            watch.start()
             subscriber = stack.enter_context(closing(EventSubscriber(check_s=0.5, again_s=0.02)))
-            made = Heard()
+            made = Heard(watch, subscriber)
             subscriber.follow({"pool": (ends, made.apply)})
+            begun()
+            watch.start()
             return made
 
         yield hear
@@ -125,6 +127,24 @@ def test_what_the_master_evicts_is_published(own_pool: Pool, store: MooncakeStor
     assert gone, "80 MB do not fit into 64"
     wait_for(lambda: not any(one.chunks([chunk]) for chunk in gone), what="every eviction is published")
     wait_for(lambda: sum(one.chunks([chunk]) for chunk in chunks) == len(own_pool.keys()), what="and nothing else")
+
+
+def test_what_a_read_did_not_find_is_published_as_removed_before_the_next_list(
+    own_pool: Pool, store: MooncakeStore, heard: Any, tmp_path: Path
+) -> None:
+    chunks = names(8, "reads")
+    one = heard(own_pool, lambda: put(store, chunks), interval_s=600)
+    wait_for(lambda: one.chunks(chunks) == 8, what="the only list has come")
+    store.remove(DATABASE.all_shard_keys([chunks[6], chunks[3]]), timeout=10, force=True)
+    one.subscriber.report_missing("pool", NAMESPACE.fingerprint(), chunks[5:7])
+    wait_for(lambda: one.chunks(chunks[4:]) == 2, what="the one that is gone is published, and not the other")
+    ends = EventEndpoints(f"ipc://{tmp_path}/engine", f"ipc://{tmp_path}/engine.replay")
+    with closing(EventPublisher(ends, list)) as engine:
+        record = NodeRecord(name="p", role="prefill", address="http://p", events=ends.stream, replays=ends.replay)
+        one.watch.follow([record])
+        engine.publish([RemovedEvent([chunks[2] + b"x" * 16, chunks[3] + b"x" * 16], "STORAGE")])
+        wait_for(lambda: one.chunks(chunks) == 3, what="what an engine did not find is checked, too")
+    assert one.watch.lists == 1
 
 
 def test_a_reset_of_the_weights_clears_all(own_pool: Pool, store: MooncakeStore, heard: Any) -> None:
@@ -200,15 +220,17 @@ def test_a_list_that_is_too_long_or_no_list_is_an_error() -> None:
 
 def test_the_masters_role_publishes_them_where_the_file_says(make_pool: Any) -> None:
     port, _replays = free_port(), free_port()  # one after the other
-    pool, chunks, one = make_pool(segment="32MiB", events_port=port, events_interval_ms=50), names(5, "role"), Heard()
+    pool, chunks = make_pool(segment="32MiB", events_port=port, events_interval_ms=50), names(5, "role")
+    known = KnownPool(BlockBudget(1 << 20))
     pool.start()
     with pool.bare_client() as client, closing(EventSubscriber(check_s=0.5, again_s=0.02)) as subscriber:
         subscriber.follow(
-            {"pool": (EventEndpoints(f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"), one.apply)}
+            {"pool": (EventEndpoints(f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"), known.apply)}
         )
         for key in [*DATABASE.all_shard_keys(chunks), DATABASE.manifest_key]:
             value = NAMESPACE.manifest() if key.endswith("manifest") else b"x" * 1000
             assert client.put(key, value) == 0
-        wait_for(lambda: one.chunks(chunks) == 5, what="they are published")
+        prompt = NamedPrompt.of(NAMESPACE.fingerprint(), 256 * 5, (), 1, chunks, 256)
+        wait_for(lambda: known.tokens(prompt) == 5 * 256, what="they are published")
         assert client.remove(DATABASE.all_shard_keys(chunks)[2]) == 0
-        wait_for(lambda: one.chunks(chunks) == 2, what="and the removal")
+        wait_for(lambda: known.tokens(prompt) == 2 * 256, what="and the removal")

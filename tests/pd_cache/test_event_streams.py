@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from pd_cache.kv_events import EventBatch, Forget, KvEvent, RemovedEvent, Step, StoredEvent
-from pd_cache.wire.event_streams import EventEndpoints, EventPublisher, EventSubscriber
+from pd_cache.kv_events import EventBatch, Forget, KvEvent, RemovedEvent, Step, StoredEvent, encode_batch
+from pd_cache.wire import event_streams
+from pd_cache.wire.event_streams import MOST_REPORTED, EventEndpoints, EventPublisher, EventSubscriber
 from tests.support.waiting import wait_for
 
 
@@ -25,12 +27,14 @@ class Contents:
 
     def __init__(self) -> None:
         self.blocks: set[int] = set()
+        self.calls: list[int] = []
         self.forgotten = 0
 
     def everything(self) -> list[KvEvent]:
         return [StoredEvent(sorted(self.blocks))]
 
     def apply(self, steps: Sequence[Step]) -> None:
+        self.calls.append(len(steps))
         for step in steps:
             for event in [] if isinstance(step, Forget) else step.events:
                 if isinstance(event, StoredEvent):
@@ -143,6 +147,110 @@ def test_a_publisher_that_begins_anew_and_says_nothing_is_noticed(
         wait_for(lambda: heard.blocks == {1}, what="the first one is heard")
     with closing(Talker(endpoints)):
         wait_for(lambda: heard.blocks == set(), what="it asked and heard that nothing was said")
+
+
+class Forgetful:
+    """A publisher whose answers to replays end after 40 batches without a word, as vLLM's do if its socket's queue is full."""
+
+    def __init__(self, endpoints: EventEndpoints, batches: int) -> None:
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.bind(endpoints.replay)
+        self._batches = [encode_batch(EventBatch(float(number), [StoredEvent([number])])) for number in range(batches)]
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            identity, _, first, *_ = self._router.recv_multipart()
+            if identity == b"end":
+                return
+            start = int.from_bytes(first, "big")
+            for number, raw in list(enumerate(self._batches))[start : start + 40]:
+                self._router.send_multipart([identity, b"", b"", number.to_bytes(8, "big"), raw])
+
+    def close(self) -> None:
+        with self._context.socket(zmq.DEALER) as end:
+            end.setsockopt(zmq.IDENTITY, b"end")
+            end.connect(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
+            end.send_multipart([b"", b""])
+            self._thread.join()
+        self._router.close(0)
+        self._context.destroy(linger=0)
+
+
+def test_a_replay_without_an_end_is_continued_at_once(endpoints: EventEndpoints) -> None:
+    heard = Contents()
+    with closing(Forgetful(endpoints, 300)), closing(EventSubscriber(check_s=600, replay_s=600, quiet_s=0.05)) as it:
+        it.follow({"it": (endpoints, heard.apply)})
+        wait_for(lambda: heard.blocks == set(range(300)), what="all parts came")
+    assert heard.forgotten == 0
+
+
+def test_a_long_replay_is_applied_in_parts(
+    talkers: Talkers, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_streams, "_APPLIED_AT_ONCE", 1000)
+    talker = talkers()
+    for number in range(3000):
+        talker.say(StoredEvent([number]), *([RemovedEvent([number - 7])] if number > 7 else []))
+    heard = listener()
+    wait_for(lambda: heard.blocks == talker.contents.blocks, what="every batch was replayed")
+    assert (heard.forgotten, len(heard.calls) > 10) == (0, True)
+
+
+def test_what_a_read_did_not_find_is_reported_to_the_publisher(
+    endpoints: EventEndpoints,
+) -> None:
+    reported: list[tuple[str, list[bytes]]] = []
+    with (
+        closing(EventPublisher(endpoints, list, on_missing=lambda owner, names: reported.append((owner, [*names])))),
+        closing(EventSubscriber(check_s=0.3)) as subscriber,
+    ):
+        subscriber.follow({"it": (endpoints, lambda steps: None)})
+        wait_for(lambda: subscriber.describe().get("it", {}).get("in_order"), what="it is connected")
+        subscriber.report_missing("another", "space", [b"x"])
+        subscriber.report_missing("it", "space", [bytes([number]) for number in range(100)])
+        wait_for(lambda: reported, what="the report came")
+    assert reported == [("space", [bytes([number]) for number in range(MOST_REPORTED)])]
+
+
+def test_a_subscriber_whose_sockets_fail_forgets_and_begins_anew(
+    talkers: Talkers, endpoints: EventEndpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does one that has no file descriptor left for a moment."""
+    monkeypatch.setattr(event_streams, "_REVIVE_S", 0.05)
+    talker, heard, failing = talkers(), Contents(), threading.Event()
+    ask = event_streams._Feed.ask
+
+    def fails(feed: event_streams._Feed, now: float) -> None:
+        if failing.is_set():
+            failing.clear()
+            raise zmq.ZMQError(errno.EMFILE)
+        ask(feed, now)
+
+    monkeypatch.setattr(event_streams._Feed, "ask", fails)
+    talker.say(StoredEvent([1, 2]))
+    with closing(EventSubscriber(check_s=0.1, again_s=0.02)) as subscriber:
+        subscriber.follow({"it": (endpoints, heard.apply)})
+        wait_for(lambda: heard.blocks == {1, 2}, what="it is heard")
+        failing.set()
+        wait_for(lambda: heard.forgotten == 1 and heard.blocks == {1, 2}, what="it was forgotten, and is heard again")
+        talker.say(RemovedEvent([2]))
+        wait_for(lambda: heard.blocks == {1}, what="the stream goes on")
+
+
+def test_another_address_of_a_publisher_begins_with_nothing(tmp_path: Path) -> None:
+    ends = [EventEndpoints(f"ipc://{tmp_path}/{name}", f"ipc://{tmp_path}/{name}.replay") for name in "ab"]
+    heard = Contents()
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(closing(Talker(one))) for one in ends)
+        first.say(StoredEvent([1]))
+        second.say(StoredEvent([2]))
+        subscriber = stack.enter_context(closing(EventSubscriber(check_s=0.3, again_s=0.02)))
+        for one, blocks in zip(ends, ({1}, {2}), strict=True):
+            subscriber.follow({"it": (one, heard.apply)})
+            wait_for(lambda blocks=blocks: heard.blocks == blocks, what="it is followed")
 
 
 def test_garbage_on_the_stream_costs_what_is_known_and_no_more(endpoints: EventEndpoints, listener: Listener) -> None:

@@ -140,7 +140,7 @@ def test_what_an_engine_said_of_a_chunk_is_said_with_it_and_taken_back_with_it()
     assert event.ownership == NAMESPACE.fingerprint()
     (gone,) = pool.listed([])
     assert isinstance(gone, RemovedEvent)
-    assert gone.block_hashes == hashes
+    assert gone.block_hashes == [hashes[-1][:16], *hashes], "a late subscriber heard only the name"
     assert not pool.contents._hashes, "nothing is remembered of what is gone"
 
 
@@ -155,9 +155,58 @@ def test_what_an_engine_says_after_the_chunk_was_listed_is_said_then() -> None:
     assert pool.listed(keys([last[:16]])) == []
 
 
+BLOCKS = [[hashlib.sha256(bytes([number, block])).digest() for block in range(3)] for number in range(4)]
+_actions = st.lists(st.tuples(st.sets(st.integers(0, 3)), st.sets(st.integers(0, 3)), st.booleans()), max_size=8)
+
+
+@given(_actions)
+def test_who_hears_of_chunks_by_name_or_by_blocks_or_both_forgets_them_when_they_go(
+    actions: list[tuple[set[int], set[int], bool]],
+) -> None:
+    """Each action: the chunks of which an engine tells, those of the next list, and whether another subscriber joins behind it."""
+    pool = Followed()
+    known: list[set[tuple[str | None, int | bytes]]] = [set()]
+    for told, listed, joins in [*actions, (set(), set(), False)]:
+        for number in told:
+            pool.contents.learn(StoredEvent([*BLOCKS[number]], None, msgspec.Raw(b"\x91\x01"), 64, medium="STORAGE"))
+        names = [BLOCKS[number][-1][:16] for number in listed]
+        for event in pool.listed([*keys(names), *keys(names, OTHER)]):
+            assert not isinstance(event, ClearedEvent)
+            hashes = {(event.ownership, one) for one in event.block_hashes}
+            known = [one | hashes if isinstance(event, StoredEvent) else one - hashes for one in known]
+        for one in known:
+            assert {(owner, str(name)) for owner, name in one if name in names} | {
+                (owner, str(BLOCKS[number][-1][:16])) for owner, name in one for number in listed if name in BLOCKS[number]
+            } == {(space, str(name)) for space in SPACES for name in names}, "in one way or the other"  # fmt: skip
+        if joins:
+            everything = pool.contents.everything(SPACES)
+            known.append({(event.ownership, name) for event in everything if isinstance(event, StoredEvent) for name in event.block_hashes})  # fmt: skip
+    assert not any(known), "the pool is empty"
+
+
+def test_chunks_that_are_found_missing_before_the_next_list_are_removed_as_by_a_list() -> None:
+    pool = Followed()
+    pool.listed([*keys(NAMES[:4]), *keys(NAMES[:2], OTHER)])
+    ours, other = ((space.fingerprint(), NAMES[1]) for space in (NAMESPACE, OTHER))
+    assert sorted(pool.contents.named(NAMES[1])) == sorted([ours, other])
+    assert pool.contents.keys(other, SPACES) == keys(NAMES[1:2], OTHER)
+    assert pool.contents.keys((ours[0], NAMES[9]), SPACES) == []
+    change = pool.contents.without([ours, (ours[0], NAMES[9])])
+    assert [(event.ownership, event.block_hashes) for event in change.events if isinstance(event, RemovedEvent)] == [
+        (ours[0], [NAMES[1]])
+    ]
+    pool.contents.commit(change)
+    assert pool.contents.named(NAMES[1]) == [other]
+    (back,) = pool.listed([*keys(NAMES[:4]), *keys(NAMES[:2], OTHER)])
+    assert isinstance(back, StoredEvent), "if it is there after all, the next list says so"
+
+
 def test_events_of_other_tiers_and_short_hashes_teach_nothing() -> None:
     pool = Followed()
     for event in (
+        StoredEvent([b"x" * 32] * 2000, medium="STORAGE"),
+        StoredEvent([b"x" * 32, b"x" * 16], medium="STORAGE"),
+        StoredEvent([b"x" * 32], None, msgspec.Raw(msgspec.msgpack.encode(list(range(100_000)))), medium="STORAGE"),
         StoredEvent([5], medium="STORAGE"),
         StoredEvent([b"x" * 32], medium="GPU"),
         StoredEvent([], medium="STORAGE"),

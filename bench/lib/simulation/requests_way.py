@@ -183,6 +183,7 @@ class _SimulatedProxy:
                 plan.proxy.policy,
                 breaker_failures=plan.proxy.breaker_failures,
                 cache_tokens=plan.proxy.node_cache_tokens,
+                rng=cluster.first_turns,
             )
             for hop in ("prefill", "decode")
         }
@@ -208,6 +209,8 @@ class SimulatedCluster:
         self.nodes = {"prefill": every[: plan.prefill], "decode": every[plan.prefill :]}
         self._by_number = every
         self._clients = SerialThread(machine().cores, "clients") if plan.one_machine else None
+        self.first_turns = random.Random(plan.seed)
+        """Says at which nodes proxies begin."""
         self._proxies = [_SimulatedProxy(self, machine()) for _ in range(plan.proxies)]
         self._by_url = {f"{hop}-{node.number}": node for hop, nodes in self.nodes.items() for node in nodes}
         self._giving = range(count if plan.decode_memory else plan.prefill)

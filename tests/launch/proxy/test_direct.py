@@ -14,6 +14,7 @@ from launch.proxy.direct import DirectRule, Pool
 from pd_cache.block_hashes import BlockHasher, describe_hashes
 from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
+from pd_cache.misses import MissReason
 from pd_cache.tokens import ChunkedTokenDatabase, ChunkNamer, salt_keys, stride_hashes
 from tests.support.proxy import (
     NAMESPACE,
@@ -33,6 +34,7 @@ class Lookups(LookupClient):
     def __init__(self, found: int) -> None:
         super().__init__(ChunkedTokenDatabase(NAMESPACE))
         self.found = found
+        self.reason: MissReason = "missing"
         self.gate = threading.Event()
         self.gate.set()
         self.asked: list[list[bytes]] = []
@@ -42,10 +44,11 @@ class Lookups(LookupClient):
     def available(self) -> bool:
         return True
 
-    def find(self, names: Any, lookup_id: str | None = None, *, at_hand: int = 0) -> int:
+    def survey(self, names: Any, lookup_id: str | None = None, *, at_hand: int = 0) -> Surveyed:
         self.asked.append(names)
         self.gate.wait(60)
-        return self.found
+        chunks = self.found // NAMESPACE.chunk_size
+        return Surveyed(chunks, chunks, "none" if chunks >= len(names) else self.reason)
 
     def reset(self) -> str | None:
         raise AssertionError("a proxy resets nothing")

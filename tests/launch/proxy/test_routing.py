@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -153,9 +154,15 @@ def pool_of(*urls: str, hop: Hop = "prefill", policy: Policy = "round_robin", **
     return pool
 
 
-def test_nodes_are_taken_in_turn() -> None:
-    pool = pool_of("a", "b", "c")
-    assert [pool.pick(0) for _ in range(7)] == ["a", "b", "c", "a", "b", "c", "a"]
+def test_nodes_are_taken_in_turn_and_several_proxies_begin_at_different_ones() -> None:
+    begun = set()
+    for seed in range(20):
+        pool = NodePool("prefill", rng=Random(seed))
+        pool.update(map(Target, "abc"))
+        taken = [pool.pick(0) for _ in range(7)]
+        assert (sorted(map(str, taken[:3])), taken[3:6], taken[6]) == (["a", "b", "c"], taken[:3], taken[0])
+        begun.add(taken[0])
+    assert begun == {"a", "b", "c"}
 
 
 def test_a_node_that_joins_is_taken_and_one_that_left_is_not() -> None:

@@ -173,6 +173,17 @@ def test_a_reset_of_vllms_own_cache_has_the_prompt_looked_up_from_its_start() ->
     assert scene.lookups.asked == [2, 0], "whether the pool has the first chunks had never been asked"
 
 
+def test_a_chunk_that_a_lookup_found_evicted_is_announced_as_removed_and_one_that_was_never_there_is_not() -> None:
+    scene = Scene()
+    scene.lookups.there = set(scene.names(Request("a", PROMPT))[:1])
+    for name, reason, events in (("a", "never_stored", []), ("b", "evicted", [("gone", "b", 1)])):
+        scene.lookups.reason = reason  # type: ignore[assignment]
+        request = Request(name, PROMPT)
+        for _ in range(3):  # vLLM asks again and again
+            scene.side.matched_tokens(request, 0)  # type: ignore[arg-type]
+        assert list(scene.side.stores.take_events()) == events
+
+
 def test_a_lost_server_is_a_miss_and_its_stores_are_not_taken_for_stored() -> None:
     scene, request = Scene(), Request("a", PROMPT)
     scene.lookups.here = False
