@@ -19,6 +19,7 @@ from tests.support.leaks import no_leaks
 from tests.support.needs import NO_OPENSSL
 from tests.support.pool import Pool
 from tests.support.waiting import PATIENCE_S
+from tests.support.warm_nodes import warm_nodes
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 # Mooncake's own patience, which is part of every recovery: the first store of a process sets it, and that may be any test's
@@ -32,6 +33,13 @@ settings.load_profile("busy")
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cheap_nodes() -> Iterator[None]:
+    """Nodes that need torch are forks of a process that has imported it."""
+    with warm_nodes():
+        yield
 
 
 @pytest.fixture(scope="session")

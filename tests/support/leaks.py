@@ -13,6 +13,7 @@ import psutil
 
 from tests.support.pool import Pool
 from tests.support.waiting import PATIENCE_S
+from tests.support.warm_nodes import nursery
 
 
 class _Processes:
@@ -27,7 +28,7 @@ class _Processes:
         """Returns all of them, by their numbers."""
         self._children = _children()
         found = psutil.Process().children(recursive=True) if self._children else []
-        self._found = {process.pid: process for process in found}
+        self._found = {process.pid: process for process in found if process.pid != nursery.pid}
         return self._found
 
     def known(self) -> dict[int, psutil.Process]:

@@ -1,0 +1,222 @@
+"""Nodes without the seconds of processor time that importing torch takes: forks of one process, the nursery, that has imported it.
+
+A quarter of what the test suite costs would be that import, in each prefill node, decode node and cache server. `warm_nodes` makes
+`launch.process` fork them instead, where a test starts them from its own process; what a `pd-cache up` in a process of its own starts is
+started as everywhere. Other roles, which start in half a second, are forked if there is a nursery already. A forked node is a child of the test like any other: it has a pid of its own, which can be stopped, killed and
+waited for, it ends with the test, and its streams, environment, folder, session and signals are what they would be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import inspect
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import launch.process
+from launch import _tethered
+
+ROOT = Path(__file__).resolve().parents[2]
+_TETHER = [sys.executable, "-I", "-S", str(Path(_tethered.__file__).resolve())]
+_NODE = [sys.executable, "-m", "launch", "launch"]
+_ON_HOST = ["ip", "netns", "exec"]
+_NEED_TORCH = ("prefill", "decode", "cache-server")
+_START_S = 300.0
+_SET_CHILD_SUBREAPER = 36
+_NEW_NETWORK = 0x4000_0000
+_signature = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+
+
+class _Nursery:
+    """The process that has imported torch, started when the first node is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ours: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """None if it has not been started."""
+        return self._process and self._process.pid
+
+    def fork(self, job: Mapping[str, Any], streams: Sequence[int]) -> int:
+        """Returns the pid of a new child of this process. RuntimeError if the nursery is gone."""
+        with self._lock, self._connected() as connection, _adopting():
+            message = json.dumps(job).encode()
+            socket.send_fds(connection, [len(message).to_bytes(4, "big")], list(streams))
+            connection.sendall(message)
+            answer = connection.recv(4, socket.MSG_WAITALL)
+            if len(answer) < 4:
+                raise RuntimeError("the process that nodes are forks of is gone")
+            return int.from_bytes(answer, "big")
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[socket.socket]:
+        if self._ours is None:
+            self._ours, theirs = socket.socketpair()
+            self._ours.settimeout(_START_S)
+            with theirs:
+                self._process = subprocess.Popen(  # ends when our side is closed, at the latest with us
+                    [sys.executable, "-m", "tests.support.warm_nodes", str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(),),
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+        yield self._ours
+
+    def close(self) -> None:
+        if self._ours is not None and self._process is not None:
+            self._ours.close()
+            self._process.wait(60)
+            self._ours = self._process = None
+
+
+nursery = _Nursery()
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """What loses its parent in this block, below this process, becomes a child of this process."""
+    prctl = _tethered.ctypes.CDLL(None).prctl
+    prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+class _Popen(subprocess.Popen[bytes]):
+    """As its base, but a node is forked."""
+
+    def _execute_child(self, *args: Any, **kwargs: Any) -> None:
+        given = _signature.bind(self, *args, **kwargs).arguments
+        words = list(given["args"])
+        # PYTHON -I -S TETHER PARENT SIGNAL SIGINT FILE [ip netns exec HOST] PYTHON -m launch launch ROLE …
+        host, command = ("", words[8:]) if words[8:11] != _ON_HOST else (words[11], words[12:])
+        if words[:4] != _TETHER or command[:4] != _NODE or not (command[4] in _NEED_TORCH or nursery.pid):
+            super()._execute_child(*args, **kwargs)  # type: ignore[misc]
+            return
+        env = os.environ if given["env"] is None else given["env"]
+        job = {
+            "argv": command[3:],
+            "host": host,
+            "parent": os.getpid(),
+            "death_signal": int(words[5]),
+            "interrupt": words[6],
+            "env": dict(env),
+            "cwd": str(given["cwd"] or os.getcwd()),
+            "session": given["start_new_session"],
+            "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        }
+        pipes = [given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+        streams = [number if theirs == -1 else theirs for number, theirs in enumerate((pipes[0], pipes[3], pipes[5]))]
+        try:
+            self.pid = nursery.fork(job, streams)
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def warm_nodes() -> Iterator[None]:
+    """Within this block, nodes are forks, where the kernel and Python's `subprocess` are as this file expects them."""
+    if sys.platform != "linux":
+        yield
+        return
+    usual = launch.process.subprocess
+    launch.process.subprocess = SimpleNamespace(**{**vars(usual), "Popen": _Popen})  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        launch.process.subprocess = usual
+        nursery.close()
+
+
+# --- in the process that has imported torch --------------------------------------------------------------------------
+
+
+def _next_job(connection: socket.socket) -> dict[str, Any]:
+    """Returns only in a node's process: what it is to be."""
+    while True:
+        head, streams, _, _ = socket.recv_fds(connection, 4, 3)
+        if len(head) < 4:
+            os._exit(0)  # the tests are over
+        job = json.loads(connection.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
+        if (between := os.fork()) == 0:
+            if os.fork():
+                os._exit(0)  # so that the node is an orphan, and the tests adopt it
+            _become(job, streams, connection)
+            return job  # type: ignore[no-any-return]
+        os.waitpid(between, 0)
+        for stream in streams:
+            os.close(stream)
+
+
+def _become(job: Mapping[str, Any], streams: Sequence[int], connection: socket.socket) -> None:
+    """What the kernel and `launch/_tethered.py` do for a new program."""
+    while os.getppid() != job["parent"]:
+        time.sleep(0.0005)  # the one between is not gone yet
+    _tethered.set_death_signal(job["death_signal"])
+    if os.getppid() != job["parent"]:
+        os._exit(1)
+    if job["host"]:
+        with open(f"/run/netns/{job['host']}") as namespace:
+            if _tethered.ctypes.CDLL(None).setns(namespace.fileno(), _NEW_NETWORK):
+                os._exit(1)
+    if job["session"]:
+        os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["env"])
+    if job["interrupt"] != "ignore":
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, job["blocked"])
+    sys.stdout.reconfigure(write_through=bool(job["env"].get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
+    random.seed()
+    connection.sendall(os.getpid().to_bytes(4, "big"))
+    connection.close()
+
+
+_IMPORTED = (
+    "launch.proxy.proxy",
+    "launch.roles.cache_server",
+    "launch.roles.master",
+    "launch.roles.proxy",
+    "launch.roles.reference",
+    "launch.roles.store",
+    "pd_cache.server.cache_server",
+)
+
+
+def _serve(number: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the tests
+    from launch.cli import main
+
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a node would copy all pages that it shares with the others
+    job = _next_job(socket.socket(fileno=number))
+    main(job["argv"], prog_name="pd-cache")
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))
