@@ -203,7 +203,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 def stop(*_):
-    time.sleep(2)  # what it has begun
+    while not pathlib.Path(__file__).with_name("done").exists():
+        time.sleep(0.02)  # what it has begun
     sys.exit(0)
 
 signal.signal(signal.SIGTERM, stop)
@@ -233,8 +234,11 @@ def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_be
         assert (found["model"], found["state"]) == ("tiny", "up")
         assert "hash_mode blocks here, tokens on decode-0" in health(cluster)["differences"]["prefill-3"]
         node.send(signal.SIGTERM)
-        wait_for(lambda: node.address not in health(cluster)["prefill"], 1.5, "it left before it ended")
-        assert node.process.poll() is None
+        try:
+            wait_for(lambda: node.address not in health(cluster)["prefill"], what="it left before it ended")
+            assert node.process.poll() is None
+        finally:
+            executable.with_name("done").touch()
 
 
 @pytest.mark.usefixtures("patient")

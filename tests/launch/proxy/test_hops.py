@@ -421,15 +421,18 @@ async def test_a_stream_that_stalls_ends_with_an_error_event_when_its_time_is_ov
 
 @scenario
 async def test_a_body_that_does_not_arrive_is_a_408() -> None:
+    answered = asyncio.Event()
+
     async def body() -> AsyncIterator[bytes]:
         yield b'{"prompt": '
-        await asyncio.sleep(1.5)
+        await answered.wait()
         yield b'"x"}'
 
     async with cluster(request_timeout_s=0.3) as c:
         async with c.post(data=body()) as response:
             assert response.status == 408
             await error_of(response)
+            answered.set()
         assert c.prefill[0].bodies == []
 
 
