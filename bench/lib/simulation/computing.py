@@ -110,7 +110,7 @@ class SimulatedEngine:
             tokens = 0
             if computing is not None:
                 tokens = self._step_of(computing)
-                seconds = self._prefill_seconds(computing.position, tokens)
+                seconds = self._costs.prefill.step(tokens, computing.position)
                 self.prefill_asked += seconds
                 self.computed += tokens
                 yield self._cores.begin(seconds, self._group)
@@ -146,10 +146,6 @@ class SimulatedEngine:
         end = min((generating.position // step + 1) * step, generating.request.tokens)
         return end - generating.position
 
-    def _prefill_seconds(self, position: int, tokens: int) -> float:
-        costs = self._costs.prefill
-        return costs.step_s + costs.token_s * tokens + costs.context_s * tokens * (position + tokens / 2)
-
     def _prompt_done(self, generating: Generating) -> None:
         generating.stored = self._node.store(generating)
         generating.produced = 1
@@ -170,10 +166,10 @@ class SimulatedEngine:
         generating.stored.then(free)
 
     def _decode(self, most: int) -> Process:
-        costs, batch = self._costs.decode, self._decoding
+        batch = self._decoding
         ticks = min(most, min(one.output - one.produced for one in batch))
         context = sum(one.request.tokens + one.produced for one in batch) + len(batch) * (ticks - 1) / 2
-        each = costs.step_s + costs.sequence_s * len(batch) + costs.context_s * context
+        each = self._costs.decode.step(len(batch), context)
         job = self._cores.begin(each * ticks, self._group)
         if ticks > 1:
             self._wake = Happening()

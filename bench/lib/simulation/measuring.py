@@ -366,16 +366,11 @@ def measure_services(
     computing = between("prefill", _LONG, _MIDDLE) - storing - token_s * tokens
     slower = computing / (prompt_seconds(steps.prefill, _LONG, shape) - prompt_seconds(steps.prefill, _MIDDLE, shape))
     context = _SHORT.tokens + words / 2
-    each = steps.decode.step_s + steps.decode.sequence_s + steps.decode.context_s * context
+    each = steps.decode.step(1, context)
     event_s = max(0.0, between("decode", _WORDY, _SHORT) / words - each)
     request_s = used[_SHORT]["decode"] - prompt_seconds(steps.prefill, _SHORT, shape) - event_s
     node = ServiceCosts(request_s=max(0.0, request_s), token_s=token_s, event_s=event_s)
-    prefill = msgspec.structs.replace(
-        steps.prefill,
-        step_s=steps.prefill.step_s * max(1.0, slower),
-        token_s=steps.prefill.token_s * max(1.0, slower),
-        context_s=steps.prefill.context_s * max(1.0, slower),
-    )
+    prefill = steps.prefill.times(max(1.0, slower))
     return ServiceFigures(services["proxy"], node, services["client"], prefill)
 
 
@@ -384,7 +379,7 @@ def prompt_seconds(costs: PrefillCosts, probe: _ServiceProbe, shape: EngineShape
     total, position = 0.0, 0
     while position < probe.tokens:
         tokens = min(shape.step_tokens, probe.tokens - position)
-        total += costs.step_s + costs.token_s * tokens + costs.context_s * tokens * (position + tokens / 2)
+        total += costs.step(tokens, position)
         position += tokens
     return total
 
