@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 from launch.discovery import View
@@ -26,12 +27,20 @@ class NodePools:
     """Follows views, and logs what changed."""
 
     def __init__(
-        self, config: ProxyConfig, direct: DirectRule, master: Callable[[View], str | None] | None = None
+        self,
+        config: ProxyConfig,
+        direct: DirectRule,
+        master: Callable[[View], str | None] | None = None,
+        rng: Random | None = None,
     ) -> None:
-        """`master` returns the address of the master of a view's pool."""
+        """`master` returns the address of the master of a view's pool. `rng` orders nodes that have not been taken."""
         self.pools: dict[Hop, NodePool] = {
             hop: NodePool(
-                hop, config.policy, breaker_failures=config.breaker_failures, cache_tokens=config.node_cache_tokens
+                hop,
+                config.policy,
+                breaker_failures=config.breaker_failures,
+                cache_tokens=config.node_cache_tokens,
+                rng=rng,
             )
             for hop in _HOPS
         }

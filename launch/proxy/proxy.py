@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from random import Random
 
 from aiohttp import web
 
@@ -48,11 +49,12 @@ class Proxy:
         peers: Peers | None = None,
         connections: Connections | None = None,
         tracing: Tracing = UNTRACED,
+        rng: Random | None = None,
     ) -> None:
         """Makes a proxy that knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node; by default all need one.
 
         `master` returns the address of the pool's master, for lookups. `files` watches the key files. `peers` returns the content of
-        `/peers`. `connections`: those of the listener, if it counts them. The caller closes `tracing`. Raises ConfigError if a key file cannot be used.
+        `/peers`. `rng` orders nodes that have not been taken. `connections`: those of the listener, if it counts them. The caller closes `tracing`. Raises ConfigError if a key file cannot be used.
         """
         self.metrics = ProxyMetrics()
         self.connections = Connections(0) if connections is None else connections
@@ -65,7 +67,7 @@ class Proxy:
         self._bodies = BodyBudget(config.body_memory)
         self._retries = RetryBudget(max(_FEW_RETRIES, config.max_requests))
         self._direct = direct or DirectRule(0)
-        self._node_pools = NodePools(config, self._direct, master)
+        self._node_pools = NodePools(config, self._direct, master, rng)
         self._nodes = Nodes(self._node_pools.pools, self.metrics, lambda: self._keys.credentials)
         recent, self._watch = RecentRequests(time.monotonic), NodeWatch()
         completions = Completions(self._nodes, self._node_pools, self._direct, self.metrics, config.prefill_timeout_s)

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
 from typing import Any
 
 import aiohttp
@@ -195,6 +196,13 @@ def unused_port() -> int:
         return int(free.getsockname()[1])
 
 
+class InOrder(Random):
+    """Has a proxy take nodes in the order in which they are listed."""
+
+    def random(self) -> float:
+        return 0.0
+
+
 class Cluster:
     def __init__(self, proxy: Proxy, url: str, prefill: list[Node], decode: list[Node]) -> None:
         self.proxy, self.url, self.prefill, self.decode = proxy, url, prefill, decode
@@ -248,7 +256,7 @@ async def cluster(
                 urls[hop].append(given or node.url)
         # checks of health get in the way of scripts; their own tests ask for them
         settings = ProxyConfig(**{"policy": "round_robin", "health_interval_s": 3600, "drain_s": drain_s, **config})
-        proxy = Proxy(settings, direct)
+        proxy = Proxy(settings, direct, rng=InOrder())
         proxy.update(view(**urls))
         server = TestServer(proxy.app())
         await server.start_server()

@@ -13,14 +13,14 @@ from launch.proxy.attempts import Attempts, Trial
 from launch.proxy.budget import RetryBudget
 from launch.proxy.quiet import Quiet
 from launch.proxy.routing import NodePool, Reason, Target
-from tests.support.proxy import answers, cluster, decodes, disconnects, error_of, says, scenario
+from tests.support.proxy import InOrder, answers, cluster, decodes, disconnects, error_of, says, scenario
 
 BOOM = {"error": {"message": "boom", "type": "server_error", "param": None, "code": None}}
 SUSPICIOUS: tuple[Reason, ...] = ("error", "garbage", "disconnected")
 
 
 def pool_of(*urls: str, failures: int = 5) -> NodePool:
-    pool = NodePool("decode", breaker_failures=failures)
+    pool = NodePool("decode", breaker_failures=failures, rng=InOrder())
     pool.update(Target(url) for url in urls)
     return pool
 
