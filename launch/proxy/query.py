@@ -26,7 +26,9 @@ _TENANT = "default"
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
-class _Query(msgspec.Struct, frozen=True):
+class Query(msgspec.Struct, frozen=True):
+    """Which nodes have how much of these tokens? What Mooncake Conductor calls an instance is a node here."""
+
     token_ids: list[_Token]
     model: str | None = None
     lora_name: str | None = None
@@ -35,6 +37,14 @@ class _Query(msgspec.Struct, frozen=True):
     instance_id: str | None = None
     block_size: int | None = None
     cache_salt: str | None = None
+
+
+def read_query(body: bytes) -> Query:
+    """Reads a request's body. Raises ApiError if it is no query."""
+    try:
+        return decode_json(body, Query)
+    except UndecodableError as error:
+        raise ApiError(400, f"The body is no query: {error}", code="invalid_json") from None
 
 
 class CacheQuery:
@@ -63,7 +73,7 @@ class CacheQuery:
         finally:
             self._under_way -= 1
 
-    async def _look(self, query: _Query) -> dict[str, dict[str, dict[str, object]]]:
+    async def _look(self, query: Query) -> dict[str, dict[str, dict[str, object]]]:
         if query.tenant_id not in (None, "", _TENANT):
             return {}
         model = self._direct.model
@@ -89,7 +99,7 @@ class CacheQuery:
         }
 
 
-async def _read(request: web.Request) -> _Query:
+async def _read(request: web.Request) -> Query:
     if (request.content_length or 0) > _LARGEST:
         raise ApiError(413, f"A query may have {_LARGEST} bytes")
     body = bytearray()
@@ -97,7 +107,4 @@ async def _read(request: web.Request) -> _Query:
         body += piece
         if len(body) > _LARGEST:
             raise ApiError(413, f"A query may have {_LARGEST} bytes")
-    try:
-        return decode_json(bytes(body), _Query)
-    except UndecodableError as error:
-        raise ApiError(400, f"The body is no query: {error}", code="invalid_json") from None
+    return read_query(bytes(body))

@@ -130,7 +130,6 @@ def _ask_server(row: NodeStatus) -> None:
 
     report = server_status(address, _TIMEOUT_S)
     _read_cache(read_samples(report.metrics), row)
-    row.state = "up" if report.available or not report.workers else "degraded: its pool does not answer"
     row.up_since, row.in_flight = report.up_since, report.in_flight
     row.record = msgspec.structs.replace(row.record, version=report.software)
 
@@ -154,8 +153,6 @@ def _ask_store(metrics: str, row: NodeStatus) -> None:
 
 def _read_store(health: str, samples: Samples, row: NodeStatus) -> None:
     row.record = msgspec.structs.replace(row.record, version=read_about(health).version or row.record.version)
-    if not total(samples, "pd_cache_pool_up"):
-        row.state = "degraded: its pool does not answer"
     _read_cache(samples, row)
 
 
@@ -197,6 +194,8 @@ def _read_health(body: str, row: NodeStatus) -> None:
 
 def _read_cache(samples: Samples, row: NodeStatus) -> None:
     """Reads what `CacheMetrics` and prometheus_client's process collector export."""
+    if "pd_cache_pool_up" in samples and not total(samples, "pd_cache_pool_up"):
+        row.state = "degraded: its pool does not answer"
     tokens = {
         labels.get("outcome"): value
         for labels, value in samples.get("pd_cache_tokens_total", ())

@@ -389,6 +389,8 @@ class LocalDiskBackend(StorageBackend):
                     self.sweeper.sweep()
                 opened = True
                 self.writer.with_room(self.folder.probe)
+                if self._is_small:
+                    self.sweeper.grow()  # before anybody writes: a write that finds a small budget evicts what still has room
             except OSError as error:
                 state = state_of(error) if opened else DiskState.OFF
                 self.health.settle(state, f"opening the folder failed: {error}", name_of(error))

@@ -23,7 +23,12 @@ _LABELS = {
     "prompt_tokens": ("source",),
     "missed_tokens": ("reason",),
     "tier_hits": ("tier",),
+    "tier_misses": ("tier", "reason"),
     "tier_evictions": ("tier",),
+    "tier_healed": ("tier",),
+    "tier_dropped_writes": ("tier", "reason"),
+    "tier_failures": ("tier", "reason"),
+    "tier_file_errors": ("tier", "error"),
 }
 _NAMES = {
     "tokens": ("tokens", "Tokens by what became of them in the cache"),
@@ -39,7 +44,12 @@ _NAMES = {
         "Tokens of prompts that were computed, by why the first of their chunks was not there",
     ),
     "tier_hits": ("tier_hits", "Chunks read, by tier"),
+    "tier_misses": ("tier_misses", "Chunks that a tier should have had, by why it had not"),
     "tier_evictions": ("tier_evictions", "Chunks evicted, by tier"),
+    "tier_healed": ("tier_healed", "Removals of damaged objects that succeeded, by tier"),
+    "tier_dropped_writes": ("tier_dropped_writes", "Chunks not written to a tier, by reason"),
+    "tier_failures": ("tier_failures", "Times that a tier was switched off"),
+    "tier_file_errors": ("tier_file_errors", "Errors that were one file's alone"),
 }
 
 

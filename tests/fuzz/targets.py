@@ -34,6 +34,8 @@ from launch.masters import read_master_health, read_places, read_segments
 from launch.proxy.answers import ApiError
 from launch.proxy.block_index import BlockBudget, KnownCache, KnownPool
 from launch.proxy.completion import Completion, HandedOver, read_handoff, read_models, read_tokens
+from launch.proxy.naming import PromptNamer
+from launch.proxy.query import read_query
 from launch.proxy.trips import read_report
 from launch.reachability import read_peers, targets_of
 from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, status_table
@@ -482,6 +484,12 @@ def _tokens(data: bytes) -> None:
     BlockHasher(16, describe_hashes("sha256", "0", ""), ["0"]).hashes(tokens)
 
 
+def _query(data: bytes) -> None:
+    query = read_query(data)
+    named = PromptNamer(NAMESPACE, ["0"]).name(query.token_ids, query.cache_salt)
+    assert len(named.names) == len(query.token_ids) // NAMESPACE.chunk_size
+
+
 def _models(data: bytes) -> None:
     _read_json(msgspec.json.encode({"object": "list", "data": read_models(data)}))
 
@@ -663,6 +671,14 @@ TARGETS: dict[str, Target] = {
         _target("rates", _rates, (ValueError,), (_METRICS, _ODD_METRICS, _RATED), _BYTES),
         _target("completion", _completion("prompt"), (ApiError,), tuple(map(_json, _BODIES[:3])), _JSON),
         _target("chat", _completion("messages"), (ApiError,), (_json(_BODIES[3]),), _JSON),
+        _target(
+            "query", _query, (ApiError,),
+            (
+                _json({"model": "m", "token_ids": list(range(600)), "cache_salt": "tenant", "instance_id": "decode-0"}),
+                _json({"token_ids": [], "lora_name": "a", "lora_id": -1, "tenant_id": "default", "block_size": 16}),
+            ),
+            _JSON,
+        ),
         _target("tokenized", _tokens, (ValueError,), (_json({"count": 3, "tokens": list(range(40))}),), _JSON),
         _target("models", _models, (ValueError,), (_json({"object": "list", "data": [{"id": "m"}, {"id": "n"}]}),), _JSON),
         _target(

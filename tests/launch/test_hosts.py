@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 
 from launch.engines.reference import GenerationRequest, ReferenceEngine
@@ -27,6 +26,7 @@ from pd_cache.cluster import ReferenceEngineConfig
 from tests.support.cluster import CHUNK, ENGINE, OUTAGES, Answer, cluster_file, complete
 from tests.support.etcd import Etcd
 from tests.support.hosts import Host, Network, why_not
+from tests.support.leaks import no_leaks
 from tests.support.needs import needs_etcd
 from tests.support.pool import Node
 from tests.support.waiting import wait_for
@@ -129,8 +129,7 @@ def nothing_left_behind() -> None:
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     if reason := why_not():
         pytest.skip(reason)
-    children = {child.pid for child in psutil.Process().children(recursive=True)}
-    with closing(Network()) as network:
+    with no_leaks(), closing(Network()) as network:
         cluster = Hosts(network, tmp_path_factory.mktemp("hosts"))
         try:
             cluster.start("master")
@@ -138,8 +137,6 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
             yield cluster
         finally:
             cluster.stop()
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in children]
-    assert not left
     names = subprocess.run(("ip", "netns", "list"), capture_output=True, check=True, timeout=60).stdout.decode()
     assert network.prefix not in names
 

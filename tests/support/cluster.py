@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from launch.status import cluster_status
 from launch.up import LocalCluster, running
 from pd_cache.cluster import read_config
+from tests.support.waiting import wait_for
 
 ENGINE: dict[str, Any] = {
     "kind": "reference",
@@ -101,9 +103,10 @@ def nodes_with_server() -> list[dict[str, Any]]:
 
 @contextmanager
 def started(folder: Path, **changes: Any) -> Iterator[LocalCluster]:
-    """The cluster of `cluster_file`, running."""
+    """The cluster of `cluster_file`, running, every node with its pool: nodes are ready without one."""
     config, source = read_config(cluster_file(folder, **changes))
     with running(config, source) as cluster:
+        wait_for(lambda: all(row.up or not row.asked for row in cluster_status(cluster.config).nodes), what="every node up")  # fmt: skip
         yield cluster
 
 
