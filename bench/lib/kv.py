@@ -6,9 +6,11 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import click
+import numpy as np
 import torch
 
 from bench.lib.report import option
@@ -17,6 +19,9 @@ from pd_cache.engine import CacheEngine
 from pd_cache.layout import KVLayout
 from pd_cache.prompts import PromptCache
 from transfer.staging import StagingPool
+
+_COPIED_TOGETHER = 64 << 20
+"""Bytes of a batch of `CopiedPool`, as many as the engine hands over together."""
 
 
 class Shape(NamedTuple):
@@ -93,16 +98,56 @@ class RawPool:
         self._addresses = [slot.address for slot in self.slots]
         self._sizes = [object_bytes] * len(keys)
         self.keys = keys
+        self.object_bytes = object_bytes
 
-    def put(self) -> None:
-        codes = self._client.batch_put_from(self.keys, self._addresses, self._sizes)
+    def put(self, batch: range | None = None) -> None:
+        """Puts all objects, or those of these places, with one call."""
+        keys, addresses, sizes = self._call(batch)
+        codes = self._client.batch_put_from(keys, addresses, sizes)
         assert not any(codes), codes
 
-    def get(self) -> None:
-        assert self._client.batch_get_into(self.keys, self._addresses, self._sizes) == self._sizes
+    def get(self, batch: range | None = None) -> None:
+        """Gets them."""
+        keys, addresses, sizes = self._call(batch)
+        assert self._client.batch_get_into(keys, addresses, sizes) == sizes
+
+    def _call(self, batch: range | None) -> tuple[list[str], list[int], list[int]]:
+        places = slice(None) if batch is None else slice(batch.start, batch.stop)
+        return self.keys[places], self._addresses[places], self._sizes[places]
 
     def remove(self, keys: list[str]) -> None:
         assert not any(self._client.batch_remove(keys, True))
+
+
+class CopiedPool:
+    """A `RawPool` for what lies in ordinary memory: each batch is copied to or from registered memory beside the call before."""
+
+    def __init__(self, raw: RawPool) -> None:
+        count = max(1, _COPIED_TOGETHER // raw.object_bytes)
+        self._raw = raw
+        self._caller = ThreadPoolExecutor(1)
+        self._memory = np.ones((len(raw.keys), raw.object_bytes), np.uint8)
+        self._registered = [np.frombuffer(slot.view, np.uint8) for slot in raw.slots]
+        self._batches = [range(first, min(first + count, len(raw.keys))) for first in range(0, len(raw.keys), count)]
+
+    def put(self) -> None:
+        calls = []
+        for batch in self._batches:
+            for index in batch:
+                np.copyto(self._registered[index], self._memory[index])
+            calls.append(self._caller.submit(self._raw.put, batch))
+        for call in calls:
+            call.result()
+
+    def get(self) -> None:
+        calls = [self._caller.submit(self._raw.get, batch) for batch in self._batches]
+        for batch, call in zip(self._batches, calls, strict=True):
+            call.result()
+            for index in batch:
+                np.copyto(self._memory[index], self._registered[index])
+
+    def close(self) -> None:
+        self._caller.shutdown()
 
 
 class PagedPrompt:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 
 from bench.lib.fleet import Crew, Location, Nothing, Site, step
-from bench.lib.kv import PagedPrompt, RawPool, Shape, gbps, shape_options, timed
+from bench.lib.kv import CopiedPool, PagedPrompt, RawPool, Shape, gbps, shape_options, timed
 from bench.lib.pool import host_pool, raw_host_client
 from bench.lib.report import Check, finish, option, output_options, progress, size
 from pd_cache.config import CacheConfig, NodeSettings
@@ -37,47 +36,9 @@ from pd_cache.tokens import CacheMetadata
 from transfer.settings import ByteSize, TransferSettings
 from transfer.staging import SharedStagingPool
 
-_COPIED_TOGETHER = 64 << 20
-"""Bytes of a batch of `CopiedPool`, as many as the engine hands over together."""
 _PATIENCE_S = 120.0
 _TARGET = 0.8
 _WRITER, _READER, _BOTH = range(1), range(1, 2), range(2)
-
-
-class CopiedPool:
-    """Raw calls on what lies in ordinary memory: each batch is copied to or from shared memory beside the call before."""
-
-    def __init__(self, client: Any, raw: RawPool, object_bytes: int) -> None:
-        count = max(1, _COPIED_TOGETHER // object_bytes)
-        self._client = client
-        self._caller = ThreadPoolExecutor(1)
-        self._memory = np.ones((len(raw.keys), object_bytes), np.uint8)
-        self._shared = [np.frombuffer(slot.view, np.uint8) for slot in raw.slots]
-        self._batches = [range(first, min(first + count, len(raw.keys))) for first in range(0, len(raw.keys), count)]
-        self._raw = raw
-        self._object_bytes = object_bytes
-
-    def _call(self, call: Callable[..., list[int]], batch: range) -> Future[list[int]]:
-        keys, addresses = [self._raw.keys[i] for i in batch], [self._raw.slots[i].address for i in batch]
-        return self._caller.submit(call, keys, addresses, [self._object_bytes] * len(batch))
-
-    def put(self) -> None:
-        calls = []
-        for batch in self._batches:
-            for index in batch:
-                np.copyto(self._shared[index], self._memory[index])
-            calls.append(self._call(self._client.batch_put_from, batch))
-        assert not any(code for call in calls for code in call.result())
-
-    def get(self) -> None:
-        calls = [self._call(self._client.batch_get_into, batch) for batch in self._batches]
-        for batch, call in zip(self._batches, calls, strict=True):
-            assert min(call.result()) > 0
-            for index in batch:
-                np.copyto(self._memory[index], self._shared[index])
-
-    def close(self) -> None:
-        self._caller.shutdown()
 
 
 class HostModeSetting(msgspec.Struct, frozen=True):
@@ -131,7 +92,7 @@ class EngineSite(Site):
         client = self._open.enter_context(raw_host_client(job.client))
         memory = SharedStagingPool(shape.chunks * (shape.object_bytes + 4096), shape.object_bytes)
         raw = RawPool(client, memory, [f"{job.run}/{index}" for index in range(shape.chunks)], shape.object_bytes)
-        copied = self._open.enter_context(closing(CopiedPool(client, raw, shape.object_bytes)))
+        copied = self._open.enter_context(closing(CopiedPool(raw)))
         self._actions: dict[str, Callable[[], object]] = {
             "store": partial(prompt.store, engine),
             "scramble": prompt.scramble,
