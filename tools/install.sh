@@ -27,5 +27,8 @@ if ! "$VENV/bin/python" -c "import torch" 2>/dev/null; then
         || pip install "torch==$TORCH" --index-url https://download.pytorch.org/whl/cpu
 fi
 
+# setuptools writes into this folder: environments that are set up at the same time take turns
+exec {turn}<pyproject.toml
+flock "$turn"
 echo "installing pd-cache into $VENV" >&2
 pip install -e ".[$EXTRAS]"
