@@ -1,9 +1,10 @@
 """Nodes without the seconds of processor time that importing torch takes: forks of one process, the nursery, that has imported it.
 
-A quarter of what the test suite costs would be that import, in each prefill node, decode node and cache server. `warm_nodes` makes
-`launch.process` fork them instead, where a test starts them from its own process; what a `pd-cache up` in a process of its own starts is
-started as everywhere. Other roles, which start in half a second, are forked if there is a nursery already. A forked node is a child of the test like any other: it has a pid of its own, which can be stopped, killed and
-waited for, it ends with the test, and its streams, environment, folder, session and signals are what they would be.
+That import, in each prefill node, decode node and cache server, would be a quarter of what the test suite costs. `warm_nodes` makes
+`launch.process` fork these nodes if a test starts them from its own process. A `pd-cache up` in a process of its own starts its nodes as usual.
+Other roles, which start in half a second, are forked only if there is a nursery already. A forked node is a child of the test like any other:
+it has a pid of its own, which can be stopped, killed and waited for, it ends with the test, and its streams, environment, folder, session and
+signals are what they would be.
 """
 
 from __future__ import annotations
