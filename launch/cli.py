@@ -28,7 +28,7 @@ _EXAMPLES = Path(__file__).with_name("configs")
 
 
 class _Seconds(click.FloatRange):
-    """A number in a range. click's own type takes NaN for one."""
+    """A number in a range. click's own type accepts NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         found = float(super().convert(value, param, ctx))

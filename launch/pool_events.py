@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _MASTERS_SHARE, _OWN_SHARE = 5, 3
 """To list keys takes at most one part in so many of the master's time, and to compare them of this process's."""
 _RECENT_LISTS = 8
-"""Of so many lists, the quickest one says how long a list keeps the master busy. The others waited for the machine."""
+"""The quickest of the last so many lists says how long a list keeps the master busy. The others waited for the machine."""
 _CHECK_PAUSE_S = 0.1
 _CHECKED_AT_ONCE = 256
 _MOST_REPORTED = 4096
@@ -129,7 +129,7 @@ class PoolWatch:
         self._learn_namespaces(listing)
         change = self._contents.compare(listing, self._namespaces)
         if change.events:
-            # with the first batch: who asks for everything between two of them gets what the later ones say, and may hear it twice
+            # with the first batch: a subscriber that asks for everything between two batches gets what the later ones say, and hears it twice
             commit: Callable[[], object] = functools.partial(self._contents.commit, change)
             for events in _batches(change.events):
                 self._publisher.publish(events, commit)

@@ -25,8 +25,8 @@ _CLOSE_S = 5.0
 
 
 class AsyncObjectCache:
-    """The same calls as coroutines, on any number of loops. A call that is cancelled, or has had its time, stores nothing more and reads
-    nothing more: what the caller changes from then on is in no value. What it waits for at that moment, it waits for on its thread.
+    """The same calls as coroutines, on any number of loops. When a call is cancelled, or its time is over, it copies nothing more of the
+    caller's memory, which the caller may then change. A wait that has begun goes on, on its thread.
 
     There is no `read_into`: a cancelled call could still write to the caller's memory.
     """
@@ -49,7 +49,7 @@ class AsyncObjectCache:
 
     @property
     def available(self) -> bool:
-        """As of `ObjectCache`."""
+        """The same as `ObjectCache.available`."""
         return self.cache.available
 
     async def put(self, name: str | bytes, value: AnyValue, *, timeout: float | None = None) -> Status:
@@ -144,7 +144,7 @@ class AsyncObjectCache:
             done, _ = await asyncio.wait({answer}, timeout=seconds)
             return answer.result() if done else refused(Status.TIMEOUT)
         finally:
-            # the caller's memory is the caller's again, and an error that comes now is nobody's
+            # from here on the caller may change its memory, and nobody waits for an error
             deadline.cut()
             answer.cancel()
             call.abandon()

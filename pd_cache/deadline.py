@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Deadline:
-    """When an operation has to end: `timeout` seconds from now, or never, or as soon as nobody needs it any more."""
+    """When an operation has to end: `timeout` seconds from now, or never, and in any case once it is `cut`."""
 
     def __init__(self, timeout: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -16,7 +16,7 @@ class Deadline:
 
     @classmethod
     def of(cls, timeout: float | Deadline | None) -> Deadline:
-        """Returns a deadline as it is, and makes one of seconds."""
+        """Returns a deadline as it is; makes one from a number of seconds, or from None."""
         return timeout if isinstance(timeout, Deadline) else cls(timeout)
 
     def left(self) -> float | None:
@@ -28,5 +28,5 @@ class Deadline:
         return self._end is not None and not self._clock() < self._end
 
     def cut(self) -> None:
-        """Makes the deadline pass now. For another thread than the one that works: what it waits for already, it goes on waiting for."""
+        """Makes the deadline pass now. Any thread may call this. It does not interrupt a wait that has begun."""
         self._end = -math.inf

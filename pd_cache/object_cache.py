@@ -1,9 +1,9 @@
 """ObjectCache: bytes and tensors by name, in the same pool and tiers as chunks. For programs that have no paged cache.
 
 1. A name is of bytes or text, of any length. It stands for its contents: while there is a value of a name, a put of the same name changes nothing.
-   So whoever changes a value gives it another name, or another namespace.
-2. A value is what was put, byte for byte, or it is a miss. Its checksum is taken of the caller's bytes on both ways (`values`, `backends`).
-   Damage is removed, so that the next put replaces it.
+   So a program that changes a value gives it another name, or another namespace.
+2. A get returns what was put, byte for byte, or it is a miss. The checksum is made over the caller's bytes, on the way out and on the way in
+   (`values`, `backends`). Damage is removed, so that the next put replaces it.
 3. Nothing raises because the pool is in trouble: a put returns a status, and a miss has a reason. The caller's mistakes are ValueErrors.
 4. Every call has a deadline. Memory is bounded: by the staging memory, and by `most_bytes` for each value.
 
@@ -51,7 +51,7 @@ OTHER_SIZE = "other_size"
 OTHER_FORM = "other_form"
 """The reason of a miss: the value was put with another form than the caller wants."""
 NOT_A_TENSOR = "not_a_tensor"
-"""The reason of a miss: the value was put as bytes."""
+"""The reason of a miss: the value was put as bytes, or its form is none of a tensor."""
 
 Memory = memoryview | Scattered
 Target = Callable[[PartHeader], Memory | str]
@@ -206,8 +206,8 @@ class ObjectCache:
         """Stores values. Returns a status for each, as `put` does. `timeout` (s) bounds the whole call; without it, the configured
         timeout bounds each transfer. `forms`: what `read_into` may ask for; by default that of each tensor.
 
-        The caller must not change the values meanwhile: a mixture of old and new bytes could be stored. Nothing of them is stored that was
-        copied after the deadline. `timeout` may be a `Deadline`, which another thread can cut.
+        The caller must not change the values meanwhile: a mixture of old and new bytes could be stored. What is copied after the deadline is
+        not stored. `timeout` may be a `Deadline`, which another thread can cut.
         """
         heads = self._heads(names)
         if len(values) != len(heads):
@@ -401,7 +401,7 @@ class ObjectCache:
     def _stage(self, batch: Sequence[_Piece], deadline: Deadline) -> list[Staged]:
         """Fills memory with objects, from the first, as far as there is memory. Only the first object waits for some.
 
-        Returns nothing after the deadline, because the values may no longer be what they were: they are the caller's again.
+        Returns an empty list after the deadline, because the caller may change the values from then on.
         """
         staged: list[Staged] = []
         try:

@@ -1,12 +1,12 @@
 """Which chunks a pool holds, from lists of its keys, and what changed from one list to the next, as KV events. Pure.
 
-Nothing tells us when Mooncake's master evicts an object. So someone lists the pool's keys again and again, and this says what came and what
+Mooncake's master does not report what it evicts. So the caller lists the pool's keys again and again, and this module says what came and what
 went. A chunk is there if all its shards are there, in the current epoch of its model's weights.
 
 The events are vLLM's: `medium` STORAGE, `locality` REMOTE, and as `ownership` the fingerprint of the namespace. A chunk's hash in them is its
 name, 16 bytes. If an engine has published the hashes and tokens of a chunk's blocks, the chunk's event has those instead, and the first 16
-bytes of the last hash are the name. An event without tokens is about any number of chunks, in no order. A removal has a chunk's name, and the
-hashes of its blocks if they were published: a subscriber may have heard of the chunk in either way, or in both.
+bytes of the last hash are the name. An event without tokens may name many chunks, in no order. A removal has a chunk's name, and also the
+hashes of its blocks if they were published: a subscriber may have learned of the chunk in either way, or in both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MANIFEST = b"manifest"
 _A_EVENT = 8192
 """The most hashes of an event."""
 _MOST_LEARNED = 1 << 14
-"""About how many chunks that are not in the pool yet engines' events are kept."""
+"""For how many chunks engines' events are kept that have not been published again yet."""
 _MOST_FINGERPRINTS = 256
 _MOST_BLOCKS = 1024
 _MOST_HASH_BYTES = 64
@@ -126,7 +126,7 @@ class PoolContents:
         self._learned: OrderedDict[bytes, StoredEvent] = OrderedDict()
         """What engines have published, by name, about chunks of which no such event has gone out yet."""
         self._hashes: dict[Chunk, bytes] = {}
-        """The hashes of the blocks of chunks that were published with them: the length of one, and then all."""
+        """For each chunk that was published with the hashes of its blocks: the length of one hash, and then all hashes."""
 
     def __len__(self) -> int:
         return sum(map(len, self._chunks.values()))
@@ -215,7 +215,7 @@ class PoolContents:
         return [f"{prefix}/{shard}/{name.hex()}" for shard in range(1 if space is None else space.shards)]
 
     def without(self, gone: Iterable[Chunk]) -> Change:
-        """Returns what changes if these chunks are not there any more. Nothing else may change until it is committed."""
+        """Returns what changes if these chunks are gone. Nothing else may change until it is committed."""
         chunks = dict(self._chunks)
         by_space: dict[str, set[bytes]] = {}
         for fingerprint, name in gone:
@@ -238,8 +238,8 @@ class PoolContents:
 
 
 def describes_chunk(event: StoredEvent) -> bool:
-    """Returns whether an engine's event is about one chunk in the pool, by whole hashes (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0), and not too
-    large to be kept."""
+    """Returns whether an engine's event is about one chunk in the pool, has whole hashes (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0), and is small
+    enough to be kept."""
     hashes = event.block_hashes
     if event.medium != MEDIUM_STORAGE or not 0 < len(hashes) <= _MOST_BLOCKS:
         return False
@@ -252,7 +252,7 @@ def describes_chunk(event: StoredEvent) -> bool:
 
 
 def slim(event: StoredEvent) -> StoredEvent:
-    """Returns what of an engine's event is published again. It does not keep the message alive from which the event was read."""
+    """Returns the part of an engine's event that is published again. It does not keep the message in memory from which the event was read."""
     return StoredEvent(
         event.block_hashes,
         event.parent_block_hash,

@@ -12,7 +12,7 @@ _libraries: list[Any] = []
 
 
 def import_sglang() -> None:
-    """Imports of SGLang what HiCache needs, on a machine without CUDA."""
+    """Imports what SGLang's HiCache needs, on a machine without CUDA."""
     if _libraries:
         return
     # SGLang imports torchvision, whose operators come with CUDA builds of torch only; it needs their names, and calls none here
@@ -20,7 +20,7 @@ def import_sglang() -> None:
     _libraries.append(library("torchvision", "DEF"))
     for name in ("nms", "qnms"):
         _libraries[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    with warnings.catch_warnings():  # those of SGLang's imports say nothing about ours
+    with warnings.catch_warnings():  # SGLang's imports warn about themselves, not about our code
         warnings.simplefilter("ignore")
         for module in ("managers.cache_controller", "mem_cache.storage.backend_factory", "mem_cache.pool_host.mla"):
             importlib.import_module(f"sglang.srt.{module}")
@@ -37,7 +37,7 @@ def mha_pool(
     dtype: torch.dtype = torch.bfloat16,
     device_pages: int = 1,
 ) -> Any:
-    """Returns a host pool for `pages` pages of `tokens` tokens of a model with heads, beside device tensors that lie on the CPU, too."""
+    """Returns a host pool for `pages` pages of `tokens` tokens of a model with heads. The device's tensors are on the CPU, too."""
     import_sglang()
     from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost

@@ -1,8 +1,8 @@
 """Pages of an SGLang host pool, to and from a Mooncake pool: by pd-cache's HiCache backend, and by SGLang's own Mooncake backend.
 
 Needs SGLang beside pd-cache (`make install-sglang`). Both run in this process, in turn, over the same host pool (attention heads), each with
-names of its own. SGLang's moves bytes straight from and to the host pool, without a checksum and without a deadline. The last line is what
-pd-cache does besides the transfer, in either direction, by itself: all that a transfer straight from the host pool could save is the copy.
+names of its own. SGLang's moves bytes straight from and to the host pool, without a checksum and without a deadline. The last line measures
+copy and checksum by themselves, which is what pd-cache does besides a transfer. A transfer straight from the host pool would save the copy.
 
     python -m bench.suites.hicache --pages 64 --rounds 7
 """

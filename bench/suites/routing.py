@@ -207,9 +207,9 @@ _BUSY = 0.6
 def compare_real(agents: int, cache_blocks: int, most: int = 160) -> list[dict[str, Any]]:
     """Returns what routers make of a real cluster of two prefill nodes, beside what the simulation says of it. A row per router.
 
-    The simulated nodes compute at the rate at which a real one computes a prompt that it does not know. They have no pool. The real nodes do,
-    because they cannot hand anything over without one, and load from it what their own caches lack. So the proxy is told that to load costs as
-    much as to compute (`load_bytes`), except in a last run, `events, pool`, in which it weighs what the pool holds as it usually does.
+    The simulated nodes compute at the rate at which a real one computes a prompt that it does not know. They have no pool. The real nodes have
+    one, without which they could hand nothing over, and load from it what their own caches lack. So the proxy's `load_bytes` says that loading
+    costs as much as computing, except in the last run, `events, pool`, in which the proxy weighs what the pool holds as it usually does.
     """
     from bench.lib.routed_cluster import BLOCK, fits, real_reports, routed_cluster, shrunken_prompts
     from pd_cache.cluster import ProxyConfig

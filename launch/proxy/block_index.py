@@ -266,7 +266,7 @@ class KnownPool:
         return leading(prompt.chunks, self._blocks.sets.get(prompt.fingerprint, ())) * prompt.chunk_tokens
 
     def believed(self, prompt: NamedPrompt, first: int) -> int:
-        """Returns how many of the prompt's chunks, from the one with the number `first` on, are there without a gap as far as is known."""
+        """Returns how many of the prompt's chunks in a row, from the one with the number `first` on, are there according to the events."""
         return leading(prompt.chunks[first:], self._blocks.sets.get(prompt.fingerprint, ()))
 
     def forget(self) -> None:

@@ -76,8 +76,9 @@ class CacheView:
         return prompt._replace(pool_tokens=max((pool.tokens(prompt) for pool in self._pools.values()), default=0))
 
     def missed(self, naming: Naming, chunk: int) -> None:
-        """Notes that a lookup in the pool did not find the prompt's chunk of this number. If the pool's publisher has not said so, it is told,
-        together with those behind it: it asks the master, and then everyone learns that they are gone."""
+        """Takes in that a lookup in the pool did not find the prompt's chunk of this number. If the chunk is there according to the pool's
+        events, reports it to their publisher, and with it the chunks behind it that are there as well. The publisher asks the master, and
+        publishes the removal of those that are gone."""
         for key, pool in self._pools.items():
             if believed := pool.believed(naming.prompt, chunk):
                 names = naming.names[chunk : chunk + min(believed, MOST_REPORTED)]
@@ -109,5 +110,5 @@ class CacheView:
         }
 
     def close(self) -> None:
-        """Follows nobody any more. Waits for the subscriber's thread."""
+        """Stops following. Waits for the subscriber's thread."""
         self._subscriber.close()

@@ -37,9 +37,9 @@ _MAX_KEYS = 1 << 18
 """The most objects that a lookup asks for. The sizes in a node's record, which anyone who may write to etcd can choose, must not fill the
 proxy's memory."""
 _MISSED: frozenset[MissReason] = frozenset(("missing", "never_stored", "evicted"))
-"""What a lookup says if the pool has answered that it does not hold a chunk."""
+"""The reasons of lookups that the pool has answered, if it lacks a chunk."""
 _ANSWERED: frozenset[MissReason] = _MISSED | {"none", "no_tail", "being_stored", "reset"}
-"""What it says if the pool has answered at all."""
+"""The reasons of all lookups that the pool has answered."""
 
 
 class Pool(NamedTuple):

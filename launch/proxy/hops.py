@@ -176,5 +176,5 @@ def _mapped() -> Iterator[None]:
 
 def _told(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorError) and (number := error.os_error.errno or 0) > 0:
-        return os.strerror(number)  # aiohttp's text has the address twice, which the caller knows
+        return os.strerror(number)  # aiohttp's text repeats the address, which the caller knows
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

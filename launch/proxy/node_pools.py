@@ -33,7 +33,7 @@ class NodePools:
         master: Callable[[View], str | None] | None = None,
         rng: Random | None = None,
     ) -> None:
-        """`master` returns the address of the master of a view's pool. `rng` orders nodes that have not been taken."""
+        """`master` returns the address of the master of a view's pool. `rng` orders nodes that were never taken."""
         self.pools: dict[Hop, NodePool] = {
             hop: NodePool(
                 hop,

@@ -54,7 +54,8 @@ class Proxy:
         """Makes a proxy that knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node; by default all need one.
 
         `master` returns the address of the pool's master, for lookups. `files` watches the key files. `peers` returns the content of
-        `/peers`. `rng` orders nodes that have not been taken. `connections`: those of the listener, if it counts them. The caller closes `tracing`. Raises ConfigError if a key file cannot be used.
+        `/peers`. `rng` orders nodes that were never taken. `connections`: those of the listener, if it counts them. The caller closes
+        `tracing`. Raises ConfigError if a key file cannot be used.
         """
         self.metrics = ProxyMetrics()
         self.connections = Connections(0) if connections is None else connections

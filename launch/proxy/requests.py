@@ -73,7 +73,7 @@ class Requests:
         answer: Callable[[Exchange], Awaitable[web.StreamResponse]],
         ended: Callable[[Exchange, int, float], None],
     ) -> web.StreamResponse:
-        """Checks the client's key and runs `answer`. Counts and logs the request, and calls `ended` with its status and its seconds."""
+        """Checks the client's key and runs `answer`. Counts and logs the request, and calls `ended` with the status and the seconds that it took."""
         exchange = Exchange(request, request_id.get(), self._retries, self._connections)
         span = exchange.begin_span(self._tracing)
         status = 499

@@ -1,7 +1,7 @@
 """Decides which node to try next. Pure: the time comes from the caller.
 
-A policy is a cost. The node that costs least is taken, and among equals, the one that has not been taken for longest. Which one that is at first is
-random, so that several proxies do not send their requests to the same nodes in the same order:
+A policy is a cost. The node that costs least is taken, and among equals, the one that has not been taken for longest. Nodes that were never taken
+are in random order, so that several proxies do not begin with the same ones:
 
 - `round_robin`: all cost the same;
 - `least_loaded`: the work that this proxy has given it and that is not done;
@@ -59,7 +59,7 @@ class _RoutedNode:
         self.load = 0.0
         """The work that it has been given and has not done yet."""
         self.turn = turn
-        """When it was last taken, in turns of its pool; below 0 if it has not been."""
+        """When it was last taken, in turns of its pool; below 0 if it never was."""
         self.suspicions = 0
         """How many requests it has failed since it last answered one well, for any cause."""
         self.prefixes = PrefixIndex(target.kv_tokens or cache_tokens)
@@ -82,7 +82,7 @@ class NodePool:
         cache_tokens: int = 1_000_000,
         rng: Random | None = None,
     ) -> None:
-        """`cache_tokens`: the size assumed for a node's own cache if the node does not report it. `rng` orders nodes that have not been taken."""
+        """`cache_tokens`: the size assumed for a node's own cache if the node does not report it. `rng` orders nodes that were never taken."""
         self._hop = hop
         self._rng = rng or Random()
         costs: dict[Policy, Callable[[_RoutedNode, RoutedPrompt], float]] = {

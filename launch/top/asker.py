@@ -42,7 +42,7 @@ class NodeAnswer(NamedTuple):
 
 
 def is_asked(record: NodeRecord) -> bool:
-    """Returns whether there is a way to ask this node. A store takes no questions; its memory shows at the master."""
+    """Returns whether there is a way to ask this node. A store is not asked: its memory shows at the master."""
     if record.role == "master":
         return record.metrics is not None
     return record.role == "cache-server" or record.address.startswith("http")

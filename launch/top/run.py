@@ -27,14 +27,14 @@ _SYNC_S = 5.0
 _TICK_S = 0.1
 _REDRAW_S = 0.5
 _STALE_S = 10.0
-"""How long a node may leave us without a new reading, besides the time from one question to the next, before it counts as silent."""
+"""After how many seconds without a new reading a node counts as silent. The time from one question to the next is added."""
 _PLAIN_WIDTH = 200
 """The width of a snapshot where there is no terminal to say one."""
 
 
 def top(config: ClusterConfig, *, once: bool = False, interval_s: float = 2.0) -> None:
-    """Shows the nodes until `q` or Ctrl-C; once, as plain text, if `once` is set, or if standard output is no terminal or one that cannot
-    move its cursor (`TERM=dumb`).
+    """Shows the nodes until `q` or Ctrl-C. Prints them once, as plain text, if `once` is set, or if standard output is no terminal or one that
+    cannot move its cursor (`TERM=dumb`).
 
     `interval_s`: how often each node is asked.
     """

@@ -32,8 +32,8 @@ class LaneL2Adapter(L2AdapterInterface):
         lookup_timeout: float,
         capacity: int = 0,
     ) -> None:
-        """`name` is for the threads: `threads` for stores, as many for loads, and one for lookups. `complain` is given a line about tasks
-        that raised. `timeout` and `lookup_timeout`: the seconds that a task may take. `capacity` (bytes) is for LMCache's eviction."""
+        """`name` is for the threads: `threads` for stores, as many for loads, and one for lookups. `complain` is called with a line about
+        tasks that raised. `timeout` and `lookup_timeout`: the seconds that a task may take. `capacity` (bytes) is for LMCache's eviction."""
         super().__init__(capacity)
         self._timeout, self._lookup_timeout = timeout, lookup_timeout
         self._stores: TaskLane[L2StoreResult] = TaskLane(f"{name}-store", threads, complain)

@@ -1,4 +1,4 @@
-"""What all adapters need to be told: which pool, and under which names. The JSON or YAML of each peer has these keys."""
+"""The options that all adapters take: which pool, and under which names. They are keys in the JSON or YAML of each peer."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ class AdapterOptions(Section, frozen=True, kw_only=True):
     namespace: LineOrEmpty = ""
     """Only those of one namespace share anything. Another one is needed for other weights under the same model name."""
     part_size: ByteSize | None = None
-    """The most bytes of one object in the pool; all that share a namespace need the same. By default, what fits the peer."""
+    """The most bytes of one object in the pool; all that share a namespace need the same. Used for LMCache only: for SGLang and vLLM's tiering an
+    object is a page or a row."""
     timeout_s: Seconds = 10.0
-    """How long one task may take. After that, it is a miss, or not stored."""
+    """How long one task may take. After that, a load is a miss, and a store has failed."""
 
 
 Options = TypeVar("Options", bound=AdapterOptions)

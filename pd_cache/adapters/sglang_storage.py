@@ -82,7 +82,8 @@ class PdCacheStorage(HiCacheStorage):
     # --- host pools ----------------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Notes SGLang's main host pool, by whose pages the cache is opened. Raises LayoutError if nobody can read one of its pages."""
+        """Notes SGLang's main host pool, whose pages are as large as an object. Raises LayoutError if neither this backend nor the host pool
+        itself can copy one of its pages."""
         self.mem_pool_host = mem_pool_host
         self._register("kv", mem_pool_host)
 

@@ -26,7 +26,7 @@ class TaskLane(Generic[T]):
     """Tasks of one kind. Thread-safe."""
 
     def __init__(self, name: str, threads: int, complain: Callable[[str], None]) -> None:
-        """`complain` is given a line about a task that raised, at most one in ten seconds."""
+        """`complain` is called with a line about tasks that raised, at most once in ten seconds for each type of error."""
         self._threads = CallThreads(name, threads, limit=MOST_QUEUED, spare=threads)
         self._name = name
         self._complain = complain
@@ -77,7 +77,8 @@ class TaskLane(Generic[T]):
             return taken
 
     def close(self, timeout: float) -> None:
-        """Refuses further tasks, waits for those accepted, whose deadlines have passed now, and closes the descriptor. Idempotent."""
+        """Refuses further tasks, makes the deadlines of those under way pass, waits at most `timeout` seconds for them, and closes the
+        descriptor. Idempotent."""
         with self._lock:
             self._closing = True
             for deadline in self._under_way.values():

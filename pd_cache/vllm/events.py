@@ -1,4 +1,4 @@
-"""KV events of chunks that were stored, or that a lookup did not find any more, in vLLM's form."""
+"""KV events of chunks that were stored, or that a lookup found evicted, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ChunkEvents:
         ]
 
     def missing(self, request: Request, chunk: int) -> list[BlockRemoved]:
-        """Returns the event for a chunk that the pool had and has not any more; none if the request has no hashes for it."""
+        """Returns the event for a chunk that the pool no longer has; none if the request has no hashes for it."""
         blocks = request.block_hashes[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
         if len(blocks) < self._per_chunk:
             return []

@@ -42,8 +42,8 @@ class OutdatedRequests:
         return request_id in self._leftovers
 
     def begin_request(self, tracked: TrackedRequest) -> None:
-        """Notes whether a request that is about to begin, or begins anew, has KV of an earlier epoch at hand: while there are such requests,
-        what vLLM's own cache has for it may be theirs."""
+        """Notes whether a request that begins, or begins again, may have KV of an earlier epoch at hand: while there are outdated requests,
+        what vLLM's own cache has for it may come from them."""
         if tracked.at_hand and self._leftovers:
             self._leftovers.setdefault(tracked.id, _Leftover())
         else:
@@ -78,7 +78,7 @@ class OutdatedRequests:
 
 
 class _Leftover:
-    """Which blocks of a request of an earlier epoch vLLM's own cache may have got since they were last taken out."""
+    """Which blocks of an outdated request vLLM may have put into its own cache since they were last taken out."""
 
     def __init__(self) -> None:
         self.blocks: set[int] = set()

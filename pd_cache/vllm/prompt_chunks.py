@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
 
 
 class PromptChunks:
-    """One per engine, for all layer groups. Chunks can be named once `database` is set."""
+    """One per engine, for all layer groups. Chunks cannot be named before `database` is set."""
 
     def __init__(
         self, settings: Settings, layers: Sequence[KeptLayers], hash_block_size: int, metrics: CacheMetrics
@@ -38,7 +38,7 @@ class PromptChunks:
 
     @property
     def plain(self) -> bool:
-        """Whether every chunk of a prompt is needed, of one layer group."""
+        """Whether there is one layer group, of which a load needs every chunk."""
         return len(self.layers) == 1 and not self.tails[0]
 
     def nameable(self, tracked: TrackedRequest) -> bool:

@@ -3,8 +3,8 @@
 Everything runs on the scheduler's thread. While requests wait for loads, that thread spins through its loop, and asks about each request
 hundreds of times a second. So a request is looked up once, and everything else here is a few dictionary operations.
 
-It keeps the parts together that know about one thing each: the names of chunks (`prompt_chunks.py`), stores (`stores.py`), epochs of the
-weights (`outdated.py`), and how fast loads are (`pace.py`).
+`SchedulerSide` ties together parts with one subject each: requests (`requests.py`), the names of their chunks (`prompt_chunks.py`), stores
+(`stores.py`), epochs of the weights (`outdated.py`), and how fast loads are (`pace.py`).
 """
 
 from __future__ import annotations
@@ -380,8 +380,7 @@ class SchedulerSide:
         return tracked
 
     def _loads_in_step(self, request: Request, end: int, tokens: int) -> bool:
-        """Returns whether to load `tokens` tokens, up to before the one with the number `end`, in the step that computes those behind
-        them."""
+        """Returns whether to load `tokens` tokens, the last before number `end`, in the step that computes those behind them."""
         if self._config.load in ("async", "sync"):
             return self._config.load == "sync"
         # vLLM writes what it computes into a layer's pages before it waits for the layer. So no block may be both loaded and computed
@@ -472,9 +471,8 @@ class SchedulerSide:
     def _needed_blocks(self, request: Request, end: int) -> int:
         """Returns the most blocks that the request holds until all of its tokens are computed, if the tokens before `end` are loaded."""
         total = 0
-        for group in {
-            group.number: group for group in self._layers
-        }.values():  # a draft model's group may be over the same blocks as another group
+        # by number, because a draft model's group may be over the same blocks as another group
+        for group in {group.number: group for group in self._layers}.values():
             blocks = -(-request.num_tokens // group.block_size)
             if group.kind == "window":
                 blocks -= max(0, end - group.window + 1) // group.block_size

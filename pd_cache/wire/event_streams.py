@@ -4,8 +4,8 @@ A message of the stream has three frames: a topic, the batch's number (8 bytes, 
 an empty one, and the first number that is wanted. Its answer is an empty frame and the three frames of a batch, for each batch that the
 publisher still has, and in the end one with the number -1.
 
-One request is ours alone: an empty frame, an `ownership`, and hashes of blocks that a read did not find (`report_missing`). It has no answer.
-If they are gone, their removal is published.
+Our publisher takes one more message, which vLLM's does not know: an empty frame, an `ownership`, and hashes of blocks that a read did not find
+(`report_missing`). It does not answer. If the blocks are gone, it publishes their removal.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _REVIVE_S = 1.0
 
 
 MOST_REPORTED = 64
-"""How many blocks a report of missing blocks may name."""
+"""How many blocks one report of missing blocks may name."""
 _MOST_REPORTS = 256
 
 OnMissing = Callable[[str, Sequence[bytes]], None]
@@ -233,7 +233,8 @@ class _Feed:
         return made
 
     def notice_end(self) -> None:
-        """Notes if the connection was lost since the last call: before it is there again, so before another publisher's batches come."""
+        """Notes whether the connection was lost since the last call. Must come before each read of the stream: what is read next may be
+        another publisher's."""
         lost = False
         while self._monitor.poll(0):
             self._monitor.recv_multipart()
@@ -250,13 +251,13 @@ class _Feed:
         self.send([b"", self.order.ask_from.to_bytes(8, "big")])
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Sends a message to the publisher. It is lost if nobody has been there for a while."""
+        """Sends a message to the publisher. It is lost if the publisher has been away for a while."""
         if self.dealer is not None:
             with suppress(zmq.Again):
                 self.dealer.send_multipart(frames, zmq.NOBLOCK)
 
     def take_answers(self) -> list[Numbered]:
-        """Returns what the replay has brought, in order, and lets go of it."""
+        """Returns what the replay has brought, in order, and forgets it."""
         answers = [Numbered(number, self.answers[number]) for number in sorted(self.answers)]
         self.answers, self.answers_bytes = {}, 0
         return answers
@@ -311,7 +312,7 @@ class EventSubscriber:
         self._thread: threading.Thread | None = None
 
     def follow(self, wanted: dict[Hashable, tuple[EventEndpoints, OnSteps]]) -> None:
-        """Follows these publishers from now on, and no others. A publisher of the same key and address is followed on as before."""
+        """Follows these publishers from now on, and no others. One whose key and address stay the same is followed without a break."""
         with self._lock:
             self._wanted = dict(wanted)
             self._changed.set()
@@ -320,12 +321,12 @@ class EventSubscriber:
                 self._thread.start()
 
     def report_missing(self, key: Hashable, ownership: str, hashes: Sequence[bytes]) -> None:
-        """Tells one of our publishers which of its blocks a read did not find: the first `MOST_REPORTED` of these. The publisher finds out
-        whether they are gone. What cannot be sent is lost; vLLM's publishers do not know such reports."""
+        """Reports to the publisher with this key (of `follow`) blocks that a read did not find, the first `MOST_REPORTED` of them. The publisher
+        checks whether they are gone. A report that cannot be sent is lost. Only pd-cache's publishers understand it."""
         self._reports.append((key, [b"", ownership.encode(), *hashes[:MOST_REPORTED]]))
 
     def describe(self) -> dict[Hashable, dict[str, int | bool]]:
-        """Returns, for each publisher, what has come of it."""
+        """Returns, for each publisher, how many batches came, how many gaps there were, and how many could not be closed."""
         feeds = dict(self._feeds)
         return {
             key: {
@@ -338,7 +339,7 @@ class EventSubscriber:
         }
 
     def close(self) -> None:
-        """Follows nobody any more. Waits for the thread, which a callback may hold up."""
+        """Stops following. Waits for the thread, which a callback may hold up."""
         self._closing.set()
         self._changed.set()
         if self._thread is not None:
@@ -352,7 +353,7 @@ class EventSubscriber:
             try:
                 context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
                 self._follow_all(context)
-            except zmq.ZMQError:  # such as no file descriptor left
+            except zmq.ZMQError:  # for example, no file descriptor is left
                 log.exception("the subscriber of KV events begins anew, and forgets what it knows")
                 for feed in self._feeds.values():
                     self._guarded(feed, self._forget)
@@ -516,5 +517,5 @@ class EventSubscriber:
             feed.on_steps(steps)
 
     def _forget(self, feed: _Feed) -> None:
-        """Takes back what the publisher has said, because a later one of the same key begins without it."""
+        """Makes the receiver forget what the publisher has said: a later publisher of the same key begins without it."""
         feed.on_steps([Forget.ALL])

@@ -1,9 +1,10 @@
 """Nodes without the seconds of processor time that importing torch takes: forks of one process, the nursery, that has imported it.
 
-A quarter of what the test suite costs would be that import, in each prefill node, decode node and cache server. `warm_nodes` makes
-`launch.process` fork them instead, where a test starts them from its own process; what a `pd-cache up` in a process of its own starts is
-started as everywhere. Other roles, which start in half a second, are forked if there is a nursery already. A forked node is a child of the test like any other: it has a pid of its own, which can be stopped, killed and
-waited for, it ends with the test, and its streams, environment, folder, session and signals are what they would be.
+That import, in each prefill node, decode node and cache server, would be a quarter of what the test suite costs. `warm_nodes` makes
+`launch.process` fork these nodes if a test starts them from its own process. A `pd-cache up` in a process of its own starts its nodes as usual.
+Other roles, which start in half a second, are forked only if there is a nursery already. A forked node is a child of the test like any other:
+it has a pid of its own, which can be stopped, killed and waited for, it ends with the test, and its streams, environment, folder, session and
+signals are what they would be.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ nursery = _Nursery()
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """What loses its parent in this block, below this process, becomes a child of this process."""
+    """In this block, a descendant of this process that loses its parent becomes its child."""
     prctl = _tethered.ctypes.CDLL(None).prctl
     prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -101,7 +102,7 @@ def _adopting() -> Iterator[None]:
 
 
 class _Popen(subprocess.Popen[bytes]):
-    """As its base, but a node is forked."""
+    """The same as its base, but a node is forked."""
 
     def _execute_child(self, *args: Any, **kwargs: Any) -> None:
         given = _signature.bind(self, *args, **kwargs).arguments
@@ -151,7 +152,7 @@ def warm_nodes() -> Iterator[None]:
 
 
 def _next_job(connection: socket.socket) -> dict[str, Any]:
-    """Returns only in a node's process: what it is to be."""
+    """Forks a node for each job. Returns only in a node's process: its job."""
     while True:
         head, streams, _, _ = socket.recv_fds(connection, 4, 3)
         if len(head) < 4:
@@ -168,9 +169,9 @@ def _next_job(connection: socket.socket) -> dict[str, Any]:
 
 
 def _become(job: Mapping[str, Any], streams: Sequence[int], connection: socket.socket) -> None:
-    """What the kernel and `launch/_tethered.py` do for a new program."""
+    """Does what the kernel and `launch/_tethered.py` do for a new program."""
     while os.getppid() != job["parent"]:
-        time.sleep(0.0005)  # the one between is not gone yet
+        time.sleep(0.0005)  # the process between is not gone yet
     _tethered.set_death_signal(job["death_signal"])
     if os.getppid() != job["parent"]:
         os._exit(1)

@@ -1,7 +1,7 @@
 """A model of hashes in place of a transformer, for tests of what vLLM's scheduler and the connector do with blocks.
 
 As in a transformer, a layer's KV at a place depends on all tokens up to it, and the next token on all KV before it. So a block with other
-contents than it should have changes every token behind it, and what it should have is known from the tokens alone.
+contents than it should have changes every token behind it, and the tokens alone determine what it should have.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def embedded(tokens: Sequence[int], start: int) -> Words:
-    """What goes into the first layer for tokens, of which the first has this place."""
+    """Returns the first layer's input for tokens, the first of which has the place `start`."""
     places = np.arange(start, start + len(tokens), dtype=np.uint64)
     with np.errstate(over="ignore"):
         return _mixed(np.array(tokens, dtype=np.uint64) + places * _STEP)
 
 
 def kv(hidden: Words, layer: int) -> Words:
-    """The KV of the tokens that have these inputs of a layer."""
+    """Returns the KV of the tokens that have these inputs of a layer."""
     with np.errstate(over="ignore"):
         return _mixed(hidden + np.uint64(layer + 7))
 
 
 def attended(hidden: Words, all_kv: Words) -> Words:
-    """What a layer hands on for its last `len(hidden)` tokens. `all_kv`: of these and all tokens before them."""
+    """Returns a layer's output for its last `len(hidden)` tokens. `all_kv`: that of these and of all tokens before them."""
     places = np.arange(len(all_kv), dtype=np.uint64)
     with np.errstate(over="ignore"):
         sums = np.cumsum(_mixed(all_kv + places * _STEP))
@@ -40,12 +40,12 @@ def attended(hidden: Words, all_kv: Words) -> Words:
 
 
 def token(hidden: np.uint64) -> int:
-    """The token that follows the one with this output of the last layer."""
+    """Returns the token that follows the one with this output of the last layer."""
     return int(hidden % np.uint64(VOCABULARY))
 
 
 def computed(tokens: Sequence[int]) -> tuple[Words, Words]:
-    """The KV of a whole sequence, `[layers, tokens]`, and the outputs of the last layer."""
+    """Returns the KV of a whole sequence, `[layers, tokens]`, and the outputs of the last layer."""
     hidden, layers = embedded(tokens, 0), []
     for layer in range(LAYERS):
         layers.append(kv(hidden, layer))

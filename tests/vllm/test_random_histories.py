@@ -1,8 +1,8 @@
 """vLLM's own scheduler and block pool, and both sides of the connector, over a model of hashes and a pool that fails at random.
 
-After each step, every block of vLLM's prefix cache has to hold what its tokens come to; so has each chunk that is stored, and every token of
-every answer has to follow from those before it. Requests share beginnings, are aborted (also within a step), preempted and drafted for;
-loads fail in any layer, come late or bring chunks of an epoch that has ended.
+After each step, every block of vLLM's prefix cache must hold the KV of its tokens, and so must each chunk that is stored. Every token of every
+answer must follow from those before it. Requests share beginnings, and are aborted (even within a step), preempted and drafted for. Loads fail
+in any layer, come late or bring chunks of an epoch that has ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pd_cache.vllm.steps import Step
 from pd_cache.vllm.worker import WorkerSide
 from tests.vllm.hashing_model import LAYERS, VOCABULARY, Words, attended, computed, embedded, kv, token
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own imports warn
 
 BLOCK = 16
 NAMES = [f"model.layers.{layer}" for layer in range(LAYERS)]
@@ -38,7 +38,7 @@ _MOST_STEPS = 20_000
 
 
 class Setting(NamedTuple):
-    """What a history is drawn from."""
+    """The settings of a history."""
 
     load: Literal["layerwise", "auto", "sync", "async"] = "layerwise"
     policy: Literal["recompute", "fail"] = "recompute"
@@ -50,7 +50,7 @@ class Setting(NamedTuple):
     blocks: int = 40
     step_tokens: int = 64
     requests: int = 4
-    """That run at the same time."""
+    """How many run at the same time."""
     prefix_cache: bool = True
     drafts: bool = False
     resets: bool = False

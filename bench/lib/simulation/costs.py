@@ -58,11 +58,11 @@ class PrefillCosts(_CostSection, frozen=True, kw_only=True):
     """For each token and each token before it."""
 
     def step(self, tokens: int, position: int) -> float:
-        """Returns what a step costs that computes `tokens` tokens behind `position` others."""
+        """Returns the seconds of a step that computes `tokens` tokens behind `position` others."""
         return self.step_s + self.token_s * tokens + self.context_s * tokens * (position + tokens / 2)
 
     def times(self, factor: float) -> PrefillCosts:
-        """Returns costs that are so many times as high."""
+        """Returns these costs, each times `factor`."""
         return PrefillCosts(
             step_s=factor * self.step_s, token_s=factor * self.token_s, context_s=factor * self.context_s
         )
@@ -78,7 +78,7 @@ class DecodeCosts(_CostSection, frozen=True, kw_only=True):
     """For each token before the new one."""
 
     def step(self, sequences: int, context: float) -> float:
-        """Returns what a step costs. `context`: the tokens before the new ones, of all sequences together."""
+        """Returns the seconds of a step. `context`: the tokens before the new ones, of all sequences together."""
         return self.step_s + self.sequence_s * sequences + self.context_s * context
 
 

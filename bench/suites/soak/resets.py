@@ -9,7 +9,7 @@ from bench.suites.soak.kinds import ENGINES
 from bench.suites.soak.ledger import Ledger
 
 _LOOK_S, _AGAIN_S = 0.05, 0.5
-"""Seconds between two looks at which engines have the weights, and at whether the pool has taken the reset; if not, it is tried again."""
+"""Seconds between two looks: at which engines have the weights, and at whether the pool has taken the reset. If not, it is tried again."""
 
 
 class Resets:
@@ -52,9 +52,8 @@ class Resets:
             while (answer := ledger.wait_reply(name, "weights", 0.0)) is not None:
                 if answer["number"] == self.weights:
                     self._wait.discard(name)
-        if any(
-            cluster[name].pid is not None for name in self._wait
-        ):  # one without a process is told when it is started
+        # an engine without a process is told when it is started
+        if any(cluster[name].pid is not None for name in self._wait):
             self._later(_LOOK_S, lambda: self._step(engine))
             return
         if self.weights in ledger.resets:

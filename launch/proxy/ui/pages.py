@@ -44,7 +44,7 @@ _HEARTBEAT_S = 10.0
 _WRITE_S = 10.0
 """How long a follower may leave an event unread."""
 _KERNEL_BUFFER = 32 << 10
-"""What the kernel keeps for a follower that has not read it, in bytes; Linux takes twice as much. By itself it would keep megabytes."""
+"""How many bytes the kernel may keep for a follower that does not read. Linux doubles this number; without it, the limit is megabytes."""
 _RETRY_MS = 3000
 _MOST_SHOWN = 200
 """The most nodes, segments and flows in one event."""
@@ -276,7 +276,7 @@ def _shown_slow(one: SlowRequest, age_s: float, names: dict[str, str]) -> dict[s
 
 
 def _bound_unread(transport: asyncio.Transport | None) -> None:
-    """Ends the connection once a follower has taken nothing for `_WRITE_S`, or is gone without a word; and bounds what is kept meanwhile."""
+    """Lets the kernel end the connection of a follower that has taken nothing for `_WRITE_S`, or has vanished. Limits what is kept for it."""
     taken = None if transport is None else transport.get_extra_info("socket")
     if transport is not None and taken is not None:
         transport.set_write_buffer_limits(high=0)  # a write waits until the kernel has taken all of it

@@ -1,6 +1,7 @@
-"""What the proxy keeps of the last hour's requests: where their prompts were found, the slowest ones, and which decode node loaded from which prefill node. Pure.
+"""What the proxy keeps of the last hour's requests. Pure.
 
-All of it has a bound: an hour of minutes, some requests for each ten minutes, a minute of flows between so many pairs of nodes.
+Everything is bounded: for each minute of an hour, where prompts were found; for each ten minutes, some slow requests; for the last minute,
+which decode node took over from which prefill node, for so many pairs of nodes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MOST_PAIRS = 1024
 
 
 class PromptSources(NamedTuple):
-    """How many tokens of one prompt came from where. Together they are the prompt."""
+    """Where the tokens of one prompt came from, in tokens. Their sum is the prompt."""
 
     engine: float
     memory: float
@@ -35,8 +36,8 @@ class PromptSources(NamedTuple):
 
 
 def prompt_sources(report: RequestReport) -> PromptSources:
-    """Returns where the tokens of a prompt came from. Loaded ones are split as the chunks that were read from each tier: the last token of a
-    prompt is always computed, even if its chunk was read."""
+    """Returns where the tokens of a prompt came from. Loaded ones are split in proportion to what was read from each tier. That can be more
+    than what was loaded, because the last token of a prompt is always computed, even if its chunk was read."""
     read = report.memory + report.disk + report.pool
     scale = report.loaded / read if read else 0.0
     pool = report.pool * scale if read else float(report.loaded)
@@ -85,7 +86,7 @@ class SlowRequest(msgspec.Struct, frozen=True):
 
     @property
     def waited(self) -> float:
-        """What it is compared by: a long answer is not slow."""
+        """The seconds by which requests are compared: those to the first byte, because a long answer is not slow."""
         return self.seconds if self.first_byte_s is None else self.first_byte_s
 
 
