@@ -98,7 +98,7 @@ def _ask(record: NodeRecord, access: Access) -> NodeStatus:
         if record.role == "store" and record.metrics is not None:
             _ask_store(record.metrics, row)
         elif record.role == "store":
-            row.state = f"{NOT_ASKED}: it takes no questions; its memory shows in the master's row"
+            row.state = f"{NOT_ASKED}: it has no metrics_port; its memory shows in the master's row"
         elif record.role == "master":
             _ask_master(row)
         elif record.role == "cache-server":

@@ -42,8 +42,8 @@ class NodeAnswer(NamedTuple):
 
 
 def is_asked(record: NodeRecord) -> bool:
-    """Returns whether there is a way to ask this node. A store is not asked: its memory shows at the master."""
-    if record.role == "master":
+    """Returns whether there is a way to ask this node."""
+    if record.role in ("master", "store"):
         return record.metrics is not None
     return record.role == "cache-server" or record.address.startswith("http")
 
@@ -60,6 +60,9 @@ def ask_node(record: NodeRecord, access: Access, clock: Callable[[], float] = ti
             return NodeAnswer(record.name, at := clock(), read_node(read_samples(text), at), segments=segments)
         if record.role == "cache-server":
             text = _server_metrics(record)
+        elif record.role == "store":
+            assert record.metrics is not None
+            text = _get(record.metrics + "/metrics")
         else:
             text = _get(record.address + "/metrics", access if record.role == "proxy" else NOBODY)
         return NodeAnswer(record.name, at := clock(), read_node(read_samples(text), at))

@@ -190,7 +190,7 @@ def _by_role(node: WatchedNode) -> tuple[int, str]:
 
 def _state(node: WatchedNode, now: float, stale_s: float) -> tuple[NodeState, str]:
     if not is_asked(node.record):
-        return "-", "it takes no questions; its memory shows at the master" if node.record.role == "store" else ""
+        return "-", "it has no metrics_port; its memory shows at the master" if node.record.role == "store" else ""
     if node.why:
         return "silent", node.why
     if node.answered is None:

@@ -21,6 +21,8 @@ __all__ = ["LMCacheOptions", "PdCacheL2Adapter"]
 class LMCacheOptions(AdapterOptions, frozen=True, kw_only=True):
     """`adapter_params` of the adapter's JSON."""
 
+    part_size: ByteSize | None = None
+    """The most bytes of one object in the pool; all that share a namespace need the same. A larger object of LMCache's is cut into parts."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     """How many stores, and how many loads, run at the same time."""
     capacity: ByteSize = ByteSize(0)

@@ -10,7 +10,7 @@ import msgspec
 from pd_cache.cluster import decode_custom, load_config
 from pd_cache.config import CacheConfig, LineOrEmpty, NodeSettings, Seconds, Section, StorageTier
 from pd_cache.errors import ConfigError
-from transfer.settings import ByteSize, TransferSettings
+from transfer.settings import TransferSettings
 
 MasterAddress = Annotated[
     str,
@@ -38,9 +38,6 @@ class AdapterOptions(Section, frozen=True, kw_only=True):
     """As `cache.tiers` in the file."""
     namespace: LineOrEmpty = ""
     """Only those of one namespace share anything. Another one is needed for other weights under the same model name."""
-    part_size: ByteSize | None = None
-    """The most bytes of one object in the pool; all that share a namespace need the same. Used for LMCache only: for SGLang and vLLM's tiering an
-    object is a page or a row."""
     timeout_s: Seconds = 10.0
     """How long one task may take. After that, a load is a miss, and a store has failed."""
 

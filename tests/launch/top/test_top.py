@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -24,7 +25,7 @@ from click.testing import CliRunner
 from launch.access import NOBODY
 from launch.cli import main
 from launch.process import end, spawn_child
-from launch.top.asker import Asker, NodeAnswer, ask_node
+from launch.top.asker import Asker, NodeAnswer, ask_node, is_asked
 from pd_cache.cluster import NodeRecord
 from tests.support.pool import free_port
 from tests.support.waiting import PATIENCE_S
@@ -76,6 +77,14 @@ def test_an_answer_is_read_and_a_missing_one_says_why(well: int) -> None:
     assert answer.reading.at == 7.0
     assert ask_node(record("b", free_port()), NOBODY).why == "Connection refused"
     assert "chosen by `up`" in ask_node(record("c", 0), NOBODY).why
+
+
+def test_a_store_is_asked_where_it_answers(well: int) -> None:
+    store = NodeRecord(name="s", role="store", address="127.0.0.1:12345")
+    assert not is_asked(store)
+    store = msgspec.structs.replace(store, metrics=f"http://127.0.0.1:{well}")
+    assert is_asked(store)
+    assert ask_node(store, NOBODY).reading is not None
 
 
 def test_many_nodes_that_hang_delay_none_that_answers(well: int, mute: int, monkeypatch: pytest.MonkeyPatch) -> None:
