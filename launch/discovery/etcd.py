@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _LONGEST_TICK_S = 1.0
+_MOST_REASONS = 8
+"""How many reasons are logged in one outage, each once: a slow answer may be followed by a refusal that somebody has to mend."""
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # etcd is in our own network
     ("grpc.use_local_subchannel_pool", 1),  # a new client connects at once, even if the last one failed
@@ -241,6 +243,8 @@ class EtcdWatch:
         self._on_change = on_change
         # a live node registers again within two pauses and a call, which is less than this
         self._membership = Membership(settings.ttl_s + _LONGEST_PAUSE_S, seeds)
+        self._told: set[str] = set()
+        """Why etcd did not answer in this outage."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._synced = threading.Event()
@@ -366,9 +370,15 @@ class EtcdWatch:
 
     def _lost(self, why: str) -> None:
         with self._lock:
-            if not self._closed.is_set() and self._membership.outage(time.monotonic()):
+            if self._closed.is_set():
+                return
+            if new := self._membership.outage(time.monotonic()):
+                self._told.clear()
+            if why not in self._told and len(self._told) < _MOST_REASONS:
+                self._told.add(why)
                 count = len(self._membership.view().nodes)
                 log.warning("etcd does not answer (%s); keeping the last known view, of %d nodes", why, count)
+            if new:
                 self._publish()
 
     def _publish(self, before: View | None = None) -> None:
