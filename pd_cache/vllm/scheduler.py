@@ -353,8 +353,6 @@ class SchedulerSide:
         self._begin_epoch(epoch)
         return True
 
-    # --- blocks --------------------------------------------------------------------------------------------------
-
     def _begin_epoch(self, epoch: str) -> None:
         for tracked in self._requests.values():
             tracked.found = tracked.hidden = None
