@@ -11,6 +11,7 @@ If they are gone, their removal is published.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -53,7 +54,7 @@ publisher's host has lost its power, and a publisher would keep what a stopped s
 _BEAT_S = 0.1
 _GOES_ON_S = 0.02
 _REVIVE_S = 1.0
-
+"""How long after sockets have failed, or could not be made, it is tried again."""
 
 MOST_REPORTED = 64
 """How many blocks a report of missing blocks may name."""
@@ -306,6 +307,8 @@ class EventSubscriber:
         self._reports: deque[tuple[Hashable, list[bytes]]] = deque(maxlen=_MOST_REPORTS)
         self._lock = threading.Lock()
         self._changed = threading.Event()
+        self._change_due = math.inf
+        """When to try again to follow publishers for which there was no socket."""
         self._closing = threading.Event()
         self._sparse = SparseLog()
         self._thread: threading.Thread | None = None
@@ -348,25 +351,28 @@ class EventSubscriber:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+            context: zmq.Context[zmq.Socket[bytes]] | None = None
             try:
+                context = zmq.Context(io_threads=1)
                 context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
                 self._follow_all(context)
             except zmq.ZMQError:  # such as no file descriptor left
-                log.exception("the subscriber of KV events begins anew, and forgets what it knows")
+                if self._sparse.admit("anew") is not None:
+                    log.exception("the subscriber of KV events begins anew, and forgets what it knows")
                 for feed in self._feeds.values():
                     self._guarded(feed, self._forget)
             finally:
                 for feed in self._feeds.values():
                     feed.close()
-                context.destroy(linger=0)
+                if context is not None:
+                    context.destroy(linger=0)
                 self._feeds = {}
             self._changed.set()  # all publishers are new ones
             self._closing.wait(_REVIVE_S)
 
     def _follow_all(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         while not self._closing.is_set():
-            if self._changed.is_set():
+            if self._changed.is_set() or self._clock() >= self._change_due:
                 self._change(context)
             poller = zmq.Poller()
             by_socket = {}
@@ -399,6 +405,7 @@ class EventSubscriber:
         with self._lock:
             self._changed.clear()
             wanted = self._wanted
+        self._change_due = math.inf
         feeds = {}
         for key, (endpoints, on_steps) in wanted.items():
             feed = self._feeds.pop(key, None)
@@ -409,7 +416,9 @@ class EventSubscriber:
             try:
                 feeds[key] = feed or _Feed(context, endpoints, on_steps)
             except zmq.ZMQError as error:
-                log.warning("%s: no address of KV events: %s", endpoints.stream, error)
+                self._change_due = self._clock() + _REVIVE_S
+                if self._sparse.admit("not followed") is not None:
+                    log.warning("%s: its KV events cannot be followed now: %s", endpoints.stream, error)
         for feed in self._feeds.values():
             feed.close()
         self._feeds = feeds

@@ -240,6 +240,34 @@ def test_a_subscriber_whose_sockets_fail_forgets_and_begins_anew(
         wait_for(lambda: heard.blocks == {1}, what="the stream goes on")
 
 
+@pytest.mark.parametrize("lacking", ["context", "socket"])
+def test_a_subscriber_without_descriptors_follows_as_soon_as_there_are_some(
+    talkers: Talkers, endpoints: EventEndpoints, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    monkeypatch.setattr(event_streams, "_REVIVE_S", 0.05)
+    talker, heard, failures = talkers(), Contents(), iter(range(3))
+    make_context, connected = zmq.Context, event_streams._Feed._connected
+
+    def fails(what: str) -> None:
+        if what == lacking and next(failures, None) is not None:
+            raise zmq.ZMQError(errno.EMFILE)
+
+    def new_context(io_threads: int) -> zmq.Context[zmq.Socket[bytes]]:
+        fails("context")
+        return make_context(io_threads)
+
+    def new_socket(feed: event_streams._Feed, kind: int, address: str) -> zmq.Socket[bytes]:
+        fails("socket")
+        return connected(feed, kind, address)
+
+    monkeypatch.setattr(zmq, "Context", new_context)
+    monkeypatch.setattr(event_streams._Feed, "_connected", new_socket)
+    talker.say(StoredEvent([1, 2]))
+    with closing(EventSubscriber(check_s=0.1, again_s=0.02)) as subscriber:
+        subscriber.follow({"it": (endpoints, heard.apply)})
+        wait_for(lambda: heard.blocks == {1, 2}, what="it is heard")
+
+
 def test_another_address_of_a_publisher_begins_with_nothing(tmp_path: Path) -> None:
     ends = [EventEndpoints(f"ipc://{tmp_path}/{name}", f"ipc://{tmp_path}/{name}.replay") for name in "ab"]
     heard = Contents()
