@@ -314,7 +314,8 @@ class EventSubscriber:
         self._thread: threading.Thread | None = None
 
     def follow(self, wanted: dict[Hashable, tuple[EventEndpoints, OnSteps]]) -> None:
-        """Follows these publishers from now on, and no others. A publisher of the same key and address is followed on as before."""
+        """Follows these publishers from now on, and no others. A publisher of the same key and address whose steps go to the same callable is
+        followed on as before."""
         with self._lock:
             self._wanted = dict(wanted)
             self._changed.set()
@@ -409,7 +410,7 @@ class EventSubscriber:
         feeds = {}
         for key, (endpoints, on_steps) in wanted.items():
             feed = self._feeds.pop(key, None)
-            if feed is not None and feed.endpoints != endpoints:
+            if feed is not None and (feed.endpoints, feed.on_steps) != (endpoints, on_steps):
                 feed.close()
                 self._guarded(feed, self._forget)
                 feed = None

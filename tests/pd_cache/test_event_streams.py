@@ -281,6 +281,29 @@ def test_another_address_of_a_publisher_begins_with_nothing(tmp_path: Path) -> N
             wait_for(lambda blocks=blocks: heard.blocks == blocks, what="it is followed")
 
 
+def test_a_publisher_that_was_gone_for_a_moment_is_followed_anew_for_who_follows_it_now(
+    talkers: Talkers, endpoints: EventEndpoints
+) -> None:
+    """The subscriber's thread was busy meanwhile, and has not seen it gone."""
+    talker, before, heard = talkers(), Contents(), Contents()
+    busy, free = threading.Event(), threading.Event()
+
+    def apply(steps: Sequence[Step]) -> None:
+        before.apply(steps)
+        busy.set()
+        assert free.wait(60)
+
+    talker.say(StoredEvent([1]))
+    with closing(EventSubscriber(check_s=0.1, again_s=0.02)) as subscriber:
+        subscriber.follow({"it": (endpoints, apply)})
+        wait_for(busy.is_set, what="the thread is busy")
+        subscriber.follow({})
+        subscriber.follow({"it": (endpoints, heard.apply)})
+        free.set()
+        wait_for(lambda: heard.blocks == {1}, what="it is heard by the one that follows now")
+        assert before.forgotten == 1
+
+
 def test_garbage_on_the_stream_costs_what_is_known_and_no_more(endpoints: EventEndpoints, listener: Listener) -> None:
     heard = listener()
     with closing(Talker(endpoints)) as talker:
