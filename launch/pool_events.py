@@ -72,6 +72,8 @@ class PoolWatch:
         self._read_namespace = read_namespace
         self._contents = PoolContents(most_chunks)
         self._namespaces: dict[str, Namespace] = {}
+        self._unreadable: set[str] = set()
+        """Fingerprints that were tried in vain, and are tried again when all others have been."""
         self._learned: deque[StoredEvent] = deque(maxlen=_MOST_LEARNED)
         self._reported: deque[tuple[str | None, bytes]] = deque(maxlen=_MOST_REPORTED)
         """The namespace, if it is known, and the name of chunks that reads did not find."""
@@ -201,9 +203,15 @@ class PoolWatch:
                     self._woken.set()
 
     def _learn_namespaces(self, listing: PoolListing) -> None:
-        for fingerprint in sorted(listing.manifests - self._namespaces.keys())[:_TRIES]:
+        unknown = listing.manifests - self._namespaces.keys()
+        if unknown <= self._unreadable:
+            self._unreadable = set()
+        for fingerprint in sorted(unknown - self._unreadable)[:_TRIES]:
             if (space := self._read_namespace(fingerprint)) is not None and space.fingerprint() == fingerprint:
                 self._namespaces[fingerprint] = space
+            else:
+                self._unreadable.add(fingerprint)
+        self._unreadable &= unknown
         self._namespaces = (
             {fingerprint: space for fingerprint, space in self._namespaces.items() if fingerprint in listing.manifests}
             if len(self._namespaces) > 256

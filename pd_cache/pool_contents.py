@@ -118,8 +118,6 @@ class PoolContents:
 
     def __init__(self, most_chunks: int) -> None:
         self.most_chunks = most_chunks
-        self.left_out = 0
-        """How many chunks of the last listing were too many."""
         self._chunks: dict[str, set[bytes]] = {}
         """The names of the chunks, by the namespace's fingerprint."""
         self._epochs: dict[str, str] = {}
@@ -143,7 +141,6 @@ class PoolContents:
 
     def compare(self, listing: PoolListing, namespaces: Mapping[str, Namespace]) -> Change:
         """Returns what changes with a listing. `namespaces`: those of its fingerprints, as far as they are known."""
-        self.left_out = listing.left_out
         now: dict[str, set[bytes]] = {}
         epochs = dict(self._epochs)
         fingerprints = {space.partition(b".")[0] for space in listing.shards}

@@ -234,7 +234,6 @@ class KnownPool:
     def __init__(self, budget: BlockBudget, most_namespaces: int = 256) -> None:
         self._blocks = _Blocks(budget)
         self._most_namespaces = most_namespaces
-        self.ready = False
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -259,7 +258,6 @@ class KnownPool:
                     self._blocks.add(event.ownership, names, self._most_namespaces)
                 else:
                     self._blocks.discard(event.ownership, names)
-        self.ready = True
 
     def tokens(self, prompt: NamedPrompt) -> int:
         """Returns how many tokens of the prompt's beginning the pool holds."""
@@ -272,7 +270,6 @@ class KnownPool:
     def forget(self) -> None:
         """Gives back what this takes of the budget, for good."""
         self._blocks.leave()
-        self.ready = False
 
 
 def _short(hashes: Sequence[int | bytes]) -> list[int]:

@@ -44,7 +44,7 @@ class EpochNames:
         """Returns the current epoch; None if it is unknown, or while a reset waits for the pool. Asks at most twice a second, unless the
         epoch is not the `expected` one."""
         due = self._due
-        if due is not None and (self._clock() < due or not self.begin()):
+        if due is not None and (self._clock() < due or not self._begin_again()):
             return None
         return self._epochs.current(expected)
 
@@ -52,9 +52,7 @@ class EpochNames:
         """Begins a new epoch, for all nodes. Returns whether the pool has taken it; if not, later calls try again, and nothing is found
         until then."""
         with self._resetting:
-            begun = self._cache.available and self._epochs.begin() is not None
-            self._due = None if begun else self._clock() + _AGAIN_S
-            return begun
+            return self._begin()
 
     def exist(self, names: Sequence[bytes], *, timeout: float | None = None) -> list[bool]:
         """Returns which values are there, by one request."""
@@ -96,6 +94,20 @@ class EpochNames:
         reason = EPOCH_UNKNOWN if after is None else RESET
         self._cache.metrics.trouble("get", reason, len(names))
         return [reason] * len(names)
+
+    def _begin_again(self) -> bool:
+        """Tries a reset again that is due, unless another thread is trying it. Returns whether there is none any more that is due."""
+        if not self._resetting.acquire(blocking=False):
+            return False
+        try:
+            return self._due is None or self._begin()
+        finally:
+            self._resetting.release()
+
+    def _begin(self) -> bool:
+        begun = self._cache.available and self._epochs.begin() is not None
+        self._due = None if begun else self._clock() + _AGAIN_S
+        return begun
 
 
 def _within(epoch: str, names: Sequence[bytes]) -> list[bytes]:

@@ -389,20 +389,26 @@ class LocalDiskBackend(StorageBackend):
                     self.sweeper.sweep()
                 opened = True
                 self.writer.with_room(self.folder.probe)
-                if self._is_small:
-                    self.sweeper.grow()  # before anybody writes: a write that finds a small budget evicts what still has room
+                self._grow()  # before anybody writes: a write that finds a small budget evicts what still has room
             except OSError as error:
                 state = state_of(error) if opened else DiskState.OFF
                 self.health.settle(state, f"opening the folder failed: {error}", name_of(error))
                 return
             self.health.settle(DiskState.ON)
+        else:
+            try:
+                self._grow()
+            except OSError as error:
+                self.health.judge("looking for room", error, writing=True)
+        self.sweeper.sweep()
+
+    def _grow(self) -> None:
+        """Lets a budget that is too small grow. Raises OSError if the room cannot be found out."""
         if self._is_small:
             try:
                 self.sweeper.grow()
-            except OSError as error:
-                self.health.judge("looking for room", error, writing=True)
-            self._metrics.budget(self.index.capacity * self.folder.file_bytes)
-        self.sweeper.sweep()
+            finally:
+                self._metrics.budget(self.index.capacity * self.folder.file_bytes)
 
     def _take_in(self, found: FolderContents) -> None:
         """Fills the index with the objects that the folder holds, oldest first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from pd_cache.epochs import FIRST
@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 _CACHED_LATE = 3
-"""How many steps after a block is full vLLM may put it into its own cache, at most."""
+"""In how many of a request's own steps, at most, vLLM may put a block into its own cache, from the one that fills the block."""
 
 
 class OutdatedRequests:
@@ -45,7 +45,7 @@ class OutdatedRequests:
         """Notes whether a request that begins, or begins again, may have KV of an earlier epoch at hand: while there are outdated requests,
         what vLLM's own cache has for it may come from them."""
         if tracked.at_hand and self._leftovers:
-            self._leftovers.setdefault(tracked.id, _Leftover())
+            self._leftovers.setdefault(tracked.id, _Leftover()).begin_request()
         else:
             self.end_request(tracked.id)
 
@@ -55,11 +55,11 @@ class OutdatedRequests:
             self._evict([request_id])
             del self._leftovers[request_id]
 
-    def begin_step(self) -> None:
-        """Takes out of vLLM's own cache what outdated requests have put there since the last step."""
-        self._evict(list(self._leftovers))
+    def begin_step(self, computing: Container[str]) -> None:
+        """Takes out of vLLM's own cache what outdated requests have put there since the last step. `computing`: the requests of this one."""
+        self._evict(list(self._leftovers), computing)
 
-    def _evict(self, request_ids: Sequence[str]) -> None:
+    def _evict(self, request_ids: Sequence[str], computing: Container[str] = ()) -> None:
         if not request_ids or self._manager is None:
             return
         found: set[int] = set()
@@ -69,7 +69,7 @@ class OutdatedRequests:
             if not any(by_group):  # preempted: those that it had may still be in the cache
                 found |= leftover.blocks
                 continue
-            new = leftover.begin_step([len(blocks) for blocks in by_group])
+            new = leftover.begin_step([len(blocks) for blocks in by_group], computes=request_id in computing)
             leftover.blocks = {
                 block.block_id for blocks, start in zip(by_group, new, strict=True) for block in blocks[start:]
             }
@@ -84,11 +84,17 @@ class _Leftover:
         self.blocks: set[int] = set()
         """Those that were taken out with the last step."""
         self._lengths: list[list[int]] = []
-        """How many blocks the request had in each of the last steps, by vLLM's groups."""
+        """How many blocks the request had in each of the last steps that computed for it, by vLLM's groups."""
 
-    def begin_step(self, lengths: list[int]) -> list[int]:
-        """Returns, for each group, from which place on blocks may have been cached. vLLM caches a block when it is full, and under
-        asynchronous scheduling a step or two later."""
+    def begin_request(self) -> None:
+        """Notes that the request has no blocks, and is about to get some."""
+        self._lengths = []
+
+    def begin_step(self, lengths: list[int], *, computes: bool) -> list[int]:
+        """Returns, for each group, from which place on blocks may have been cached. vLLM caches a block in the step that fills it, and under
+        asynchronous scheduling a step or two later. What a load brings it caches when it takes notice of the load's end, however many steps
+        later that is. So until the request has computed for a while, every block may be new in the cache."""
         before = self._lengths[0] if len(self._lengths) == _CACHED_LATE else [0] * len(lengths)
-        self._lengths = [*self._lengths, lengths][-_CACHED_LATE:]
+        if computes:
+            self._lengths = [*self._lengths, lengths][-_CACHED_LATE:]
         return [max(0, one - 1) for one in before]

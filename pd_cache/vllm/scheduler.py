@@ -223,7 +223,7 @@ class SchedulerSide:
     def plan_stores(self, step: Step, output: SchedulerOutput) -> None:
         """Adds to `step` the stores of the chunks that this step completes."""
         self.stores.note_undrafted(output, self._requests)
-        self._outdated.begin_step()
+        self._outdated.begin_step(output.num_scheduled_tokens)
         for request_id, scheduled in output.num_scheduled_tokens.items():
             self._holding.pop(request_id, None)
             tracked = self._requests.get(request_id)
@@ -268,8 +268,12 @@ class SchedulerSide:
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forgets the request. Returns the `kv_transfer_params` for the node that decodes it; None if no node asked for them."""
-        outdated = request.request_id in self._outdated
-        self._outdated.end_request(request.request_id)
+        try:
+            return self._finished(request)
+        finally:  # not before: until then, it must be known that nothing of an outdated request is stored or shown to others
+            self._outdated.end_request(request.request_id)
+
+    def _finished(self, request: Request) -> dict[str, Any] | None:
         tracked = self._requests.pop(request.request_id, None)
         self._holding.pop(request.request_id, None)
         self.pace.forget(request.request_id)
@@ -291,7 +295,7 @@ class SchedulerSide:
         ours = self._report(tracked, request, computed)
         if not tracked.handoff.announce:
             return {"pd_cache": ours} if ours else None
-        stores = self._may_store and not outdated and self._reset_due is None
+        stores = self._may_store and tracked.id not in self._outdated and self._reset_due is None
         chunks = max(0, min(computed, request.num_prompt_tokens) // self._chunk - self._chunks.ahead) if stores else 0
         if tracked.adapter is not None:  # nothing was stored before its digest was known
             chunks = min(chunks, tracked.planned.get(0, 0))
@@ -349,8 +353,6 @@ class SchedulerSide:
         self._begin_epoch(epoch)
         return True
 
-    # --- blocks --------------------------------------------------------------------------------------------------
-
     def _begin_epoch(self, epoch: str) -> None:
         for tracked in self._requests.values():
             tracked.found = tracked.hidden = None
@@ -391,8 +393,10 @@ class SchedulerSide:
         return self.pace.alone(request.request_id) and self.pace.gains(tokens, request.num_tokens - end)
 
     def _unhide(self, tracked: TrackedRequest) -> None:
-        """Puts those blocks back into vLLM's own prefix cache that are known to be good by now."""
+        """Puts those blocks back into vLLM's own prefix cache that are known to be good by now. Those of an outdated request never are."""
         request = tracked.request
+        if tracked.id in self._outdated:
+            tracked.hidden = None
         if tracked.hidden is not None and not tracked.hidden.show(
             request.num_computed_tokens - request.num_in_flight_tokens
         ):

@@ -11,6 +11,7 @@ Our publisher takes one more message, which vLLM's does not know: an empty frame
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -53,7 +54,7 @@ publisher's host has lost its power, and a publisher would keep what a stopped s
 _BEAT_S = 0.1
 _GOES_ON_S = 0.02
 _REVIVE_S = 1.0
-
+"""How long after sockets have failed, or could not be made, it is tried again."""
 
 MOST_REPORTED = 64
 """How many blocks one report of missing blocks may name."""
@@ -307,12 +308,15 @@ class EventSubscriber:
         self._reports: deque[tuple[Hashable, list[bytes]]] = deque(maxlen=_MOST_REPORTS)
         self._lock = threading.Lock()
         self._changed = threading.Event()
+        self._change_due = math.inf
+        """When to try again to follow publishers for which there was no socket."""
         self._closing = threading.Event()
         self._sparse = SparseLog()
         self._thread: threading.Thread | None = None
 
     def follow(self, wanted: dict[Hashable, tuple[EventEndpoints, OnSteps]]) -> None:
-        """Follows these publishers from now on, and no others. One whose key and address stay the same is followed without a break."""
+        """Follows these publishers from now on, and no others. A publisher of the same key and address whose steps go to the same callable is
+        followed on as before."""
         with self._lock:
             self._wanted = dict(wanted)
             self._changed.set()
@@ -349,25 +353,28 @@ class EventSubscriber:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+            context: zmq.Context[zmq.Socket[bytes]] | None = None
             try:
+                context = zmq.Context(io_threads=1)
                 context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
                 self._follow_all(context)
             except zmq.ZMQError:  # for example, no file descriptor is left
-                log.exception("the subscriber of KV events begins anew, and forgets what it knows")
+                if self._sparse.admit("anew") is not None:
+                    log.exception("the subscriber of KV events begins anew, and forgets what it knows")
                 for feed in self._feeds.values():
                     self._guarded(feed, self._forget)
             finally:
                 for feed in self._feeds.values():
                     feed.close()
-                context.destroy(linger=0)
+                if context is not None:
+                    context.destroy(linger=0)
                 self._feeds = {}
             self._changed.set()  # all publishers are new ones
             self._closing.wait(_REVIVE_S)
 
     def _follow_all(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         while not self._closing.is_set():
-            if self._changed.is_set():
+            if self._changed.is_set() or self._clock() >= self._change_due:
                 self._change(context)
             poller = zmq.Poller()
             by_socket = {}
@@ -400,17 +407,20 @@ class EventSubscriber:
         with self._lock:
             self._changed.clear()
             wanted = self._wanted
+        self._change_due = math.inf
         feeds = {}
         for key, (endpoints, on_steps) in wanted.items():
             feed = self._feeds.pop(key, None)
-            if feed is not None and feed.endpoints != endpoints:
+            if feed is not None and (feed.endpoints, feed.on_steps) != (endpoints, on_steps):
                 feed.close()
                 self._guarded(feed, self._forget)
                 feed = None
             try:
                 feeds[key] = feed or _Feed(context, endpoints, on_steps)
             except zmq.ZMQError as error:
-                log.warning("%s: no address of KV events: %s", endpoints.stream, error)
+                self._change_due = self._clock() + _REVIVE_S
+                if self._sparse.admit("not followed") is not None:
+                    log.warning("%s: its KV events cannot be followed now: %s", endpoints.stream, error)
         for feed in self._feeds.values():
             feed.close()
         self._feeds = feeds

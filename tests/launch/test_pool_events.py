@@ -17,6 +17,7 @@ from launch.proxy.block_index import BlockBudget, KnownPool, NamedPrompt
 from pd_cache.cluster import NodeRecord
 from pd_cache.epochs import Epochs
 from pd_cache.kv_events import ClearedEvent, Forget, RemovedEvent, Step
+from pd_cache.pool_contents import PoolListing
 from pd_cache.tokens import ChunkedTokenDatabase, Namespace
 from pd_cache.wire.event_streams import EventEndpoints, EventPublisher, EventSubscriber
 from tests.support.pool import Pool, free_port
@@ -189,6 +190,19 @@ def test_a_master_that_is_away_changes_nothing_until_it_answers(make_pool: Any, 
         assert one.chunks(chunks) == 3
         pool.start("master")
         wait_for(lambda: one.chunks(chunks) == 0, what="the new master has lost all keys")
+
+
+def test_namespaces_that_cannot_be_read_do_not_keep_others_from_being_read(tmp_path: Path) -> None:
+    def read(fingerprint: str) -> Namespace | None:
+        return NAMESPACE if fingerprint == NAMESPACE.fingerprint() else None
+
+    ends = EventEndpoints(f"ipc://{tmp_path}/stream", f"ipc://{tmp_path}/replay")
+    with closing(PoolWatch("http://127.0.0.1:1", ends, interval_s=1, most_chunks=1, read_namespace=read)) as watch:
+        lost = [f"pdc1/{number:016}/manifest".encode() for number in range(9)]
+        listing = PoolListing([*lost, DATABASE.manifest_key.encode()], 1)
+        for _ in range(3):
+            watch._learn_namespaces(listing)
+        assert watch._namespaces == {NAMESPACE.fingerprint(): NAMESPACE}
 
 
 def test_a_list_that_is_too_long_or_no_list_is_an_error() -> None:

@@ -240,6 +240,34 @@ def test_a_subscriber_whose_sockets_fail_forgets_and_begins_anew(
         wait_for(lambda: heard.blocks == {1}, what="the stream goes on")
 
 
+@pytest.mark.parametrize("lacking", ["context", "socket"])
+def test_a_subscriber_without_descriptors_follows_as_soon_as_there_are_some(
+    talkers: Talkers, endpoints: EventEndpoints, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    monkeypatch.setattr(event_streams, "_REVIVE_S", 0.05)
+    talker, heard, failures = talkers(), Contents(), iter(range(3))
+    make_context, connected = zmq.Context, event_streams._Feed._connected
+
+    def fails(what: str) -> None:
+        if what == lacking and next(failures, None) is not None:
+            raise zmq.ZMQError(errno.EMFILE)
+
+    def new_context(io_threads: int) -> zmq.Context[zmq.Socket[bytes]]:
+        fails("context")
+        return make_context(io_threads)
+
+    def new_socket(feed: event_streams._Feed, kind: int, address: str) -> zmq.Socket[bytes]:
+        fails("socket")
+        return connected(feed, kind, address)
+
+    monkeypatch.setattr(zmq, "Context", new_context)
+    monkeypatch.setattr(event_streams._Feed, "_connected", new_socket)
+    talker.say(StoredEvent([1, 2]))
+    with closing(EventSubscriber(check_s=0.1, again_s=0.02)) as subscriber:
+        subscriber.follow({"it": (endpoints, heard.apply)})
+        wait_for(lambda: heard.blocks == {1, 2}, what="it is heard")
+
+
 def test_another_address_of_a_publisher_begins_with_nothing(tmp_path: Path) -> None:
     ends = [EventEndpoints(f"ipc://{tmp_path}/{name}", f"ipc://{tmp_path}/{name}.replay") for name in "ab"]
     heard = Contents()
@@ -251,6 +279,29 @@ def test_another_address_of_a_publisher_begins_with_nothing(tmp_path: Path) -> N
         for one, blocks in zip(ends, ({1}, {2}), strict=True):
             subscriber.follow({"it": (one, heard.apply)})
             wait_for(lambda blocks=blocks: heard.blocks == blocks, what="it is followed")
+
+
+def test_a_publisher_that_was_gone_for_a_moment_is_followed_anew_for_who_follows_it_now(
+    talkers: Talkers, endpoints: EventEndpoints
+) -> None:
+    """The subscriber's thread was busy meanwhile, and has not seen it gone."""
+    talker, before, heard = talkers(), Contents(), Contents()
+    busy, free = threading.Event(), threading.Event()
+
+    def apply(steps: Sequence[Step]) -> None:
+        before.apply(steps)
+        busy.set()
+        assert free.wait(60)
+
+    talker.say(StoredEvent([1]))
+    with closing(EventSubscriber(check_s=0.1, again_s=0.02)) as subscriber:
+        subscriber.follow({"it": (endpoints, apply)})
+        wait_for(busy.is_set, what="the thread is busy")
+        subscriber.follow({})
+        subscriber.follow({"it": (endpoints, heard.apply)})
+        free.set()
+        wait_for(lambda: heard.blocks == {1}, what="it is heard by the one that follows now")
+        assert before.forgotten == 1
 
 
 def test_garbage_on_the_stream_costs_what_is_known_and_no_more(endpoints: EventEndpoints, listener: Listener) -> None:

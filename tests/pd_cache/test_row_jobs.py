@@ -265,6 +265,35 @@ def test_while_the_pool_has_not_taken_a_reset_nothing_is_found() -> None:
     assert names.put([b"a"], [b"x"]) == [True]
 
 
+def test_a_reset_that_is_due_is_tried_by_one_thread_and_no_other_waits_for_it() -> None:
+    pool, clock = Pool(), Clock()
+    names = EpochNames(Cache(pool, {}), clock=clock)  # type: ignore[arg-type]
+    pool.down = True
+    assert not names.begin()
+    pool.down, clock.now = False, 1.0
+    asked, answer, read = threading.Semaphore(0), threading.Event(), pool.get_small
+
+    def slowly(key: str, *, timeout: float) -> bytes | None:
+        asked.release()
+        assert answer.wait(60)
+        return read(key, timeout=timeout)
+
+    pool.get_small = slowly  # type: ignore[method-assign]
+    found: list[str | None] = []
+    threads = [threading.Thread(target=lambda: found.append(names.current())) for _ in range(2)]
+    threads[0].start()
+    assert asked.acquire(timeout=60)
+    threads[1].start()
+    threads[1].join(1)
+    waited = threads[1].is_alive()
+    answer.set()
+    for thread in threads:
+        thread.join()
+    assert not waited
+    assert found == [None, names.last]
+    assert names.last.endswith("-1"), "one epoch, not one for each thread"
+
+
 class Host:
     """A host pool of two buffers, K and V, with four pages of two tokens."""
 

@@ -46,7 +46,7 @@ class Wrong(NamedTuple):
 
 def prefixes(tokens: Sequence[int], weights: int = 0) -> Words:
     """Returns one number for each token, which names the prefix that ends with it under the weights of this number; uint64 [n]."""
-    value, found = 0x9E3779B97F4A7C15 ^ weights, []
+    value, found = 0x9E3779B97F4A7C15 * (weights + 1) & _MASK, []  # unlike any that a token could make of it
     for token in tokens:
         value = ((value ^ (token + 1)) * 0xBF58476D1CE4E5B9) & _MASK
         value ^= value >> 29

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pd_cache.backends.disk_health import DiskState
 from pd_cache.backends.folder import ObjectFolder, digest_of
 from tests.support.backends import TIMEOUTS, count
 from tests.support.disks import OBJECT, PAYLOAD, Open, disk_of, files, value
@@ -235,6 +236,17 @@ def test_a_full_disk_with_nothing_to_evict_refuses_writes_is_read_and_comes_back
     assert subject.put({"late": value("late")}) == [Status.OK]
     assert subject.get(["late", "early"]) == [value("late"), value("early")]
     assert list((disk.folder.root / "tmp").iterdir()) == []
+
+
+def test_a_budget_that_grows_as_the_disk_comes_back_is_shown(open_disk: Open) -> None:
+    subject = open_disk(objects=8)
+    disk = disk_of(subject)
+    disk.index.shrink(2)
+    disk._metrics.shrunk(2 * disk.folder.file_bytes, "")
+    disk.health.settle(DiskState.FULL, "the file system is full", "enospc")
+    wait_for(lambda: subject.count("pd_cache_tier_off", tier="disk") == 0, what="the tier in use again")
+    whole = 8 * disk.folder.file_bytes
+    wait_for(lambda: subject.count("pd_cache_tier_budget_bytes", tier="disk") == whole, what="its whole budget")
 
 
 def test_a_limit_of_the_process_counts_as_a_full_disk(open_disk: Open) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pd_cache.blocks import StoreOutcome
+from pd_cache.blocks import Restored, StoreOutcome
 from pd_cache.vllm.steps import StepReport
 from tests.pd_cache.vllm.histories import (
     CHUNK,
@@ -168,3 +168,70 @@ def test_a_load_bears_the_epoch_in_which_its_chunks_were_found() -> None:
     hit(scene, request, 2)
     (load,) = scene.step().loads
     assert load.epoch == "run-1"
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_request_that_ends_in_the_step_of_its_load_after_a_reset_is_not_stored(aborted: bool) -> None:
+    """Its end is known before that of its load. A store would put KV of the weights before into the epoch of those after."""
+    scene, request = Scene(load="layerwise"), Request("a", PROMPT)
+    scene.lookups.there = set(scene.names(request)[:2])
+    assert scene.side.matched_tokens(request, CHUNK) == (CHUNK, False)  # type: ignore[arg-type]
+    scene.side.allocated(request, scene.manager.allocate(request, 10), CHUNK)  # type: ignore[arg-type]
+    request.num_computed_tokens = 2 * CHUNK
+    scene.step(a=CHUNK + 3)
+    assert scene.side.reset()
+    request.num_computed_tokens, request.num_in_flight_tokens = len(PROMPT), CHUNK + 3 if aborted else 0
+    scene.side.finished(request)  # type: ignore[arg-type]
+    assert scene.step().stores == []
+
+
+def test_what_a_load_of_before_a_reset_brought_is_taken_out_of_vllms_cache_however_late_vllm_puts_it_there() -> None:
+    """vLLM caches these blocks when it takes notice of the load's end: any number of steps after it has allocated them."""
+    scene, request = Scene(), Request("a", PROMPT)
+    hit(scene, request, 3)
+    request.num_computed_tokens = 3 * CHUNK
+    scene.step()
+    assert scene.side.reset()
+    evicted = scene.manager.block_pool.evicted
+    seen = []
+    for scheduled in [{}] * 5 + [{"a": 1}] * 4:
+        evicted.clear()
+        scene.step(**scheduled)
+        seen.append(set(evicted))
+    assert seen[:8] == [set(range(10, 17))] * 8
+    assert seen[8:] == [{16}]
+
+
+def test_an_outdated_request_that_begins_anew_has_all_of_its_new_blocks_taken_out_of_vllms_cache() -> None:
+    scene, request = Scene(), Request("a", PROMPT)
+    running(scene, request)
+    scene.side.reset()
+    for _ in range(3):
+        scene.step(a=1)
+    scene.manager.free(request)
+    running(scene, request, at_hand=CHUNK, block=20)
+    scene.manager.block_pool.evicted.clear()
+    scene.step(a=CHUNK)
+    assert scene.manager.block_pool.evicted == set(range(20, 27))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_blocks_of_an_outdated_request_are_never_put_back_into_vllms_cache(ended: bool) -> None:
+    """Its load was of the present epoch, but it computed the rest with what it had at hand."""
+    scene, other, request = Scene(load="layerwise"), Request("b", PROMPT), Request("a", PROMPT)
+    pool = scene.manager.block_pool
+    running(scene, other, block=30)
+    scene.side.reset()
+    scene.lookups.there = set(scene.names(request)[:2])
+    assert scene.side.matched_tokens(request, CHUNK) == (CHUNK, False)  # type: ignore[arg-type]
+    blocks = scene.manager.allocate(request, 10)
+    for number in range(10, 16):
+        pool.blocks[number].block_hash = "vllm's"
+    scene.side.allocated(request, blocks, CHUNK)  # type: ignore[arg-type]
+    request.num_computed_tokens = 2 * CHUNK
+    scene.step(a=CHUNK + 3)
+    request.num_computed_tokens = len(PROMPT)
+    if ended:
+        scene.side.finished(request)  # type: ignore[arg-type]
+    scene.side.take_report(StepReport(loads={"a": Restored(1)}))
+    assert pool.cached == []

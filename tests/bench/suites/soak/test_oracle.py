@@ -62,6 +62,11 @@ def test_kv_depends_on_every_token_before() -> None:
     assert len(set(words.tolist())) == len(words), "no two words are the same, wherever they are"
 
 
+def test_kv_depends_on_the_weights_whatever_the_tokens_are() -> None:
+    old = {int(prefixes([token])[0]) for token in range(1000)}
+    assert not old & {int(prefixes([token], weights)[0]) for token in range(1000) for weights in (1, 2, 3)}
+
+
 @pytest.mark.parametrize("scattered", [False, True])
 def test_what_is_right_is_found_right_and_the_canary_is_back(buffer: PagedBuffer, scattered: bool) -> None:
     slots, names = _loaded(buffer, scattered=scattered)
@@ -188,6 +193,16 @@ def test_a_cache_that_is_right_passes_a_hundred_operations(buffer: PagedBuffer) 
         assert (done.wrong, done.complaint) == (0, ""), operation
         loaded += done.tokens
     assert loaded
+
+
+def test_kv_of_weights_that_another_engine_has_before_this_one_is_right(buffer: PagedBuffer) -> None:
+    cache, operation = (
+        _Dictionary(buffer),
+        Operation(0, "store", PlannedPrompt(0, 4 * CHUNK, 0, 0), 0, False, 3, 1.0, 0.0),
+    )
+    perform(cache, buffer, operation, 1, CANARY, lambda: 2)(lambda: None)
+    done = perform(cache, buffer, operation._replace(kind="retrieve"), 1, CANARY, lambda: 1)(lambda: None)
+    assert (done.hit, done.wrong, done.weights) == (4 * CHUNK, 0, 2)
 
 
 def test_a_wrong_byte_planted_in_a_cache_is_caught_when_it_is_loaded(buffer: PagedBuffer) -> None:
