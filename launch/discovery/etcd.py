@@ -68,10 +68,11 @@ class _EtcdOpener:
         """Yields a client, logged in if there is a user. Turns every failure between us and etcd into `_Lost`."""
         endpoint = self._settings.endpoints[self._turn % len(self._settings.endpoints)]
         etcd3 = self._etcd3
-        client = None
+        # a login that fails does so in the constructor, which leaves the channel open: so the object is there before
+        client = etcd3.Etcd3Client.__new__(etcd3.Etcd3Client)
         try:
             host, _, port = endpoint.rpartition(":")
-            client = etcd3.client(
+            client.__init__(
                 host=host,
                 port=int(port),
                 timeout=self.timeout_s,
@@ -93,8 +94,7 @@ class _EtcdOpener:
             raise _Lost(f"{endpoint}: {error}") from error
         finally:
             self._turn += 1
-            if client is not None:
-                client.close()
+            client.close()
 
 
 class _Pause:

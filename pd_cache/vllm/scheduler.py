@@ -148,7 +148,7 @@ class SchedulerSide:
         tracked.load, tracked.in_step, tracked.hidden = None, False, None
         self._holding.pop(request.request_id, None)  # vLLM asks only for requests without blocks
         tracked.at_hand = computed
-        self._outdated.begin_request(tracked)
+        self._outdated.forget(request.request_id)
         tracked.outcome.asked(computed)
         may_load = tracked.may_load and not request.skip_reading_prefix_cache
         if self._lookup is None or not may_load or not self._chunks.nameable(tracked):
@@ -223,7 +223,6 @@ class SchedulerSide:
     def plan_stores(self, step: Step, output: SchedulerOutput) -> None:
         """Adds to `step` the stores of the chunks that this step completes."""
         self.stores.note_undrafted(output, self._requests)
-        self._outdated.begin_step(output.num_scheduled_tokens)
         for request_id, scheduled in output.num_scheduled_tokens.items():
             self._holding.pop(request_id, None)
             tracked = self._requests.get(request_id)
@@ -270,8 +269,8 @@ class SchedulerSide:
         """Forgets the request. Returns the `kv_transfer_params` for the node that decodes it; None if no node asked for them."""
         try:
             return self._finished(request)
-        finally:  # not before: until then, it must be known that nothing of an outdated request is stored or shown to others
-            self._outdated.end_request(request.request_id)
+        finally:  # not before: until then, it must be known that nothing of an outdated request is stored
+            self._outdated.forget(request.request_id)
 
     def _finished(self, request: Request) -> dict[str, Any] | None:
         tracked = self._requests.pop(request.request_id, None)
@@ -393,10 +392,8 @@ class SchedulerSide:
         return self.pace.alone(request.request_id) and self.pace.gains(tokens, request.num_tokens - end)
 
     def _unhide(self, tracked: TrackedRequest) -> None:
-        """Puts those blocks back into vLLM's own prefix cache that are known to be good by now. Those of an outdated request never are."""
+        """Puts those blocks back into vLLM's own prefix cache that are known to be good by now."""
         request = tracked.request
-        if tracked.id in self._outdated:
-            tracked.hidden = None
         if tracked.hidden is not None and not tracked.hidden.show(
             request.num_computed_tokens - request.num_in_flight_tokens
         ):

@@ -23,6 +23,7 @@ import yaml
 from launch.process import end, spawn_child
 from pd_cache.config import CacheConfig, NodeSettings
 from tests.support.hosts import Host
+from tests.support.waiting import wait_for
 from transfer.settings import TransferSettings
 from transfer.store import load_mooncake
 
@@ -34,6 +35,16 @@ PATIENT = {"exist_ms": 10_000, "get_ms": 20_000, "put_ms": 20_000}
 _PORTS = 2000
 """Of each worker of a parallel run, from 20000 on: those of six workers are below the kernel's own choices, and above Mooncake's."""
 _next_port = itertools.count()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Returns whether no thread runs. After SIGSTOP, those that have work go on until one of them has taken the signal."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+        states = [
+            (task / "stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()
+        ]
+        return all(state in "TtZX" for state in states)
+    return False
 
 
 def free_port() -> int:
@@ -98,6 +109,8 @@ class Node:
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+        if number is signal.SIGSTOP:
+            wait_for(lambda: _is_stopped(self.process.pid), what=f"{self.name} has stopped")
 
     def stop(self, number: signal.Signals = signal.SIGTERM, timeout: float = 90.0) -> int:
         """Send the signal, wait for the end, and return the exit status."""

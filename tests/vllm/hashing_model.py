@@ -18,11 +18,11 @@ VOCABULARY = 997
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
-def embedded(tokens: Sequence[int], start: int) -> Words:
-    """Returns the first layer's input for tokens, the first of which has the place `start`."""
+def embedded(tokens: Sequence[int], start: int, weights: int = 0) -> Words:
+    """Returns the first layer's input for tokens, the first of which has the place `start`. Each number of `weights` is another model."""
     places = np.arange(start, start + len(tokens), dtype=np.uint64)
     with np.errstate(over="ignore"):
-        return _mixed(np.array(tokens, dtype=np.uint64) + places * _STEP)
+        return _mixed(np.array(tokens, dtype=np.uint64) + places * _STEP + np.uint64(weights << 32))
 
 
 def kv(hidden: Words, layer: int) -> Words:
@@ -44,9 +44,9 @@ def token(hidden: np.uint64) -> int:
     return int(hidden % np.uint64(VOCABULARY))
 
 
-def computed(tokens: Sequence[int]) -> tuple[Words, Words]:
+def computed(tokens: Sequence[int], weights: int = 0) -> tuple[Words, Words]:
     """Returns the KV of a whole sequence, `[layers, tokens]`, and the outputs of the last layer."""
-    hidden, layers = embedded(tokens, 0), []
+    hidden, layers = embedded(tokens, 0, weights), []
     for layer in range(LAYERS):
         layers.append(kv(hidden, layer))
         hidden = attended(hidden, layers[-1])

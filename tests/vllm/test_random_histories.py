@@ -2,7 +2,8 @@
 
 After each step, every block of vLLM's prefix cache must hold the KV of its tokens, and so must each chunk that is stored. Every token of every
 answer must follow from those before it. Requests share beginnings, and are aborted (even within a step), preempted and drafted for. Loads fail
-in any layer, come late or bring chunks of an epoch that has ended.
+in any layer, come late or bring chunks of an epoch that has ended. A reset changes the weights: from then on only KV of the new ones is right,
+and requests that had begun before may answer what they like.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Setting(NamedTuple):
     """How many run at the same time."""
     prefix_cache: bool = True
     drafts: bool = False
-    resets: bool = False
+    resets: float = 0.0
+    """The share of steps with a reset before them."""
 
 
 class FailingCache:
@@ -156,8 +158,7 @@ class RandomLookups(LookupClient):
 
     def reset(self) -> str:
         with self._history.lock:
-            self._history.pool.clear()
-            self._history.epoch += "x"
+            self._history.begin_epoch()
             return self._history.epoch
 
     def end(self, lookup_id: str) -> None:
@@ -181,7 +182,7 @@ class History:
 
         self.setting = setting
         self.rng = random.Random(seed)
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.pool: dict[bytes, Words] = {}
         self.epoch = ""
         self.loaded = 0
@@ -193,6 +194,9 @@ class History:
         self.right_chunks: dict[bytes, Words] = {}
         """What each chunk has to hold, by its name."""
         self._known: dict[str, int] = {}
+        self.weights = 0
+        self._begun: dict[str, int] = {}
+        """The weights with which each request began."""
         self._requests: dict[str, Any] = {}
         self._aborted: set[str] = set()
         chunk = setting.per_chunk * BLOCK
@@ -256,7 +260,7 @@ class History:
             with self.lock:
                 for name in [name for name in self.pool if rng.random() < 0.03]:
                     del self.pool[name]
-            if self.setting.resets and rng.random() < 0.02:
+            if rng.random() < self.setting.resets:
                 self.vllm.connector.reset_cache()  # type: ignore[union-attr]
             self._step()
             assert not self.wrong
@@ -278,8 +282,18 @@ class History:
         room = (self.setting.blocks - 2) * BLOCK - 24
         request = Request(request_id, prompt[: min(300, room)], params, None, block_hasher=self._hasher)
         self._requests[request_id] = request
+        self._begun[request_id] = self.weights
         self._learn(request)
         self.vllm.add_request(request)
+
+    def begin_epoch(self) -> None:
+        """Changes the weights, and with them what is right. Call it with the lock held: stores compare with what is right in their epoch."""
+        self.pool.clear()
+        self.epoch += "x"
+        self.weights += 1
+        self._known.clear()
+        for request in self._requests.values():
+            self._learn(request)
 
     def _abort(self) -> None:
         from vllm.v1.request import RequestStatus
@@ -294,7 +308,7 @@ class History:
         if count == self._known.get(request.request_id):
             return
         self._known[request.request_id] = count
-        right, _ = computed(list(request.all_token_ids)[: count * BLOCK])
+        right, _ = computed(list(request.all_token_ids)[: count * BLOCK], self.weights)
         names = stride_hashes(request.block_hashes[: count // per_chunk * per_chunk], per_chunk)
         with self.lock:
             for at, one in enumerate(request.block_hashes):
@@ -357,7 +371,7 @@ class History:
     def _draft(self, request_id: str) -> list[int]:
         tokens, drafted = list(self._requests[request_id].all_token_ids), []
         for _ in range(self.rng.randrange(4)):
-            right = token(computed(tokens + drafted)[1][-1])
+            right = token(computed(tokens + drafted, self.weights)[1][-1])
             drafted.append(right if self.rng.random() < 0.7 else self.rng.randrange(VOCABULARY))
         return drafted
 
@@ -367,8 +381,10 @@ class History:
         if request.status is RequestStatus.FINISHED_ERROR:
             assert self.setting.policy == "fail"
             return
+        if self._begun[request.request_id] != self.weights:
+            return
         tokens, start = list(request.all_token_ids), request.num_prompt_tokens
-        _, hidden = computed(tokens)
+        _, hidden = computed(tokens, self.weights)
         assert tokens[start:] == [token(one) for one in hidden[start - 1 : -1]], request.request_id
 
     def _check_prefix_cache(self) -> None:
@@ -390,7 +406,7 @@ class _Part:
         self._end = start + count
         # vLLM fills places of drafts that it does not have with -1
         tokens = [*self.request.all_token_ids, *(max(one, 0) for one in drafted)][start : self._end]
-        self._hidden = embedded(tokens, start)
+        self._hidden = embedded(tokens, start, history.weights)
         self._rest = self.request.num_tokens + len(drafted) - self._end
         places = np.arange(self._end)
         blocks = np.array(history.vllm.kv_cache_manager.get_block_ids(request_id)[0])
@@ -424,14 +440,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "setting",
     [
         Setting(blocks=300, step_tokens=32, requests=8),
-        Setting(blocks=24, per_chunk=1, recompute="block", resets=True),
+        Setting(blocks=24, per_chunk=1, recompute="block", resets=0.02),
         Setting(per_chunk=3, fail=0.9, step_tokens=512, requests=8),
         Setting(policy="fail", blocks=80, fail=0.2),
         Setting(drafts=True, blocks=80, requests=2),
         Setting(prefix_cache=False, fail=0.2),
         Setting(load="sync", per_chunk=3, blocks=300, recompute="block"),
-        Setting(load="auto", drafts=True, resets=True),
-        Setting(load="async", fail=0.2, resets=True),
+        Setting(load="auto", drafts=True, resets=0.1),
+        Setting(load="async", fail=0.1, blocks=200, requests=3, resets=0.1),
     ],
     ids=lambda setting: ",".join(str(value) for value in setting),
 )

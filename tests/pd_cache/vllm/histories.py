@@ -129,6 +129,11 @@ class Manager:
 
     def __init__(self) -> None:
         self.block_pool = Pool()
+        self.coordinator = SimpleNamespace(
+            cache_blocks=lambda request, tokens: self.put_into_cache.append(request.request_id)
+        )
+        self.put_into_cache: list[str] = []
+        """The requests whose blocks vLLM has put into its own cache, once for each time."""
         self._of: dict[str, list[int]] = {}
         self.groups: dict[str, tuple[list[int], ...]] = {}
         """The blocks of requests of a model with several groups of layers; 0 where vLLM has given one back."""

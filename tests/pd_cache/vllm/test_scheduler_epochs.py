@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pd_cache.blocks import Restored, StoreOutcome
+from pd_cache.blocks import StoreOutcome
 from pd_cache.vllm.steps import StepReport
 from tests.pd_cache.vllm.histories import (
     CHUNK,
@@ -29,18 +29,13 @@ def test_after_a_reset_what_was_computed_before_is_neither_stored_nor_kept_by_vl
     running(scene, old)
     assert scene.side.reset()
     assert scene.manager.block_pool.evicted == set(range(64))
-    scene.manager.block_pool.evicted.clear()
+    scene.manager.coordinator.cache_blocks(old, len(PROMPT))
     assert scene.step(old=len(PROMPT) - CHUNK).stores == []
-    assert scene.manager.block_pool.evicted == set(range(10, 17)), "what vLLM's own cache would keep of it"
     running(scene, new, block=20)
+    scene.manager.coordinator.cache_blocks(new, 2 * CHUNK)
     (store,) = scene.step(new=CHUNK).stores
     assert store.epoch == scene.lookups.epoch == "run-1"
-    scene.manager.block_pool.evicted.clear()
-    scene.side.finished(old)  # type: ignore[arg-type]
-    assert scene.manager.block_pool.evicted == set(range(10, 17))
-    scene.manager.block_pool.evicted.clear()
-    scene.step(new=CHUNK)
-    assert not scene.manager.block_pool.evicted
+    assert scene.manager.put_into_cache == ["new"]
 
 
 def test_a_reset_on_another_node_is_known_with_the_next_lookup() -> None:
@@ -53,17 +48,13 @@ def test_a_reset_on_another_node_is_known_with_the_next_lookup() -> None:
     assert (store.epoch, store.chunks.names) == ("run-1", scene.names(new)[:2])
 
 
-def test_what_may_be_at_hand_from_before_a_reset_is_not_stored() -> None:
+def test_what_is_at_hand_after_a_reset_is_of_the_new_epoch_also_while_requests_of_the_one_before_run() -> None:
     scene, old, late = Scene(), Request("old", PROMPT), Request("late", PROMPT)
     running(scene, old)
     scene.side.reset()
     running(scene, late, at_hand=CHUNK, block=20)
-    assert scene.step(old=1, late=CHUNK).stores == []
-    clean = Request("clean", PROMPT)
-    for request in (old, late):
-        scene.side.finished(request)  # type: ignore[arg-type]
-    running(scene, clean, at_hand=CHUNK, block=30)
-    assert len(scene.step(clean=CHUNK).stores) == 1, "nobody is left who could have put old KV into vLLM's own cache"
+    (store,) = scene.step(old=1, late=CHUNK).stores
+    assert (store.epoch, store.chunks.names) == ("run-1", scene.names(late)[:2])
 
 
 def test_a_request_that_learns_of_a_reset_with_tokens_at_hand_is_not_stored() -> None:
@@ -121,35 +112,6 @@ def test_chunks_of_an_earlier_epoch_are_not_announced() -> None:
     assert list(scene.side.stores.take_events()) == []
 
 
-def test_of_an_outdated_request_only_what_is_new_is_taken_out_of_vllms_cache_and_all_of_it_when_it_is_preempted() -> (
-    None
-):
-    scene, request = Scene(), Request("a", PROMPT)
-    running(scene, request)
-    scene.side.reset()
-    evicted = scene.manager.block_pool.evicted
-    seen = []
-    for _ in range(5):
-        evicted.clear()
-        scene.step(a=1)
-        seen.append(set(evicted))
-    assert seen[:3] == [set(range(10, 17))] * 3
-    assert seen[3:] == [{16}] * 2
-    scene.manager.free(request)
-    evicted.clear()
-    scene.step()
-    assert evicted == {16}
-
-
-def test_a_request_that_resumes_with_what_was_its_own_before_a_reset_stays_outdated() -> None:
-    scene, request = Scene(), Request("a", PROMPT)
-    running(scene, request)
-    scene.side.reset()
-    scene.manager.free(request)
-    running(scene, request, at_hand=CHUNK, block=20)
-    assert scene.step(a=CHUNK).stores == []
-
-
 @pytest.mark.parametrize("taken", [True, False])
 def test_what_is_not_stored_because_of_a_reset_is_not_announced(taken: bool) -> None:
     scene, request = Scene(), Request("a", PROMPT, kv_transfer_params={"do_remote_decode": True})
@@ -185,53 +147,25 @@ def test_a_request_that_ends_in_the_step_of_its_load_after_a_reset_is_not_stored
     assert scene.step().stores == []
 
 
-def test_what_a_load_of_before_a_reset_brought_is_taken_out_of_vllms_cache_however_late_vllm_puts_it_there() -> None:
+def test_what_a_load_of_before_a_reset_brought_stays_out_of_vllms_cache_however_late_vllm_would_put_it_there() -> None:
     """vLLM caches these blocks when it takes notice of the load's end: any number of steps after it has allocated them."""
     scene, request = Scene(), Request("a", PROMPT)
     hit(scene, request, 3)
     request.num_computed_tokens = 3 * CHUNK
     scene.step()
     assert scene.side.reset()
-    evicted = scene.manager.block_pool.evicted
-    seen = []
-    for scheduled in [{}] * 5 + [{"a": 1}] * 4:
-        evicted.clear()
-        scene.step(**scheduled)
-        seen.append(set(evicted))
-    assert seen[:8] == [set(range(10, 17))] * 8
-    assert seen[8:] == [{16}]
+    for _ in range(5):
+        scene.step()
+    scene.manager.coordinator.cache_blocks(request, 3 * CHUNK)
+    assert scene.manager.put_into_cache == []
 
 
-def test_an_outdated_request_that_begins_anew_has_all_of_its_new_blocks_taken_out_of_vllms_cache() -> None:
+def test_an_outdated_request_that_was_preempted_begins_anew_like_any_other() -> None:
     scene, request = Scene(), Request("a", PROMPT)
     running(scene, request)
     scene.side.reset()
-    for _ in range(3):
-        scene.step(a=1)
+    scene.step(a=1)
     scene.manager.free(request)
     running(scene, request, at_hand=CHUNK, block=20)
-    scene.manager.block_pool.evicted.clear()
-    scene.step(a=CHUNK)
-    assert scene.manager.block_pool.evicted == set(range(20, 27))
-
-
-@pytest.mark.parametrize("ended", [False, True])
-def test_blocks_of_an_outdated_request_are_never_put_back_into_vllms_cache(ended: bool) -> None:
-    """Its load was of the present epoch, but it computed the rest with what it had at hand."""
-    scene, other, request = Scene(load="layerwise"), Request("b", PROMPT), Request("a", PROMPT)
-    pool = scene.manager.block_pool
-    running(scene, other, block=30)
-    scene.side.reset()
-    scene.lookups.there = set(scene.names(request)[:2])
-    assert scene.side.matched_tokens(request, CHUNK) == (CHUNK, False)  # type: ignore[arg-type]
-    blocks = scene.manager.allocate(request, 10)
-    for number in range(10, 16):
-        pool.blocks[number].block_hash = "vllm's"
-    scene.side.allocated(request, blocks, CHUNK)  # type: ignore[arg-type]
-    request.num_computed_tokens = 2 * CHUNK
-    scene.step(a=CHUNK + 3)
-    request.num_computed_tokens = len(PROMPT)
-    if ended:
-        scene.side.finished(request)  # type: ignore[arg-type]
-    scene.side.take_report(StepReport(loads={"a": Restored(1)}))
-    assert pool.cached == []
+    scene.manager.coordinator.cache_blocks(request, 2 * CHUNK)
+    assert scene.manager.put_into_cache == ["a"]
