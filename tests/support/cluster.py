@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import yaml
 
 from launch.status import cluster_status
 from launch.up import LocalCluster, running
-from pd_cache.cluster import read_config
+from pd_cache.cluster import ClusterConfig, read_config
+from pd_cache.cluster.addresses import PORT_FIELDS
+from tests.support.pool import free_port
 from tests.support.waiting import wait_for
 
 ENGINE: dict[str, Any] = {
@@ -101,11 +104,22 @@ def nodes_with_server() -> list[dict[str, Any]]:
     ]
 
 
+def _with_ports(config: ClusterConfig) -> ClusterConfig:
+    """Ports that nobody else is given: one that `up` chooses may be taken by a connection of another test before its node begins."""
+    nodes = [
+        msgspec.structs.replace(
+            node, **{field: free_port() for field in PORT_FIELDS if getattr(node, field, None) == 0}
+        )
+        for node in config.nodes
+    ]
+    return msgspec.structs.replace(config, nodes=tuple(nodes))
+
+
 @contextmanager
 def started(folder: Path, **changes: Any) -> Iterator[LocalCluster]:
     """The cluster of `cluster_file`, running, every node with its pool: nodes are ready without one."""
     config, source = read_config(cluster_file(folder, **changes))
-    with running(config, source) as cluster:
+    with running(_with_ports(config), source) as cluster:
         wait_for(lambda: all(row.up or not row.asked for row in cluster_status(cluster.config).nodes), what="every node up")  # fmt: skip
         yield cluster
 
