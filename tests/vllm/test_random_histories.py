@@ -446,7 +446,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Setting(drafts=True, blocks=80, requests=2),
         Setting(prefix_cache=False, fail=0.2),
         Setting(load="sync", per_chunk=3, blocks=300, recompute="block"),
-        Setting(load="auto", drafts=True, resets=0.1),
+        Setting(load="auto", fail=0.2, blocks=80, drafts=True, resets=0.05),
         Setting(load="async", fail=0.1, blocks=200, requests=3, resets=0.1),
     ],
     ids=lambda setting: ",".join(str(value) for value in setting),
@@ -454,12 +454,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_whatever_becomes_of_loads_every_block_chunk_and_token_is_right(
     setting: Setting, tiny: Path, tmp_path: Path
 ) -> None:
-    loaded = 0
-    for seed in range(2):
+    loaded = seed = 0
+    while seed < 2 or not loaded:  # what becomes of a load depends on threads, too
+        assert seed < 10, "no load brought all of its chunks"
         history = History(setting, seed, tiny, tmp_path)
         try:
             history.run()
         finally:
             assert history.worker.close(60)
         loaded += history.loaded
-    assert loaded, "some loads brought all of their chunks"
+        seed += 1
