@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
+
+_SLICE_S = 0.5
+"""How long a thread that waits for a signal sleeps at most. Python runs handlers on the main thread between two instructions: a signal that comes
+just before `select` begins to wait, or that another thread is interrupted by, does not end the `select`."""
 
 
 class StopFlag:
@@ -36,8 +42,9 @@ class StopFlag:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits up to `timeout` seconds, for ever by default. Returns True if it is set."""
-        if not self._set:
-            select.select([self._read], [], [], timeout)
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._set and (left := end - time.monotonic()) > 0:
+            select.select([self._read], [], [], min(left, _SLICE_S))
         return self._set
 
     def close(self) -> None:

@@ -637,3 +637,16 @@ def test_stop_on_signals_gives_the_handlers_back() -> None:
         assert stop.wait(PATIENCE_S)
         assert stop.is_set()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_that_does_not_end_the_wait_of_the_main_thread_is_noticed_all_the_same() -> None:
+    """As when it comes just before the wait begins: Python's handler runs only after the wait."""
+    code = (
+        "import signal, threading\n"
+        "from launch.signals import stop_on_signals\n"
+        "def elsewhere(): signal.pthread_kill(threading.get_ident(), signal.SIGTERM)\n"
+        "with stop_on_signals() as stop:\n"
+        "    threading.Timer(0.1, elsewhere).start()\n"
+        "    assert stop.wait()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE_S, check=True)
