@@ -89,7 +89,9 @@ class PendingMove:
         if not self.future.query():
             return False
         if not self._connection.fence.revoke(self._slot):
-            return False  # the connection was lost in the middle of a chunk, and the server still copies
+            return (
+                False  # the connection was lost in the middle of a chunk, which the server still copies into the blocks
+            )
         self._slot = None
         self._event = None
         if not self.failure:
@@ -107,7 +109,7 @@ class PendingMove:
     def give_up(self) -> None:
         """Returns when the server touches the blocks no more, whatever has become of the move.
 
-        Waits for as long as one chunk is copied. If the server stands still in the middle of that, the fence goes on trying.
+        Waits, for a load, for as long as one chunk is copied. If the server stands still in the middle of that, the fence goes on trying.
         """
         end = time.monotonic() + _GIVE_UP_S
         while self._slot is not None and time.monotonic() < end:
@@ -271,7 +273,7 @@ class ServerConnection:
             move.failure = "server_lost"
             return move
         # the move holds the ticket: if an interrupt comes in between, the fence takes it away again
-        place = self.fence.admit(move)
+        place = self.fence.admit(move, loads=kind is Retrieve)
         if place is None:
             move.failure = "busy"
             return move

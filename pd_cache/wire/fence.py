@@ -78,16 +78,18 @@ class Fence:
         self._free = list(range(SLOTS))
         self._holders: dict[int, weakref.ref[object]] = {}
         """The holders of the slots that are taken."""
+        self._loads: set[int] = set()
+        """The slots of moves that write to the blocks."""
         self._forgotten: collections.deque[int] = collections.deque()
         """Slots whose holder went without revoking them, because of an interrupt."""
         self._next = 1
         self._closed = False
         self._lock = threading.Lock()
 
-    def admit(self, holder: object) -> tuple[int, int] | None:
+    def admit(self, holder: object, *, loads: bool) -> tuple[int, int] | None:
         """Returns a slot with a new ticket in it, as (slot, ticket); None if all slots are taken.
 
-        If nothing refers to `holder` any more, a later call removes the ticket.
+        `loads`: whether the move writes to the blocks; if not, it only reads them. If nothing refers to `holder` any more, a later call removes the ticket.
         """
         for slot in [self._forgotten.popleft() for _ in range(len(self._forgotten))]:
             if not self.revoke(slot):
@@ -99,21 +101,27 @@ class Fence:
             self._next += 1
             # the callback may run inside any statement, so it only appends and takes no lock
             self._holders[slot] = weakref.ref(holder, lambda _, slot=slot: self._forgotten.append(slot))  # type: ignore[misc]
+            if loads:
+                self._loads.add(slot)
             self._page.write(slot, ticket)
             return slot, ticket
 
     def revoke(self, slot: int) -> bool:
-        """Removes the ticket and frees the slot. Returns False while the server copies under it: try again later.
+        """Removes the ticket and frees the slot. Returns False while the server copies into the blocks under it: try again later.
 
         Returns True if there is no ticket to remove, for example after `close`.
         """
         with self._lock:
             if self._closed or slot not in self._holders:
                 return True
-            if not self._page.lock(slot):
+            if slot not in self._loads:
+                self._page.write(slot, 0)
+            elif self._page.lock(slot):
+                self._page.write(slot, 0)
+                self._page.unlock(slot)
+                self._loads.discard(slot)
+            else:
                 return False
-            self._page.write(slot, 0)
-            self._page.unlock(slot)
             del self._holders[slot]
             self._free.append(slot)
             return True
@@ -155,16 +163,26 @@ class FenceView:
         self._page = _Page(own)
 
     @contextlib.contextmanager
-    def passing(self, slot: int, ticket: int) -> Iterator[None]:
-        """Holds the slot's lock; the server may copy only inside this context. Raises AbandonedError if the ticket is gone."""
+    def writing(self, slot: int, ticket: int) -> Iterator[None]:
+        """Holds the slot's lock; the server may write to blocks only inside this context. Raises AbandonedError if the ticket is gone."""
         if not self._page.lock(slot):
             raise AbandonedError
         try:
-            if self._page.ticket(slot) != ticket:
-                raise AbandonedError
+            self._check(slot, ticket)
             yield
         finally:
             self._page.unlock(slot)
+
+    @contextlib.contextmanager
+    def reading(self, slot: int, ticket: int) -> Iterator[None]:
+        """Raises AbandonedError if the ticket is gone, before or after the block: then what was read in it may be another move's."""
+        self._check(slot, ticket)
+        yield
+        self._check(slot, ticket)
+
+    def _check(self, slot: int, ticket: int) -> None:
+        if self._page.ticket(slot) != ticket:
+            raise AbandonedError
 
     def close(self) -> None:
         self._page.close()

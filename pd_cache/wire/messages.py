@@ -26,7 +26,7 @@ from pd_cache.epochs import LABEL
 from pd_cache.misses import MissReason
 from pd_cache.tokens import NAME_WIDTHS, LayerGroup, check_names
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 _HEADER = struct.Struct("<4sHHQ")
 _MAGIC = b"PDCM"

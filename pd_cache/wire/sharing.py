@@ -11,7 +11,8 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -296,18 +297,18 @@ class FencedCopier(PagedCopier):
         self._until = until
 
     def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
-        with self._inside() as copier:
+        with self._inside(self._tensors.fence.reading) as copier:
             return CopyDone(copier.gather(chunk, out).wait())
 
     def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
-        with self._inside() as copier:
+        with self._inside(self._tensors.fence.writing) as copier:
             return CopyDone(copier.scatter(chunk, source).wait())
 
     @contextlib.contextmanager
-    def _inside(self) -> Iterator[PagedCopier]:
+    def _inside(self, passing: Callable[[int, int], AbstractContextManager[None]]) -> Iterator[PagedCopier]:
         if time.monotonic() > self._until:
             raise AbandonedError
-        with self._tensors.using(self._shard) as copier, self._tensors.fence.passing(self._slot, self._ticket):
+        with self._tensors.using(self._shard) as copier, passing(self._slot, self._ticket):
             if self._event:
                 _wait_on_stream(self._tensors.device, self._event)
                 self._event = b""

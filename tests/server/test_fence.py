@@ -42,31 +42,75 @@ def view(fence: Fence) -> Iterator[FenceView]:
 
 
 def test_who_has_a_ticket_passes_until_it_is_revoked(fence: Fence, view: FenceView) -> None:
-    place = fence.admit(HOLDER)
+    place = fence.admit(HOLDER, loads=True)
     assert place is not None
     for _ in range(2):
-        with view.passing(*place):
+        with view.writing(*place):
             pass
     assert fence.revoke(place[0])
-    with pytest.raises(AbandonedError), view.passing(*place):
+    with pytest.raises(AbandonedError), view.writing(*place):
         raise AssertionError("passed without a ticket")
 
 
 def test_a_ticket_cannot_be_revoked_while_somebody_passes(fence: Fence, view: FenceView) -> None:
-    slot, ticket = fence.admit(HOLDER) or (0, 0)
-    with view.passing(slot, ticket):
+    slot, ticket = fence.admit(HOLDER, loads=True) or (0, 0)
+    with view.writing(slot, ticket):
         assert not fence.revoke(slot)
     assert fence.revoke(slot)
+
+
+def revoke(fence: Fence, slot: int, used_again: bool) -> None:
+    assert fence.revoke(slot)
+    assert not used_again or fence.admit(HOLDER, loads=True)
+
+
+def test_a_ticket_to_read_is_revoked_at_once_and_the_reader_learns_of_it(fence: Fence, view: FenceView) -> None:
+    """As when a server was stopped in the middle of a store."""
+    slot, ticket = fence.admit(HOLDER, loads=False) or (0, 0)
+    with view.reading(slot, ticket):
+        pass
+    for used_again in (False, True):
+        slot, ticket = fence.admit(HOLDER, loads=False) or (0, 0)
+        with pytest.raises(AbandonedError), view.reading(slot, ticket):
+            revoke(fence, slot, used_again)
+    with pytest.raises(AbandonedError), view.reading(slot, ticket):
+        raise AssertionError("began to read without a ticket")
+
+
+def test_what_is_read_while_a_ticket_is_revoked_is_never_used_however_the_two_race(
+    fence: Fence, view: FenceView
+) -> None:
+    for _ in range(200):
+        slot, ticket = fence.admit(HOLDER, loads=False) or (0, 0)
+        blocks, used, started = [ticket], [], threading.Event()
+
+        def copy(slot=slot, ticket=ticket, blocks=blocks, used=used, started=started) -> None:  # type: ignore[no-untyped-def]
+            started.set()
+            try:
+                while True:
+                    with view.reading(slot, ticket):
+                        read = blocks[0]
+                    used.append(read)
+            except AbandonedError:
+                return
+
+        copier = threading.Thread(target=copy)
+        copier.start()
+        started.wait()
+        assert fence.revoke(slot)
+        blocks[0] = -1  # the engine's again
+        copier.join()
+        assert -1 not in used
 
 
 def test_a_ticket_whose_holder_was_lost_is_taken_away(fence: Fence, view: FenceView) -> None:
     """As when a user interrupts a call after it has begun."""
     holder = Holder()
-    place = fence.admit(holder)
+    place = fence.admit(holder, loads=True)
     assert place is not None
     del holder
-    assert fence.admit(HOLDER) is not None
-    with pytest.raises(AbandonedError), view.passing(*place):
+    assert fence.admit(HOLDER, loads=True) is not None
+    with pytest.raises(AbandonedError), view.writing(*place):
         raise AssertionError("passed although nobody waits for it")
     assert fence.taken == 1
 
@@ -75,12 +119,12 @@ def test_close_takes_all_tickets_away(view: FenceView) -> None:
     fence = Fence()
     other = FenceView(fence.descriptor)
     try:
-        places = [fence.admit(HOLDER) for _ in range(3)]
+        places = [fence.admit(HOLDER, loads=True) for _ in range(3)]
         assert all(places)
         assert fence.close() == 0
         for place in places:
             assert place is not None
-            with pytest.raises(AbandonedError), other.passing(*place):
+            with pytest.raises(AbandonedError), other.writing(*place):
                 raise AssertionError("passed after close()")
             assert fence.revoke(place[0]), "there is nothing left to wait for"
     finally:
@@ -91,39 +135,39 @@ def test_close_says_how_many_copies_it_could_not_end() -> None:
     fence = Fence()
     other = FenceView(fence.descriptor)
     try:
-        slot, ticket = fence.admit(HOLDER) or (0, 0)
-        with other.passing(slot, ticket):
+        slot, ticket = fence.admit(HOLDER, loads=True) or (0, 0)
+        with other.writing(slot, ticket):
             assert fence.close() == 1
     finally:
         other.close()
 
 
 def test_slots_are_fenced_one_by_one(fence: Fence, view: FenceView) -> None:
-    one, other = fence.admit(HOLDER), fence.admit(HOLDER)
+    one, other = fence.admit(HOLDER, loads=True), fence.admit(HOLDER, loads=True)
     assert one is not None
     assert other is not None
-    with view.passing(*one):
+    with view.writing(*one):
         assert fence.revoke(other[0])
-        with pytest.raises(AbandonedError), view.passing(*other):
+        with pytest.raises(AbandonedError), view.writing(*other):
             raise AssertionError("passed without a ticket")
 
 
 def test_a_slot_that_is_used_again_has_another_ticket(fence: Fence, view: FenceView) -> None:
-    old = fence.admit(HOLDER)
+    old = fence.admit(HOLDER, loads=True)
     assert old is not None
     fence.revoke(old[0])
-    new = fence.admit(HOLDER)
+    new = fence.admit(HOLDER, loads=True)
     assert new is not None
     assert new[0] == old[0]
-    with pytest.raises(AbandonedError), view.passing(*old):
+    with pytest.raises(AbandonedError), view.writing(*old):
         raise AssertionError("passed with an old ticket")
-    with view.passing(*new):
+    with view.writing(*new):
         pass
 
 
 def test_slots_are_bounded_and_come_back(fence: Fence) -> None:
-    places = [fence.admit(HOLDER) for _ in range(SLOTS)]
-    assert fence.admit(HOLDER) is None
+    places = [fence.admit(HOLDER, loads=True) for _ in range(SLOTS)]
+    assert fence.admit(HOLDER, loads=True) is None
     assert fence.taken == SLOTS
     for place in places:
         assert place is not None
@@ -132,10 +176,10 @@ def test_slots_are_bounded_and_come_back(fence: Fence) -> None:
 
 
 def test_the_lock_of_a_process_that_was_killed_in_the_middle_is_gone(fence: Fence) -> None:
-    slot, ticket = fence.admit(HOLDER) or (0, 0)
+    slot, ticket = fence.admit(HOLDER, loads=True) or (0, 0)
     program = (
         "import sys, time; from pd_cache.wire.fence import FenceView; view = FenceView(int(sys.argv[1]))\n"
-        "with view.passing(int(sys.argv[2]), int(sys.argv[3])): print('inside', flush=True); time.sleep(600)"
+        "with view.writing(int(sys.argv[2]), int(sys.argv[3])): print('inside', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(fence.descriptor), str(slot), str(ticket)],
@@ -157,14 +201,14 @@ def test_the_lock_of_a_process_that_was_killed_in_the_middle_is_gone(fence: Fenc
 def test_nothing_is_written_after_a_revocation_however_the_two_race(fence: Fence, view: FenceView) -> None:
     blocks = [0]
     for _ in range(200):
-        slot, ticket = fence.admit(HOLDER) or (0, 0)
+        slot, ticket = fence.admit(HOLDER, loads=True) or (0, 0)
         started = threading.Event()
 
         def copy(slot: int = slot, ticket: int = ticket, started: threading.Event = started) -> None:
             started.set()
             try:
                 while True:
-                    with view.passing(slot, ticket):
+                    with view.writing(slot, ticket):
                         blocks[0] = ticket
             except AbandonedError:
                 return

@@ -193,7 +193,7 @@ def test_what_is_said_about_a_gpu_s_memory_is_checked_before_torch_believes_it(m
 
 def test_nothing_is_copied_for_an_engine_that_has_given_up_or_would_have() -> None:
     fence = Fence()
-    slot, ticket = fence.admit(HOLDER) or (0, 0)
+    slot, ticket = fence.admit(HOLDER, loads=True) or (0, 0)
     shared = share_tensors(make_cache())
     request = Register(uuid.uuid4().hex, shared.storages, shared.tensors)
     mapped = MappedTensors(request, shared.descriptors, FenceView(fence.descriptor))
@@ -203,6 +203,31 @@ def test_nothing_is_copied_for_an_engine_that_has_given_up_or_would_have() -> No
         FencedCopier(mapped, 0, slot, ticket, b"", time.monotonic() + 600).gather(rows, payload)
         with pytest.raises(AbandonedError):
             FencedCopier(mapped, 0, slot, ticket, b"", time.monotonic() - 1).scatter(rows, payload)
+    finally:
+        close_all(shared.descriptors)
+        assert mapped.unmap(1)
+        fence.close()
+
+
+def test_a_store_that_is_given_up_in_the_middle_of_a_chunk_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    fence = Fence()
+    slot, ticket = fence.admit(HOLDER, loads=False) or (0, 0)
+    shared = share_tensors(make_cache())
+    request = Register(uuid.uuid4().hex, shared.storages, shared.tensors)
+    mapped = MappedTensors(request, shared.descriptors, FenceView(fence.descriptor))
+    with mapped.using(0) as copier:
+        kind, really = type(copier), type(copier).gather
+
+    def gather(self: Any, *arguments: Any) -> Any:
+        assert fence.revoke(slot), "a copy out of the blocks delays nobody"
+        return really(self, *arguments)
+
+    monkeypatch.setattr(kind, "gather", gather)
+    try:
+        rows = ChunkSlots(torch.tensor([0, 1]), None)
+        payload = torch.zeros(mapped.layout.chunk_bytes(8), dtype=torch.uint8)
+        with pytest.raises(AbandonedError):
+            FencedCopier(mapped, 0, slot, ticket, b"", time.monotonic() + 600).gather(rows, payload)
     finally:
         close_all(shared.descriptors)
         assert mapped.unmap(1)
