@@ -13,8 +13,8 @@ from types import FrameType
 from typing import NoReturn
 
 _SLICE_S = 0.5
-"""How long a thread that waits for a signal sleeps at most. Python runs handlers on the main thread between two instructions: a signal that comes
-just before `select` begins to wait, or that another thread is interrupted by, does not end the `select`."""
+"""The most seconds between two looks at the flag. Python runs handlers between two instructions of the main thread, and a signal that comes
+just before `select` begins, or that interrupts another thread, does not end the `select`."""
 
 
 class StopFlag:

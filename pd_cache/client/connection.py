@@ -89,9 +89,7 @@ class PendingMove:
         if not self.future.query():
             return False
         if not self._connection.fence.revoke(self._slot):
-            return (
-                False  # the connection was lost in the middle of a chunk, which the server still copies into the blocks
-            )
+            return False  # the connection was lost while a chunk was being copied into the blocks
         self._slot = None
         self._event = None
         if not self.failure:

@@ -1,10 +1,15 @@
 """Decides which process may touch an engine's blocks: a page that an engine and its server share, and the kernel's locks on it.
 
-A server that is late, stopped or cut off may still be about to copy into blocks that its engine has given to another request. So each
-move gets a *slot* of the fence, with its *ticket* in it. The server locks the slot's bytes around each chunk that it copies, and copies
-only if the ticket is still there. An engine that gives a move up removes the ticket under the same lock. After that, no part of the move
-can touch the blocks. The kernel drops the locks of a process that dies, so a dead server delays no engine. A stopped server delays one
-only if it was stopped in the middle of a chunk.
+A server that is late, stopped or cut off may still be about to copy blocks that its engine has given to another request. So each move gets a
+*slot* of the fence, with its *ticket* in it. The server copies only while the ticket is there. An engine that gives a move up removes it.
+
+A load writes to the blocks. So the server locks the slot's bytes around each chunk that it copies, and the engine removes the ticket under the
+same lock: after that, no part of the move can touch the blocks. The kernel drops the locks of a process that dies, so a dead server delays no
+engine. A stopped server delays one only if it was stopped in the middle of a chunk.
+
+A store reads the blocks, without a lock: the server looks for the ticket again after each chunk, and if it is gone, does not use what it has
+copied. So nothing delays an engine that gives a store up. That needs the ticket's removal to be seen before what is written to the blocks
+later: x86 keeps the order of writes, and elsewhere both sides have taken locks of their own in between.
 """
 
 from __future__ import annotations
@@ -89,7 +94,8 @@ class Fence:
     def admit(self, holder: object, *, loads: bool) -> tuple[int, int] | None:
         """Returns a slot with a new ticket in it, as (slot, ticket); None if all slots are taken.
 
-        `loads`: whether the move writes to the blocks; if not, it only reads them. If nothing refers to `holder` any more, a later call removes the ticket.
+        `loads`: whether the move writes to the blocks; otherwise it reads them. If nothing refers to `holder` any more, a later call removes
+        the ticket.
         """
         for slot in [self._forgotten.popleft() for _ in range(len(self._forgotten))]:
             if not self.revoke(slot):
@@ -114,14 +120,13 @@ class Fence:
         with self._lock:
             if self._closed or slot not in self._holders:
                 return True
-            if slot not in self._loads:
-                self._page.write(slot, 0)
-            elif self._page.lock(slot):
-                self._page.write(slot, 0)
-                self._page.unlock(slot)
-                self._loads.discard(slot)
-            else:
+            loads = slot in self._loads
+            if loads and not self._page.lock(slot):
                 return False
+            self._page.write(slot, 0)
+            if loads:
+                self._page.unlock(slot)
+                self._loads.remove(slot)
             del self._holders[slot]
             self._free.append(slot)
             return True

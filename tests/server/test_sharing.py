@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -191,44 +192,44 @@ def test_what_is_said_about_a_gpu_s_memory_is_checked_before_torch_believes_it(m
             map_them(shared, storages=(msgspec.structs.replace(storage, **change),))
 
 
-def test_nothing_is_copied_for_an_engine_that_has_given_up_or_would_have() -> None:
+@contextlib.contextmanager
+def a_move(*, loads: bool) -> Iterator[tuple[Fence, MappedTensors, tuple[int, int]]]:
+    """A fence, the tensors behind it as the server has mapped them, and the slot and ticket of a move."""
     fence = Fence()
-    slot, ticket = fence.admit(HOLDER, loads=True) or (0, 0)
+    place = fence.admit(HOLDER, loads=loads)
+    assert place is not None
     shared = share_tensors(make_cache())
     request = Register(uuid.uuid4().hex, shared.storages, shared.tensors)
     mapped = MappedTensors(request, shared.descriptors, FenceView(fence.descriptor))
     try:
-        rows = ChunkSlots(torch.tensor([0, 1]), None)
-        payload = torch.zeros(mapped.layout.chunk_bytes(8), dtype=torch.uint8)
-        FencedCopier(mapped, 0, slot, ticket, b"", time.monotonic() + 600).gather(rows, payload)
-        with pytest.raises(AbandonedError):
-            FencedCopier(mapped, 0, slot, ticket, b"", time.monotonic() - 1).scatter(rows, payload)
+        yield fence, mapped, place
     finally:
         close_all(shared.descriptors)
         assert mapped.unmap(1)
         fence.close()
+
+
+ROWS = ChunkSlots(torch.tensor([0, 1]), None)
+
+
+def test_nothing_is_copied_for_an_engine_that_has_given_up_or_would_have() -> None:
+    with a_move(loads=True) as (_, mapped, place):
+        payload = torch.zeros(mapped.layout.chunk_bytes(8), dtype=torch.uint8)
+        FencedCopier(mapped, 0, *place, b"", time.monotonic() + 600).gather(ROWS, payload)
+        with pytest.raises(AbandonedError):
+            FencedCopier(mapped, 0, *place, b"", time.monotonic() - 1).scatter(ROWS, payload)
 
 
 def test_a_store_that_is_given_up_in_the_middle_of_a_chunk_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    fence = Fence()
-    slot, ticket = fence.admit(HOLDER, loads=False) or (0, 0)
-    shared = share_tensors(make_cache())
-    request = Register(uuid.uuid4().hex, shared.storages, shared.tensors)
-    mapped = MappedTensors(request, shared.descriptors, FenceView(fence.descriptor))
-    with mapped.using(0) as copier:
-        kind, really = type(copier), type(copier).gather
+    with a_move(loads=False) as (fence, mapped, place):
+        with mapped.using(0) as copier:
+            kind, really = type(copier), type(copier).gather
 
-    def gather(self: Any, *arguments: Any) -> Any:
-        assert fence.revoke(slot), "a copy out of the blocks delays nobody"
-        return really(self, *arguments)
+        def gather(self: Any, *arguments: Any) -> Any:
+            assert fence.revoke(place[0]), "a copy out of the blocks delays nobody"
+            return really(self, *arguments)
 
-    monkeypatch.setattr(kind, "gather", gather)
-    try:
-        rows = ChunkSlots(torch.tensor([0, 1]), None)
+        monkeypatch.setattr(kind, "gather", gather)
         payload = torch.zeros(mapped.layout.chunk_bytes(8), dtype=torch.uint8)
         with pytest.raises(AbandonedError):
-            FencedCopier(mapped, 0, slot, ticket, b"", time.monotonic() + 600).gather(rows, payload)
-    finally:
-        close_all(shared.descriptors)
-        assert mapped.unmap(1)
-        fence.close()
+            FencedCopier(mapped, 0, *place, b"", time.monotonic() + 600).gather(ROWS, payload)
