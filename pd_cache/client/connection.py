@@ -68,29 +68,30 @@ _MOST_STORAGES = 200
 class PendingMove:
     """A store or retrieve under way. The server may touch its blocks until `query` returns True."""
 
-    __slots__ = ("__weakref__", "_connection", "_event", "_slot", "failure", "future")
+    __slots__ = ("__weakref__", "_connection", "_event", "_place", "failure", "future")
 
     def __init__(self, connection: ServerConnection) -> None:
         self._connection = connection
-        self._slot: int | None = None
+        self._place: tuple[int, int] | None = None
+        """Its slot and ticket of the fence."""
         self._event: object = None  # the server opens it by its handle
         self.future: Future | None = None
         self.failure = ""
         """Why there is no answer, in a word; empty while it is under way, and after an answer."""
 
-    def began(self, slot: int, event: object) -> None:
+    def began(self, place: tuple[int, int], event: object) -> None:
         """For the connection: from now on the server may touch the blocks."""
-        self._slot, self._event = slot, event
+        self._place, self._event = place, event
 
     def query(self) -> bool:
         """Looks without waiting. Returns True once it has ended and its blocks are the engine's again."""
-        if self._slot is None or self.future is None:
+        if self._place is None or self.future is None:
             return True
         if not self.future.query():
             return False
-        if not self._connection.fence.revoke(self._slot):
+        if not self._connection.fence.revoke(*self._place):
             return False  # the connection was lost while a chunk was being copied into the blocks
-        self._slot = None
+        self._place = None
         self._event = None
         if not self.failure:
             self.failure = failure_of(self.future)
@@ -110,9 +111,9 @@ class PendingMove:
         Waits, for a load, for as long as one chunk is copied. If the server stands still in the middle of that, the fence goes on trying.
         """
         end = time.monotonic() + _GIVE_UP_S
-        while self._slot is not None and time.monotonic() < end:
-            if self._connection.fence.revoke(self._slot):
-                self._slot = None
+        while self._place is not None and time.monotonic() < end:
+            if self._connection.fence.revoke(*self._place):
+                self._place = None
             else:
                 time.sleep(0.001)
         self.failure = self.failure or "abandoned"
@@ -277,7 +278,7 @@ class ServerConnection:
             return move
         slot, ticket = place
         try:
-            move.began(slot, event)
+            move.began(place, event)
             patience = max(1, int(timeout * 1000))
             handle = event_handle(event)
             request = kind(session, join_names(names), tuple(blocks), slot, ticket, patience, handle, epoch)

@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from pd_cache.wire.sealed import SealError, check_sealed, sealed_memory
 
@@ -72,21 +73,27 @@ class _Page:
         return True
 
 
+class _Held(NamedTuple):
+    """A slot that is taken."""
+
+    ticket: int
+    loads: bool
+    """Whether the move writes to the blocks."""
+    holder: weakref.ref[object]
+
+
 class Fence:
-    """The engine's side of a fence."""
+    """The engine's side of a fence. Thread-safe, and an interrupt at any point loses no slot."""
 
     def __init__(self) -> None:
         descriptor = sealed_memory("pd-cache-fence", _NBYTES)
         self._page = _Page(descriptor)
         self._page.clear()  # so that the page's memory is allocated, and charged to this process
         self.descriptor = descriptor
-        self._free = list(range(SLOTS))
-        self._holders: dict[int, weakref.ref[object]] = {}
-        """The holders of the slots that are taken."""
-        self._loads: set[int] = set()
-        """The slots of moves that write to the blocks."""
-        self._forgotten: collections.deque[int] = collections.deque()
-        """Slots whose holder went without revoking them, because of an interrupt."""
+        self._held: dict[int, _Held] = {}
+        """The slots that are taken."""
+        self._forgotten: collections.deque[tuple[int, int]] = collections.deque()
+        """Slots and tickets whose holder went without revoking them, because of an interrupt."""
         self._next = 1
         self._closed = False
         self._lock = threading.Lock()
@@ -97,45 +104,46 @@ class Fence:
         `loads`: whether the move writes to the blocks; otherwise it reads them. If nothing refers to `holder` any more, a later call removes
         the ticket.
         """
-        for slot in [self._forgotten.popleft() for _ in range(len(self._forgotten))]:
-            if not self.revoke(slot):
-                self._forgotten.append(slot)
         with self._lock:
-            if not self._free or self._closed:
+            for _ in range(len(self._forgotten)):
+                if self._revoke(*self._forgotten[0]):
+                    self._forgotten.popleft()
+                else:
+                    self._forgotten.rotate(-1)
+            if self._closed or len(self._held) == SLOTS:
                 return None
-            slot, ticket = self._free.pop(), self._next
-            self._next += 1
+            ticket, self._next = self._next, self._next + 1
+            slot = next(slot for slot in (at % SLOTS for at in range(ticket, ticket + SLOTS)) if slot not in self._held)
             # the callback may run inside any statement, so it only appends and takes no lock
-            self._holders[slot] = weakref.ref(holder, lambda _, slot=slot: self._forgotten.append(slot))  # type: ignore[misc]
-            if loads:
-                self._loads.add(slot)
+            forget = weakref.ref(holder, lambda _: self._forgotten.append((slot, ticket)))
+            self._held[slot] = _Held(ticket, loads, forget)
             self._page.write(slot, ticket)
             return slot, ticket
 
-    def revoke(self, slot: int) -> bool:
+    def revoke(self, slot: int, ticket: int) -> bool:
         """Removes the ticket and frees the slot. Returns False while the server copies into the blocks under it: try again later.
 
-        Returns True if there is no ticket to remove, for example after `close`.
+        Returns True if the ticket is not there any more, for example after `close`.
         """
         with self._lock:
-            if self._closed or slot not in self._holders:
-                return True
-            loads = slot in self._loads
-            if loads and not self._page.lock(slot):
-                return False
-            self._page.write(slot, 0)
-            if loads:
-                self._page.unlock(slot)
-                self._loads.remove(slot)
-            del self._holders[slot]
-            self._free.append(slot)
+            return self._revoke(slot, ticket)
+
+    def _revoke(self, slot: int, ticket: int) -> bool:
+        held = self._held.get(slot)
+        if self._closed or held is None or held.ticket != ticket:
             return True
+        if held.loads and not self._page.lock(slot):
+            return False
+        self._page.write(slot, 0)
+        if held.loads:
+            self._page.unlock(slot)
+        del self._held[slot]
+        return True
 
     @property
     def taken(self) -> int:
         """How many slots have a ticket."""
-        with self._lock:
-            return SLOTS - len(self._free)
+        return len(self._held)
 
     def close(self, timeout: float = 0.0) -> int:
         """Removes all tickets, so that the server touches no block any more, and unmaps the page. Idempotent.
@@ -143,7 +151,9 @@ class Fence:
         Returns how many tickets could not be removed within `timeout` seconds because the server was in the middle of a copy.
         """
         end = time.monotonic() + timeout
-        while (left := [slot for slot in list(self._holders) if not self.revoke(slot)]) and time.monotonic() < end:
+        while left := [slot for slot, held in list(self._held.items()) if not self.revoke(slot, held.ticket)]:
+            if time.monotonic() >= end:
+                break
             time.sleep(0.001)
         with self._lock:
             if not self._closed:
@@ -153,7 +163,7 @@ class Fence:
 
 
 class FenceView:
-    """The server's side of a fence."""
+    """The server's side of a fence. Thread-safe."""
 
     def __init__(self, descriptor: int) -> None:
         """Maps the fence. The caller keeps ownership of `descriptor`. Raises SealError if it is no fence or cannot be opened at once."""
@@ -166,17 +176,20 @@ class FenceView:
         except BlockingIOError:  # without O_NONBLOCK the kernel would wait 45 s for the engine to release its lease
             raise SealError("the fence has a lease on it (F_SETLEASE); expected one without") from None
         self._page = _Page(own)
+        self._turns = [threading.Lock() for _ in range(SLOTS)]
+        """The kernel's locks do not tell this process's threads apart: one that is late would release the lock of the slot's next move."""
 
     @contextlib.contextmanager
     def writing(self, slot: int, ticket: int) -> Iterator[None]:
         """Holds the slot's lock; the server may write to blocks only inside this context. Raises AbandonedError if the ticket is gone."""
-        if not self._page.lock(slot):
-            raise AbandonedError
-        try:
-            self._check(slot, ticket)
-            yield
-        finally:
-            self._page.unlock(slot)
+        with self._turns[slot]:
+            if not self._page.lock(slot):
+                raise AbandonedError
+            try:
+                self._check(slot, ticket)
+                yield
+            finally:
+                self._page.unlock(slot)
 
     @contextlib.contextmanager
     def reading(self, slot: int, ticket: int) -> Iterator[None]:

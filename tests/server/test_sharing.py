@@ -226,7 +226,7 @@ def test_a_store_that_is_given_up_in_the_middle_of_a_chunk_is_not_used(monkeypat
             kind, really = type(copier), type(copier).gather
 
         def gather(self: Any, *arguments: Any) -> Any:
-            assert fence.revoke(place[0]), "a copy out of the blocks delays nobody"
+            assert fence.revoke(*place), "a copy out of the blocks delays nobody"
             return really(self, *arguments)
 
         monkeypatch.setattr(kind, "gather", gather)
