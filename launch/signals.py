@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any
 
 _SLICE_S = 0.5
 """The most seconds between two looks at the flag. Python runs handlers between two instructions of the main thread, and a signal that comes
-just before `select` begins, or that interrupts another thread, does not end the `select`."""
+just before `poll` begins, or that interrupts another thread, does not end the `poll`."""
 
 
 class StopFlag:
@@ -43,8 +43,10 @@ class StopFlag:
     def wait(self, timeout: float | None = None) -> bool:
         """Waits up to `timeout` seconds, for ever by default. Returns True if it is set."""
         end = math.inf if timeout is None else time.monotonic() + timeout
+        poll = select.poll()  # `select` takes no descriptor above 1023
+        poll.register(self._read, select.POLLIN)
         while not self._set and (left := end - time.monotonic()) > 0:
-            select.select([self._read], [], [], min(left, _SLICE_S))
+            poll.poll(1000 * min(left, _SLICE_S))
         return self._set
 
     def close(self) -> None:
@@ -83,14 +85,33 @@ class StoppedError(BaseException):
 
 @contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Makes signals that ask to stop raise StoppedError, so that what was opened is closed. Main thread only."""
+    """Makes signals that ask to stop raise StoppedError, so that what was opened is closed. Main thread only.
 
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise StoppedError(number)
+    A signal that comes while handlers are exchanged is dealt with after that.
+    """
+    inside = False
+    meanwhile: list[int] = []
 
-    before = {number: signal.signal(number, stop) for number in stop_signals()}
+    def stop(number: int, frame: FrameType | None) -> None:
+        if inside:
+            raise StoppedError(number)
+        meanwhile.append(number)
+
+    before: dict[signal.Signals, Any] = {}
     try:
-        yield
+        for number in stop_signals():
+            before[number] = signal.getsignal(number)
+            signal.signal(number, stop)
+        try:
+            inside = True
+            if meanwhile:
+                raise StoppedError(meanwhile.pop())
+            yield
+        finally:
+            inside = False
     finally:
+        inside = False  # again, because a signal may have come just before the first time
         for number, handler in before.items():
             signal.signal(number, handler)
+        for missed in meanwhile:
+            signal.raise_signal(missed)

@@ -16,7 +16,7 @@ import pytest
 
 from launch import process as process_module
 from launch.process import LocalProcesses, OnLine, Program, spawn_child
-from launch.supervisor import StopFlag, Supervisor, SupervisorError, backoff_s, stop_on_signals
+from launch.supervisor import StopFlag, Supervisor, SupervisorError, backoff_s
 from pd_cache.cluster import SupervisorConfig
 from tests.support.waiting import PATIENCE_S, wait_for
 
@@ -625,28 +625,3 @@ def test_a_guardian_that_was_killed_does_not_hinder_the_supervisor() -> None:
         assert set(supervisor.pids) == {"a", "b"}
     local.close()
     assert process_module.LocalProcesses(1.0).close() is None  # one that started nothing
-
-
-def test_stop_on_signals_gives_the_handlers_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with stop_on_signals() as stop:
-        assert not stop.wait(0.01)
-        for _ in range(100_000):  # more than the pipe holds
-            stop.set()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.wait(PATIENCE_S)
-        assert stop.is_set()
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_signal_that_does_not_end_the_wait_of_the_main_thread_is_noticed_all_the_same() -> None:
-    """As when it comes just before the wait begins: Python's handler runs only after the wait."""
-    code = (
-        "import signal, threading\n"
-        "from launch.signals import stop_on_signals\n"
-        "def elsewhere(): signal.pthread_kill(threading.get_ident(), signal.SIGTERM)\n"
-        "with stop_on_signals() as stop:\n"
-        "    threading.Timer(0.1, elsewhere).start()\n"
-        "    assert stop.wait()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE_S, check=True)
