@@ -15,6 +15,7 @@ import torch
 from pd_cache.backends import StorageBackend, open_backend
 from pd_cache.blocks import BlocksOrSlots, Restored, Slots, StoreOutcome
 from pd_cache.config import NodeSettings
+from pd_cache.deadline import Deadline
 from pd_cache.epochs import FIRST
 from pd_cache.groups import LayerGroups, Surveyed
 from pd_cache.layout import KVLayout, layer_tensors, shard_tensors
@@ -117,7 +118,11 @@ class CacheEngine:
         if self.mover.closed:
             return Surveyed(at_hand, at_hand, "not_asked")
         return self.prefix.find(
-            names, at_hand, lambda keys: self.backend.batched_contains(keys, timeout=timeout), self.mover.epochs
+            names,
+            at_hand,
+            lambda keys, left: self.backend.batched_contains(keys, timeout=left),
+            self.mover.epochs,
+            timeout,
         )
 
     def reset(self) -> str | None:
@@ -171,12 +176,13 @@ class CacheEngine:
         timeout: float | None = None,
     ) -> Restored:
         """Does the same as `retrieve`. Returns how many chunks were loaded, from which tiers, and why not more."""
-        current = self.mover.epochs.current() if epoch is None else epoch
+        deadline = Deadline(timeout)
+        current = self.mover.epochs.current(timeout=deadline) if epoch is None else epoch
         run = self._run(names, blocks, kv_caches, current or FIRST, may_leave_out="ends")
         if current is None:
             self.metrics.trouble("retrieve", "epoch_unknown", len(names))
             return Restored(0, "epoch_unknown")
-        return self.mover.load(run, timeout).explained(self.history, names)
+        return self.mover.load(run, deadline).explained(self.history, names)
 
     @property
     def restores_by_layers(self) -> bool:
@@ -195,12 +201,13 @@ class CacheEngine:
     ) -> Generator[int, None, Restored]:
         """Does the same as `restore`, layer by layer. Yields how many layers have arrived, and returns what was loaded; see
         `ChunkMover.load_by_layers`."""
-        current = self.mover.epochs.current() if epoch is None else epoch
+        deadline = Deadline(timeout)
+        current = self.mover.epochs.current(timeout=deadline) if epoch is None else epoch
         run = self._run(names, blocks, None, current or FIRST, may_leave_out="ends")
         if current is None:
             self.metrics.trouble("retrieve", "epoch_unknown", len(names))
             return Restored(0, "epoch_unknown")
-        restored = yield from self.mover.load_by_layers(run, timeout)
+        restored = yield from self.mover.load_by_layers(run, deadline)
         return restored.explained(self.history, names)
 
     def end(self, session: str) -> None:
@@ -295,8 +302,9 @@ class EngineGroups:
         return self.prefix.find(
             names,
             at_hand,
-            lambda keys: self._backend.batched_contains(keys, timeout=timeout),
+            lambda keys, left: self._backend.batched_contains(keys, timeout=left),
             self._engines[0].mover.epochs,
+            timeout,
         )
 
     def reset(self) -> str | None:

@@ -29,6 +29,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from pd_cache.deadline import Deadline
 from transfer.errors import Status
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,11 @@ _HOLLOW_S = 5.0
 _AWAY_S = 5.0
 """A node that has not asked for so long looks for all later signs: the one after its own may have been lost meanwhile."""
 _TRIES = 3
+_MOST_QUESTIONS = 10
+"""About how many questions a thread asks one after the other that finds out, or changes, the current epoch."""
+_MOMENT_S = 0.1
+_LOOK_S = 0.02
+"""How often a caller that waits for an agreement looks whether its time is up."""
 _MOST_MODELS = 256
 
 
@@ -96,6 +102,15 @@ class _Known(NamedTuple):
     """When it asked the question by whose answer it knows that, by the clock."""
 
 
+class _Agreement:
+    """A thread's finding out what the current epoch is."""
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        """By the clock."""
+        self.ended = threading.Event()
+
+
 class Epochs:
     """The epochs of one model, as one process knows them. Thread-safe."""
 
@@ -117,6 +132,8 @@ class Epochs:
         self._lock = threading.Lock()
         self._agreeing = threading.Lock()
         """Held while a thread finds out, or changes, what the current epoch is."""
+        self._agreement: _Agreement | None = None
+        """The one under way. Replaced with `_lock` held."""
         self._hollow: _Known | None = None
         """A run that was seen without a sign, and when first."""
 
@@ -137,44 +154,52 @@ class Epochs:
         keys = [self._root, *(self._sign(run, one) for one in (number, *following))]
         return EpochCheck(known.label, keys, [Status.OK, Status.OK, *[Status.MISSING] * len(following)], now)
 
-    def confirm(self, check: EpochCheck, answers: Sequence[Status]) -> str | None:
-        """Takes in the answers to a check. Returns the epoch that is current; None if it is unknown.
+    def confirm(
+        self, check: EpochCheck, answers: Sequence[Status], *, timeout: float | Deadline | None = None
+    ) -> str | None:
+        """Takes in the answers to a check. Returns the epoch that is current; None if it is unknown, or not known within `timeout` (s).
 
         It may be another than the check's: what was asked together with the check has to be asked again then.
         """
         if not all(_definite(answer) for answer in answers):
             return None
+        deadline = self._deadline(timeout)
         if self._is_late(check.asked):
-            return self.current()
+            return self.current(timeout=deadline)
         away = check.asked - self._known.asked > _AWAY_S and check.label != FIRST
         if list(answers) == check.expected and not away:
             with self._lock:
                 if self._known.label == check.label and self._known.asked < check.asked:
                     self._known = _Known(check.label, check.asked)
                 return self._known.label
-        with self._agreeing:
-            if self._known.asked <= check.asked:  # otherwise another thread has found out meanwhile
-                self._agree()
+        if self._known.asked <= check.asked:  # otherwise another thread has found out meanwhile
+            self._await_agreement(check.asked, deadline)
         known = self._known
         return None if known.asked < check.asked or self._is_late(known.asked) else known.label
 
-    def current(self, expected: str | None = None) -> str | None:
-        """Returns the epoch that is current; None if it is unknown. Asks if no answer is fresh, or if the last known epoch is not
-        `expected`."""
+    def current(self, expected: str | None = None, *, timeout: float | Deadline | None = None) -> str | None:
+        """Returns the epoch that is current; None if it is unknown, or not known within `timeout` (s). Asks if no answer is fresh, or if the
+        last known epoch is not `expected`."""
+        deadline = self._deadline(timeout)
         if expected is not None:
             with self._lock:
                 if self._known.label != expected:
                     self._known = self._known._replace(asked=-math.inf)
         for _ in range(_TRIES):
-            check = self.check()
-            answers = self._ask(check.keys)
+            check, left = self.check(), deadline.left()
+            answers = self._ask(check.keys, self._timeout_s if left is None else min(left, self._timeout_s))
             if not self._is_late(check.asked):
-                return self.confirm(check, answers)
+                return self.confirm(check, answers, timeout=deadline)
         return None
 
     def begin(self) -> str | None:
-        """Begins a new epoch, for all nodes. Returns its label. None if the pool did not take it: nothing is known to have begun then."""
-        with self._agreeing:
+        """Begins a new epoch, for all nodes. Returns its label. None if the pool did not take it: nothing is known to have begun then.
+
+        It takes several questions to the pool, each of which waits at most `timeout_s`.
+        """
+        if not self._agreeing.acquire(timeout=_MOST_QUESTIONS * self._timeout_s):
+            return None
+        try:
             label = self._agree()
             if label is None:
                 return None if self._hollow is None else self._begin_run(replace=True)
@@ -189,6 +214,43 @@ class Epochs:
             if old > 0 and old % _WINDOW:
                 self._pool.remove([self._sign(run, old)], timeout=self._timeout_s, force=True)
             return begun
+        finally:
+            self._agreeing.release()
+
+    def _deadline(self, timeout: float | Deadline | None) -> Deadline:
+        return timeout if isinstance(timeout, Deadline) else Deadline(timeout, self._clock)
+
+    def _await_agreement(self, asked: float, deadline: Deadline) -> None:
+        """Waits for an agreement that began at `asked` or later, or until the deadline. Begins one if none is under way.
+
+        It has a thread of its own: a caller in a hurry must not leave a run half begun, and callers share its outcome.
+        """
+        for _ in range(2):  # the first may have begun too early
+            with self._lock:
+                agreement = self._agreement
+                if agreement is None:
+                    agreement = _Agreement(self._clock())
+                    thread = threading.Thread(
+                        target=self._find_out, args=[agreement], name="pd-cache-epoch", daemon=True
+                    )
+                    thread.start()
+                    self._agreement = agreement
+            while not agreement.ended.wait(_LOOK_S):
+                if deadline.passed or self._is_late(asked):
+                    return
+            if agreement.began >= asked:
+                return
+
+    def _find_out(self, agreement: _Agreement) -> None:
+        try:
+            with self._agreeing:
+                self._agree()
+        except Exception:  # callers take the epoch for unknown
+            log.exception("cannot find out the epoch")
+        finally:
+            with self._lock:
+                self._agreement = None
+            agreement.ended.set()
 
     # --- inside; with `_agreeing` held ------------------------------------------------------------------------------
 
@@ -209,7 +271,7 @@ class Epochs:
     def _agree(self) -> str | None:
         """Finds out the current epoch."""
         asked = self._clock()
-        (root,) = self._ask([self._root])
+        (root,) = self._ask([self._root], self._timeout_s)
         if root is Status.OK:
             run = self._read_root()
             return None if run is None else self._follow(run, asked)
@@ -250,7 +312,7 @@ class Epochs:
                 *range(max(1, number), number + 1 + _WINDOW),
                 *range(multiple, multiple + _MULTIPLES * _WINDOW, _WINDOW),
             ]
-            answers = self._ask([self._sign(run, one) for one in numbers])
+            answers = self._ask([self._sign(run, one) for one in numbers], self._timeout_s)
             if not all(_definite(answer) for answer in answers):
                 return None
             newest = max((one for one, answer in zip(numbers, answers, strict=True) if answer is Status.OK), default=0)
@@ -265,7 +327,7 @@ class Epochs:
         """
         key = self._sign(run, number)
         self._pool.put_small(key, b"begun", timeout=self._timeout_s)
-        if self._ask([key]) != [Status.OK]:
+        if self._ask([key], self._timeout_s) != [Status.OK]:
             return False
         if self._read_root() == run:
             return True
@@ -285,14 +347,21 @@ class Epochs:
         self._hollow = None
         return label
 
-    def _ask(self, keys: list[str]) -> list[Status]:
-        return self._pool.batch_exist(keys, timeout=self._timeout_s) if keys else []
+    def _ask(self, keys: list[str], timeout: float) -> list[Status]:
+        return self._pool.batch_exist(keys, timeout=timeout) if keys else []
 
     def _is_late(self, asked: float) -> bool:
         return self._clock() - asked >= LATE_S
 
     def _sign(self, run: str, number: int) -> str:
         return f"{self._root}/{run}-{number}"
+
+
+def last_word(deadline: Deadline | None) -> float | None:
+    """Returns how many seconds a load may wait, at its end, for the answer whether its epoch is still current: what is left, or a moment if it
+    has used up its time."""
+    left = None if deadline is None else deadline.left()
+    return None if left is None else max(left, _MOMENT_S)
 
 
 def asks_for_epochs(key: str) -> bool:

@@ -20,6 +20,7 @@ from pd_cache.backends.places import Place, Taken, wait_for
 from pd_cache.blocks import Restored, StoreOutcome, TierChunks
 from pd_cache.checksum import Digest
 from pd_cache.deadline import Deadline
+from pd_cache.epochs import last_word
 from pd_cache.metrics import CacheMetrics
 from pd_cache.misses import miss_reason
 from pd_cache.paged import ChunkSlots, PagedCopier, PendingCopy
@@ -107,7 +108,7 @@ class ChunkMover:
             return outcomes
         return [StoreOutcome.together(outcomes[at : at + shards]) for at in range(0, len(outcomes), shards)]
 
-    def load(self, run: ChunkRun, timeout: float | None = None) -> Restored:
+    def load(self, run: ChunkRun, timeout: float | Deadline | None = None) -> Restored:
         """Loads chunks in order up to the first that is missing. Returns how many were loaded, from where, and why not more.
 
         None counts as loaded if the run's epoch is not known to be current at the end. `timeout` (s) bounds the whole call.
@@ -119,8 +120,9 @@ class ChunkMover:
             if not may_move:
                 return Restored(0, "not_asked")
             kinds: list[TierKind] = []
-            reason = self._get(run, timeout, kinds)
-            if kinds and (outdated := self.outdated(run)):
+            deadline = Deadline.of(timeout)
+            reason = self._get(run, deadline, kinds)
+            if kinds and (outdated := self.outdated(run, deadline)):
                 reason = outdated
                 self.metrics.trouble("retrieve", reason, len(kinds))
                 kinds.clear()
@@ -132,7 +134,7 @@ class ChunkMover:
         tiers = TierChunks(of_chunks.count("memory"), of_chunks.count("disk"), of_chunks.count("pool"))
         return Restored(loaded, miss_reason(reason), tiers)
 
-    def load_by_layers(self, run: ChunkRun, timeout: float | None = None) -> Generator[int, None, Restored]:
+    def load_by_layers(self, run: ChunkRun, timeout: float | Deadline | None = None) -> Generator[int, None, Restored]:
         """Does what `load` does, layer by layer. Yields how many layers, from the first, have arrived for all chunks that can be had.
 
         Nothing that has arrived counts as loaded before the end: only then are checksums and the epoch known. What `load` retries, this
@@ -145,10 +147,11 @@ class ChunkMover:
                 return Restored(0)
             if not may_move:
                 return Restored(0, "not_asked")
-            good, reason = yield from self._get_by_layers(run, Deadline(timeout))
+            deadline = Deadline.of(timeout)
+            good, reason = yield from self._get_by_layers(run, deadline)
             if reason != "none":
                 self.metrics.trouble("retrieve", reason, len(run.keys) - good if reason == "deadline" else 1)
-            if good and (outdated := self.outdated(run)):
+            if good and (outdated := self.outdated(run, deadline)):
                 self.metrics.trouble("retrieve", outdated, good)
                 good, reason = 0, outdated
         loaded = good // len(run.copiers)
@@ -157,9 +160,9 @@ class ChunkMover:
         self.metrics.tokens("retrieve", "by_layers", loaded * self._database.chunk_size)
         return Restored(loaded, miss_reason(reason), TierChunks(pool=loaded))
 
-    def outdated(self, run: ChunkRun) -> Literal["", "reset", "epoch_unknown"]:
-        """Returns why the run's epoch cannot be taken for the current one; empty if it is that."""
-        epoch = self.epochs.current(run.epoch)
+    def outdated(self, run: ChunkRun, deadline: Deadline | None = None) -> Literal["", "reset", "epoch_unknown"]:
+        """Returns why the run's epoch cannot be taken for the current one; empty if it is that. `deadline` is the load's."""
+        epoch = self.epochs.current(run.epoch, timeout=last_word(deadline))
         if epoch == run.epoch:
             return ""
         return "epoch_unknown" if epoch is None else "reset"
@@ -212,7 +215,7 @@ class ChunkMover:
         with self._moving() as may_move, self.metrics.timed("store"):
             if not run.keys or not may_move:
                 return outcomes
-            if self.outdated(run) == "reset":
+            if self.outdated(run, deadline) == "reset":
                 self.metrics.trouble("store", "reset", len(run.keys))
                 return outcomes
             statuses = self.backend.batched_wants(run.keys, timeout=deadline.left())
@@ -275,7 +278,7 @@ class ChunkMover:
             raise
         return staged
 
-    def _get(self, run: ChunkRun, timeout: float | None, kinds: list[TierKind]) -> str:
+    def _get(self, run: ChunkRun, deadline: Deadline, kinds: list[TierKind]) -> str:
         """Scatters objects in order up to the first that is missing. Returns why not more; `none` if all were scattered.
 
         Adds to `kinds` the kind of tier that each one came from.
@@ -285,7 +288,6 @@ class ChunkMover:
         object was scattered to are not loaded, whatever they hold.
         """
         loaded, failures, together, known = 0, 0, len(run.keys), ""
-        deadline = Deadline(timeout)
         while loaded < len(run.keys):
             end = min(loaded + together, len(run.keys))
             placed, reason, damaged = self._place(run, loaded, end, deadline, kinds)

@@ -7,13 +7,18 @@ answer, nothing is found, loaded or stored.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pd_cache.deadline import Deadline
+from pd_cache.epochs import last_word
 from pd_cache.object_cache import ObjectCache
 from transfer.errors import Status
+
+log = logging.getLogger(__name__)
 
 EPOCH_UNKNOWN = "epoch_unknown"
 """The reason of a miss: the pool does not say which epoch is current."""
@@ -40,13 +45,13 @@ class EpochNames:
         """The epoch as last known: what is computed now may be stored in it, and in no later one."""
         return self._epochs.last
 
-    def current(self, expected: str | None = None) -> str | None:
-        """Returns the current epoch; None if it is unknown, or while a reset waits for the pool. Asks at most twice a second, unless the
-        epoch is not the `expected` one."""
-        due = self._due
-        if due is not None and (self._clock() < due or not self._begin_again()):
+    def current(self, expected: str | None = None, *, timeout: float | Deadline | None = None) -> str | None:
+        """Returns the current epoch; None if it is unknown, or not known within `timeout` (s), or while a reset waits for the pool. Asks at
+        most twice a second, unless the epoch is not the `expected` one."""
+        due, deadline = self._due, Deadline.of(timeout)
+        if due is not None and (self._clock() < due or not self._begin_again(deadline)):
             return None
-        return self._epochs.current(expected)
+        return self._epochs.current(expected, timeout=deadline)
 
     def begin(self) -> bool:
         """Begins a new epoch, for all nodes. Returns whether the pool has taken it; if not, later calls try again, and nothing is found
@@ -56,10 +61,11 @@ class EpochNames:
 
     def exist(self, names: Sequence[bytes], *, timeout: float | None = None) -> list[bool]:
         """Returns which values are there, by one request."""
-        epoch = self.current()
+        deadline = Deadline(timeout)
+        epoch = self.current(timeout=deadline)
         if epoch is None:
             return [False] * len(names)
-        statuses = self._cache.exists_many(_within(epoch, names), timeout=timeout)
+        statuses = self._cache.exists_many(_within(epoch, names), timeout=deadline.left())
         return [status is Status.OK for status in statuses]
 
     def put(
@@ -70,11 +76,12 @@ class EpochNames:
         Stores none if that epoch is not the current one.
         """
         epoch = self.last if epoch is None else epoch
-        current = self.current()
+        deadline = Deadline(timeout)
+        current = self.current(timeout=deadline)
         if current != epoch:
             self._cache.metrics.trouble("put", EPOCH_UNKNOWN if current is None else RESET, len(names))
             return [False] * len(names)
-        statuses = self._cache.put_many(_within(epoch, names), values, timeout=timeout)
+        statuses = self._cache.put_many(_within(epoch, names), values, timeout=deadline.left())
         return [status is Status.OK for status in statuses]
 
     def read_into(self, names: Sequence[bytes], buffers: Sequence[Any], *, timeout: float | None = None) -> list[str]:
@@ -82,25 +89,42 @@ class EpochNames:
 
         All are misses if a new epoch begins meanwhile.
         """
-        epoch = self.current()
+        deadline = Deadline(timeout)
+        epoch = self.current(timeout=deadline)
         if epoch is None:
             return [EPOCH_UNKNOWN] * len(names)
-        reasons = self._cache.read_into(_within(epoch, names), buffers, timeout=timeout)
+        reasons = self._cache.read_into(_within(epoch, names), buffers, timeout=deadline.left())
         if all(reasons):
             return reasons
-        after = self.current(epoch)
+        after = self.current(epoch, timeout=last_word(deadline))
         if after == epoch:
             return reasons
         reason = EPOCH_UNKNOWN if after is None else RESET
         self._cache.metrics.trouble("get", reason, len(names))
         return [reason] * len(names)
 
-    def _begin_again(self) -> bool:
-        """Tries a reset again that is due, unless another thread is trying it. Returns whether there is none any more that is due."""
+    def _begin_again(self, deadline: Deadline) -> bool:
+        """Tries a reset again that is due, unless another thread is trying it. Returns whether none is due any more, by the deadline.
+
+        The attempt goes on if a caller has no time to wait for it.
+        """
         if not self._resetting.acquire(blocking=False):
             return False
         try:
-            return self._due is None or self._begin()
+            attempt = threading.Thread(target=self._attempt, name="pd-cache-reset", daemon=True)
+            attempt.start()
+        except BaseException:
+            self._resetting.release()
+            raise
+        attempt.join(deadline.left())
+        return self._due is None
+
+    def _attempt(self) -> None:
+        try:
+            if self._due is not None:
+                self._begin()
+        except Exception:  # a later call tries again
+            log.exception("cannot begin a new epoch")
         finally:
             self._resetting.release()
 

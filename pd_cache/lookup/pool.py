@@ -47,7 +47,7 @@ class MooncakeLookupClient(LookupClient):
         return self.store.available
 
     def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
-        return self._prefix.find(names, at_hand, self._exist, self._epochs)
+        return self._prefix.find(names, at_hand, self._exist, self._epochs, self._timeout)
 
     def reset(self) -> str | None:
         return self._epochs.begin()
@@ -56,8 +56,8 @@ class MooncakeLookupClient(LookupClient):
         if self._history is not None:
             self._history.note(names)
 
-    def _exist(self, keys: list[str]) -> list[Status]:
-        return self.store.batch_exist(keys, timeout=self._timeout)
+    def _exist(self, keys: list[str], left: float | None) -> list[Status]:
+        return self.store.batch_exist(keys, timeout=self._timeout if left is None else left)
 
     def close(self) -> None:
         self.store.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from pd_cache.deadline import Deadline
 from pd_cache.epochs import Epochs
 from pd_cache.groups import LayerGroups, Surveyed
 from pd_cache.metrics import CacheMetrics
@@ -21,22 +22,29 @@ class PrefixLookup:
         self._history = history
 
     def find(
-        self, names: Sequence[bytes], at_hand: int, exists: Callable[[list[str]], list[Status]], epochs: Epochs
+        self,
+        names: Sequence[bytes],
+        at_hand: int,
+        exists: Callable[[list[str], float | None], list[Status]],
+        epochs: Epochs,
+        timeout: float | None = None,
     ) -> Surveyed:
         """Returns how many of the first chunks a load could restore. The first `at_hand` count as found.
 
-        `exists` looks up a list of keys with one request. The same request asks whether the model's epoch is still current. If a new one has
-        begun, the chunks are looked up again, in that one; if it is unknown, none of them is found.
+        `exists` looks up a list of keys with one request, within the seconds that are left of `timeout`, which bounds the whole. The same
+        request asks whether the model's epoch is still current. If a new one has begun, the chunks are looked up again, in that one; if it is
+        unknown, none of them is found.
         """
         if at_hand == len(names):
             return Surveyed(len(names), len(names))
         statuses: list[Status] = []
+        deadline = Deadline(timeout)
         for _ in range(2):
             check = epochs.check()
             keys = self.groups.keys(names[at_hand:], check.label)
             with self.metrics.timed("lookup"):
-                statuses = exists([*keys, *check.keys])
-            epoch = epochs.confirm(check, statuses[len(keys) :])
+                statuses = exists([*keys, *check.keys], deadline.left())
+            epoch = epochs.confirm(check, statuses[len(keys) :], timeout=deadline)
             if epoch == check.label:
                 return self.judge(names, at_hand, statuses[: len(keys)], epoch)
             if epoch is None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import random
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pd_cache.deadline import Deadline
 from pd_cache.epochs import FIRST, FRESH_S, LATE_S, Epochs
+from pd_cache.groups import LayerGroups
+from pd_cache.lookup.prefix import PrefixLookup
+from pd_cache.metrics import CacheMetrics
+from pd_cache.tokens import ChunkedTokenDatabase
+from tests.support.proxy import NAMESPACE
 from transfer.errors import Status
 
 WINDOW = 8
@@ -196,6 +204,52 @@ def test_an_epoch_that_another_process_of_the_engine_knows_is_asked_for_at_once(
     begun = scheduler.begin()
     assert worker.current() == FIRST, "for a moment longer"
     assert worker.current(begun) == begun
+
+
+def test_callers_in_a_hurry_wait_no_longer_than_they_have_while_one_thread_finds_out_the_epoch() -> None:
+    """The root lies in a store node that is silent, and a sign was lost with another one."""
+    cluster = Cluster(2)
+    node, other = cluster.nodes
+    begun = node.begin()
+    assert other.current() == begun
+    root = min(cluster.pool.values, key=len)
+    cluster.pool.values = {root: cluster.pool.values[root]}
+    cluster.later()
+    silent, asked = threading.Event(), []
+
+    def get_small(key: str, *, timeout: float) -> bytes | None:
+        asked.append(key)
+        assert silent.wait(60)
+        return cluster.pool.values.get(key)
+
+    cluster.pool.get_small = get_small  # type: ignore[method-assign]
+    try:
+        with ThreadPoolExecutor(4) as lanes:  # ends although nobody has read the root
+            assert list(lanes.map(lambda _: other.current(timeout=Deadline(0.05)), range(8))) == [None] * 8
+        assert asked == [root], "all have waited for the same answer"
+    finally:
+        silent.set()
+    assert other.current() not in (begun, FIRST, None), "what was begun for them went on"
+
+
+def test_a_lookup_asks_again_in_a_new_epoch_within_what_is_left_of_its_time() -> None:
+    cluster = Cluster(2)
+    node, other = cluster.nodes
+    assert other.current() == FIRST
+    begun = node.begin()
+    cluster.later()
+    times: list[float] = []
+
+    def exists(keys: list[str], left: float | None) -> list[Status]:
+        assert left is not None
+        times.append(left)
+        return cluster.pool.batch_exist(keys, timeout=left)
+
+    lookup = PrefixLookup(LayerGroups([ChunkedTokenDatabase(NAMESPACE)]), CacheMetrics())
+    found = lookup.find([bytes(16)], 0, exists, other, timeout=60)
+    assert (found.chunks, found.epoch) == (0, begun)
+    first, second = times
+    assert second < first <= 60
 
 
 def test_when_a_pool_has_lost_its_epochs_the_first_node_that_misses_them_begins_a_new_one_for_all() -> None:

@@ -102,7 +102,7 @@ def test_a_prefix_leaves_the_chunk_whose_name_is_that_of_a_draft_models_kv_befor
 def test_a_lookup_of_which_all_is_there_leaves_that_chunk_too(at_hand: int) -> None:
     lookup = PrefixLookup(LayerGroups([group(0), group(0, layers="1", ahead=1)]), CacheMetrics())
 
-    def present(keys: list[str]) -> list[Status]:
+    def present(keys: list[str], left: float | None) -> list[Status]:
         return [Status.MISSING if key.startswith("pdc1/epochs/") else Status.OK for key in keys]
 
     assert lookup.find([bytes([n] * 16) for n in range(5)], at_hand, present, PROCESS_EPOCHS.of("a")).chunks == 4
