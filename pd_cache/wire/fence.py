@@ -73,8 +73,8 @@ class _Page:
         return True
 
 
-class _Held(NamedTuple):
-    """A slot that is taken."""
+class _Admitted(NamedTuple):
+    """The move that has a slot."""
 
     ticket: int
     loads: bool
@@ -90,7 +90,7 @@ class Fence:
         self._page = _Page(descriptor)
         self._page.clear()  # so that the page's memory is allocated, and charged to this process
         self.descriptor = descriptor
-        self._held: dict[int, _Held] = {}
+        self._taken: dict[int, _Admitted] = {}
         """The slots that are taken."""
         self._forgotten: collections.deque[tuple[int, int]] = collections.deque()
         """Slots and tickets whose holder went without revoking them, because of an interrupt."""
@@ -110,13 +110,15 @@ class Fence:
                     self._forgotten.popleft()
                 else:
                     self._forgotten.rotate(-1)
-            if self._closed or len(self._held) == SLOTS:
+            if self._closed or len(self._taken) == SLOTS:
                 return None
             ticket, self._next = self._next, self._next + 1
-            slot = next(slot for slot in (at % SLOTS for at in range(ticket, ticket + SLOTS)) if slot not in self._held)
+            slot = next(
+                slot for slot in (at % SLOTS for at in range(ticket, ticket + SLOTS)) if slot not in self._taken
+            )
             # the callback may run inside any statement, so it only appends and takes no lock
             forget = weakref.ref(holder, lambda _: self._forgotten.append((slot, ticket)))
-            self._held[slot] = _Held(ticket, loads, forget)
+            self._taken[slot] = _Admitted(ticket, loads, forget)
             self._page.write(slot, ticket)
             return slot, ticket
 
@@ -129,21 +131,21 @@ class Fence:
             return self._revoke(slot, ticket)
 
     def _revoke(self, slot: int, ticket: int) -> bool:
-        held = self._held.get(slot)
-        if self._closed or held is None or held.ticket != ticket:
+        taken = self._taken.get(slot)
+        if self._closed or taken is None or taken.ticket != ticket:
             return True
-        if held.loads and not self._page.lock(slot):
+        if taken.loads and not self._page.lock(slot):
             return False
         self._page.write(slot, 0)
-        if held.loads:
+        if taken.loads:
             self._page.unlock(slot)
-        del self._held[slot]
+        del self._taken[slot]
         return True
 
     @property
     def taken(self) -> int:
         """How many slots have a ticket."""
-        return len(self._held)
+        return len(self._taken)
 
     def close(self, timeout: float = 0.0) -> int:
         """Removes all tickets, so that the server touches no block any more, and unmaps the page. Idempotent.
@@ -151,7 +153,7 @@ class Fence:
         Returns how many tickets could not be removed within `timeout` seconds because the server was in the middle of a copy.
         """
         end = time.monotonic() + timeout
-        while left := [slot for slot, held in list(self._held.items()) if not self.revoke(slot, held.ticket)]:
+        while left := [slot for slot, taken in list(self._taken.items()) if not self.revoke(slot, taken.ticket)]:
             if time.monotonic() >= end:
                 break
             time.sleep(0.001)
