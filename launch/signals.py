@@ -7,10 +7,10 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 _SLICE_S = 0.5
 """The most seconds between two looks at the flag. Python runs handlers between two instructions of the main thread, and a signal that comes
@@ -64,17 +64,9 @@ def stop_signals() -> list[signal.Signals]:
 def stop_on_signals() -> Iterator[StopFlag]:
     """Yields a flag that SIGTERM, SIGINT and SIGHUP set while the block runs. Main thread only: raises ValueError elsewhere."""
     flag = StopFlag()
-
-    def handler(signum: int, frame: FrameType | None) -> None:
-        flag.set()
-
     try:
-        before = {signum: signal.signal(signum, handler) for signum in stop_signals()}
-        try:
+        with _handling(lambda number: flag.set()):
             yield flag
-        finally:
-            for signum, old in before.items():
-                signal.signal(signum, old)
     finally:
         flag.close()
 
@@ -85,33 +77,59 @@ class StoppedError(BaseException):
 
 @contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Makes signals that ask to stop raise StoppedError, so that what was opened is closed. Main thread only.
+    """Makes signals that ask to stop raise StoppedError, so that what was opened is closed. Main thread only."""
 
-    A signal that comes while handlers are exchanged is dealt with after that.
+    def stop(number: int) -> NoReturn:
+        raise StoppedError(number)
+
+    with _handling(stop):
+        yield
+
+
+@contextmanager
+def _handling(handle: Callable[[int], None]) -> Iterator[None]:
+    """Has signals that ask to stop go to `handle` while the block runs, and to their earlier handlers after that.
+
+    Those that come while handlers are exchanged are dealt with when all are.
     """
     inside = False
     meanwhile: list[int] = []
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         if inside:
-            raise StoppedError(number)
-        meanwhile.append(number)
+            handle(number)
+        else:
+            meanwhile.append(number)
 
     before: dict[signal.Signals, Any] = {}
     try:
         for number in stop_signals():
             before[number] = signal.getsignal(number)
-            signal.signal(number, stop)
+            signal.signal(number, on_signal)
         try:
             inside = True
-            if meanwhile:
-                raise StoppedError(meanwhile.pop())
+            while meanwhile:
+                handle(meanwhile.pop())
             yield
         finally:
             inside = False
     finally:
         inside = False  # again, because a signal may have come just before the first time
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for missed in meanwhile:
-            signal.raise_signal(missed)
+        _give_back(before, meanwhile)
+
+
+def _give_back(before: Mapping[signal.Signals, Any], meanwhile: list[int]) -> None:
+    """Gives signals back to their earlier handlers, and has them deal with those that came `meanwhile`. Raises what a handler raises, but
+    only at the end."""
+    raised: BaseException | None = None
+    while True:
+        try:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            while meanwhile:
+                signal.raise_signal(meanwhile.pop())
+            break
+        except BaseException as error:  # noqa: BLE001 - from a handler, such as Python's own for SIGINT
+            raised = error
+    if raised is not None:
+        raise raised

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -57,31 +58,31 @@ def test_a_flag_waits_also_in_a_process_that_has_more_than_1024_files_open() -> 
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE_S, check=True)
 
 
+@pytest.mark.parametrize("number", stop_signals())
 @pytest.mark.parametrize("at", range(2 * len(stop_signals())))
-def test_a_signal_while_handlers_are_exchanged_is_dealt_with_and_leaves_all_handlers_as_they_were(
-    at: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("block", [signals_as_exceptions, stop_on_signals])
+def test_a_signal_while_handlers_are_exchanged_is_dealt_with_once_and_leaves_all_handlers_as_they_were(
+    block: Callable[[], AbstractContextManager[Any]], at: int, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`at`: before which of the calls that exchange a handler it comes."""
-    came: list[int] = []
+    """`at`: before which of the calls that exchange a handler it comes. The earlier handlers raise, as Python's own for SIGINT does."""
     exchange: Callable[[int, Any], Any] = signal.signal
-    before = exchange(signal.SIGTERM, lambda number, frame: came.append(number))
-    handlers = [signal.getsignal(number) for number in stop_signals()]
+    before = {each: exchange(each, signal.default_int_handler) for each in stop_signals()}
     calls = iter(range(100))
 
-    def exchange_and_signal(number: int, handler: Any) -> Any:
+    def exchange_and_signal(each: int, handler: Any) -> Any:
         if next(calls) == at:
-            signal.raise_signal(signal.SIGTERM)
-        return exchange(number, handler)
+            signal.raise_signal(number)
+        return exchange(each, handler)
 
     monkeypatch.setattr(signal, "signal", exchange_and_signal)
+    came = 0
     try:
-        with signals_as_exceptions():
-            pass
-    except StoppedError as error:
-        came += error.args
+        with block() as stop:
+            came += stop is not None and stop.is_set()
+    except (StoppedError, KeyboardInterrupt):
+        came += 1
     finally:
         monkeypatch.undo()
-        after = [signal.getsignal(number) for number in stop_signals()]
-        exchange(signal.SIGTERM, before)
-    assert after == handlers
-    assert came == [signal.SIGTERM]
+        after = [exchange(each, handler) for each, handler in before.items()]
+    assert after == [signal.default_int_handler] * len(before)
+    assert came == 1
