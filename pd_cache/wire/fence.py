@@ -24,7 +24,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from pd_cache.wire.sealed import SealError, check_sealed, sealed_memory
 
@@ -73,13 +72,15 @@ class _Page:
         return True
 
 
-class _Admitted(NamedTuple):
-    """The move that has a slot."""
+class _Admitted(weakref.ref[object]):
+    """The holder of a slot."""
 
+    __slots__ = ("loads", "slot", "ticket")
+
+    slot: int
     ticket: int
     loads: bool
     """Whether the move writes to the blocks."""
-    holder: weakref.ref[object]
 
 
 class Fence:
@@ -92,10 +93,12 @@ class Fence:
         self.descriptor = descriptor
         self._taken: dict[int, _Admitted] = {}
         """The slots that are taken."""
-        self._forgotten: collections.deque[tuple[int, int]] = collections.deque()
-        """Slots and tickets whose holder went without revoking them, because of an interrupt."""
+        self._forgotten: collections.deque[weakref.ref[object]] = collections.deque()
+        """Those whose holder went without revoking the ticket, because of an interrupt."""
         self._next = 1
         self._closed = False
+        """No ticket is given out any more."""
+        self._unmapped = False
         self._lock = threading.Lock()
 
     def admit(self, holder: object, *, loads: bool) -> tuple[int, int] | None:
@@ -106,7 +109,8 @@ class Fence:
         """
         with self._lock:
             for _ in range(len(self._forgotten)):
-                if self._revoke(*self._forgotten[0]):
+                lost = self._forgotten[0]
+                if not isinstance(lost, _Admitted) or self._revoke(lost.slot, lost.ticket):
                     self._forgotten.popleft()
                 else:
                     self._forgotten.rotate(-1)
@@ -116,9 +120,10 @@ class Fence:
             slot = next(
                 slot for slot in (at % SLOTS for at in range(ticket, ticket + SLOTS)) if slot not in self._taken
             )
-            # the callback may run inside any statement, so it only appends and takes no lock
-            forget = weakref.ref(holder, lambda _: self._forgotten.append((slot, ticket)))
-            self._taken[slot] = _Admitted(ticket, loads, forget)
+            # the callback may run inside any statement: it is a function in C, which no signal interrupts, and takes no lock
+            admitted = _Admitted(holder, self._forgotten.append)
+            admitted.slot, admitted.ticket, admitted.loads = slot, ticket, loads
+            self._taken[slot] = admitted
             self._page.write(slot, ticket)
             return slot, ticket
 
@@ -132,7 +137,7 @@ class Fence:
 
     def _revoke(self, slot: int, ticket: int) -> bool:
         taken = self._taken.get(slot)
-        if self._closed or taken is None or taken.ticket != ticket:
+        if self._unmapped or taken is None or taken.ticket != ticket:
             return True
         if taken.loads and not self._page.lock(slot):
             return False
@@ -150,18 +155,21 @@ class Fence:
     def close(self, timeout: float = 0.0) -> int:
         """Removes all tickets, so that the server touches no block any more, and unmaps the page. Idempotent.
 
-        Returns how many tickets could not be removed within `timeout` seconds because the server was in the middle of a copy.
+        Returns how many tickets could not be removed within `timeout` seconds because the server was in the middle of a copy. The page stays
+        mapped then, and a later `close` or `revoke` tries again.
         """
+        with self._lock:
+            self._closed = True
         end = time.monotonic() + timeout
-        while left := [slot for slot, taken in list(self._taken.items()) if not self.revoke(slot, taken.ticket)]:
+        while left := [one for one in list(self._taken.values()) if not self.revoke(one.slot, one.ticket)]:
             if time.monotonic() >= end:
-                break
+                return len(left)
             time.sleep(0.001)
         with self._lock:
-            if not self._closed:
-                self._closed = True
+            if not self._unmapped:
+                self._unmapped = True
                 self._page.close()
-        return len(left)
+        return 0
 
 
 class FenceView:

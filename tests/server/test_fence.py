@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import operator
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -123,6 +128,27 @@ def test_a_ticket_whose_holder_was_lost_is_taken_away(fence: Fence, view: FenceV
     assert fence.taken == 1
 
 
+def test_a_ticket_whose_holder_goes_while_a_signal_is_pending_is_not_lost(fence: Fence) -> None:
+    """Python deals with a signal at the first instruction of a function, and so of a callback that is one."""
+    holders = [Holder()]
+    assert fence.admit(holders[0], loads=True) is not None
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    # all in C, so that the signal comes before the holder goes, and is dealt with after that
+    steps = [
+        partial(signal.setitimer, signal.ITIMER_REAL, 1e-6),
+        partial(bytes(20_000_000).find, b"x"),
+        holders.clear,
+        partial(time.sleep, 0.1),
+    ]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            collections.deque(map(operator.call, steps), maxlen=0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert fence.admit(HOLDER, loads=True) is not None
+    assert fence.taken == 1
+
+
 def test_close_takes_all_tickets_away(view: FenceView) -> None:
     fence = Fence()
     other = FenceView(fence.descriptor)
@@ -139,15 +165,21 @@ def test_close_takes_all_tickets_away(view: FenceView) -> None:
         other.close()
 
 
-def test_close_says_how_many_copies_it_could_not_end() -> None:
+def test_close_says_how_many_copies_it_could_not_end_and_ends_them_later() -> None:
     fence = Fence()
     other = FenceView(fence.descriptor)
     try:
         slot, ticket = fence.admit(HOLDER, loads=True) or (0, 0)
         with other.writing(slot, ticket):
             assert fence.close() == 1
+            assert not fence.revoke(slot, ticket), "the server still writes"
+            assert fence.admit(HOLDER, loads=True) is None
+        assert fence.close() == 0
+        with pytest.raises(AbandonedError), other.writing(slot, ticket):
+            raise AssertionError("passed after close()")
     finally:
         other.close()
+        fence.close()
 
 
 def test_slots_are_fenced_one_by_one(fence: Fence, view: FenceView) -> None:
