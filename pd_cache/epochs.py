@@ -10,7 +10,8 @@ that outlives the pool cannot mistake the epochs of two runs for each other. The
 a run removes the signs of all others, so that every node notices.
 
 A node relies on an answer of the pool for `FRESH_S` after it has asked. Then it asks again, by one to four keys in a lookup's own request.
-While no answer comes, or only late ones, the epoch is unknown, and nothing is found or loaded. If the pool has lost the root, or all signs
+A lookup that has to wait for its answer may use it until `LATE_S` after the question, so a reset is known everywhere after that time. While
+no answer comes, or only late ones, the epoch is unknown, and nothing is found or loaded. If the pool has lost the root, or all signs
 that lead to the current epoch, the first node that misses them begins a new run: what was computed before may be of any weights. Until
 then, a node that joins cannot know better. If no node is left that knows of a run, the first epoch is current again: engines that start then
 have the weights that the namespace identifies.
@@ -54,8 +55,6 @@ _HOLLOW_S = 5.0
 _AWAY_S = 5.0
 """A node that has not asked for so long looks for all later signs: the one after its own may have been lost meanwhile."""
 _TRIES = 3
-_MOST_QUESTIONS = 10
-"""About how many questions a thread asks one after the other that finds out, or changes, the current epoch."""
 _MOMENT_S = 0.1
 _LOOK_S = 0.02
 """How often a caller that waits for an agreement looks whether its time is up."""
@@ -105,10 +104,18 @@ class _Known(NamedTuple):
 class _Agreement:
     """A thread's finding out what the current epoch is."""
 
-    def __init__(self, began: float) -> None:
-        self.began = began
-        """By the clock."""
+    def __init__(self, find_out: Callable[[_Agreement], None]) -> None:
+        self.asked = -math.inf
+        """When the thread asked its first question, by the clock."""
+        self.label: str | None = None
+        """What it found out; None if that is nothing."""
         self.ended = threading.Event()
+        self.thread = threading.Thread(target=find_out, args=[self], name="pd-cache-epoch", daemon=True)
+
+    @property
+    def under_way(self) -> bool:
+        """False also if its thread was never started, or was left behind by a fork."""
+        return self.thread.is_alive() and not self.ended.is_set()
 
 
 class Epochs:
@@ -133,7 +140,7 @@ class Epochs:
         self._agreeing = threading.Lock()
         """Held while a thread finds out, or changes, what the current epoch is."""
         self._agreement: _Agreement | None = None
-        """The one under way. Replaced with `_lock` held."""
+        """The last one. Replaced with `_lock` held."""
         self._hollow: _Known | None = None
         """A run that was seen without a sign, and when first."""
 
@@ -172,10 +179,10 @@ class Epochs:
                 if self._known.label == check.label and self._known.asked < check.asked:
                     self._known = _Known(check.label, check.asked)
                 return self._known.label
-        if self._known.asked <= check.asked:  # otherwise another thread has found out meanwhile
-            self._await_agreement(check.asked, deadline)
-        known = self._known
-        return None if known.asked < check.asked or self._is_late(known.asked) else known.label
+        known: _Known | None = self._known
+        if known is None or known.asked <= check.asked:  # otherwise another thread has found out meanwhile
+            known = self._agreed(check.asked, deadline)
+        return None if known is None or self._is_late(known.asked) else known.label
 
     def current(self, expected: str | None = None, *, timeout: float | Deadline | None = None) -> str | None:
         """Returns the epoch that is current; None if it is unknown, or not known within `timeout` (s). Asks if no answer is fresh, or if the
@@ -195,18 +202,16 @@ class Epochs:
     def begin(self) -> str | None:
         """Begins a new epoch, for all nodes. Returns its label. None if the pool did not take it: nothing is known to have begun then.
 
-        It takes several questions to the pool, each of which waits at most `timeout_s`.
+        It takes several questions to the pool, each of which waits at most `timeout_s`, and waits for others that ask.
         """
-        if not self._agreeing.acquire(timeout=_MOST_QUESTIONS * self._timeout_s):
-            return None
-        try:
+        with self._agreeing:
+            asked = self._clock()
             label = self._agree()
             if label is None:
                 return None if self._hollow is None else self._begin_run(replace=True)
             if label == FIRST:
                 return self._begin_run(replace=False)
             run, number = _parts(label)
-            asked = self._clock()
             if not self._put_sign(run, number + 1):
                 return None
             begun = self._settle(f"{run}-{number + 1}", asked)
@@ -214,42 +219,45 @@ class Epochs:
             if old > 0 and old % _WINDOW:
                 self._pool.remove([self._sign(run, old)], timeout=self._timeout_s, force=True)
             return begun
-        finally:
-            self._agreeing.release()
 
     def _deadline(self, timeout: float | Deadline | None) -> Deadline:
         return timeout if isinstance(timeout, Deadline) else Deadline(timeout, self._clock)
 
-    def _await_agreement(self, asked: float, deadline: Deadline) -> None:
-        """Waits for an agreement that began at `asked` or later, or until the deadline. Begins one if none is under way.
+    def _agreed(self, asked: float, deadline: Deadline) -> _Known | None:
+        """Returns what an agreement has found out that asked at `asked` or later; None if it found nothing, or not by the deadline.
 
-        It has a thread of its own: a caller in a hurry must not leave a run half begun, and callers share its outcome.
+        It has a thread of its own: a caller in a hurry must not leave a run half begun, and callers share its outcome. A caller without a
+        deadline waits for `LATE_S` at most.
         """
         for _ in range(2):  # the first may have begun too early
             with self._lock:
                 agreement = self._agreement
-                if agreement is None:
-                    agreement = _Agreement(self._clock())
-                    thread = threading.Thread(
-                        target=self._find_out, args=[agreement], name="pd-cache-epoch", daemon=True
-                    )
-                    thread.start()
-                    self._agreement = agreement
+                begins = agreement is None or not agreement.under_way
+                if agreement is None or begins:
+                    agreement = self._agreement = _Agreement(self._find_out)
+            if begins:
+                try:
+                    agreement.thread.start()
+                except RuntimeError as error:
+                    log.warning("cannot find out the epoch: %s", error)
+                    return None
+            until = self._clock() + LATE_S
             while not agreement.ended.wait(_LOOK_S):
-                if deadline.passed or self._is_late(asked):
-                    return
-            if agreement.began >= asked:
-                return
+                if deadline.passed or self._clock() >= until:
+                    return None
+            if agreement.asked >= asked:
+                return None if agreement.label is None else _Known(agreement.label, agreement.asked)
+        return None
 
     def _find_out(self, agreement: _Agreement) -> None:
         try:
             with self._agreeing:
-                self._agree()
+                asked = self._clock()
+                agreement.label = self._agree()
+                agreement.asked = asked
         except Exception:  # callers take the epoch for unknown
             log.exception("cannot find out the epoch")
         finally:
-            with self._lock:
-                self._agreement = None
             agreement.ended.set()
 
     # --- inside; with `_agreeing` held ------------------------------------------------------------------------------

@@ -111,7 +111,8 @@ class ChunkMover:
     def load(self, run: ChunkRun, timeout: float | Deadline | None = None) -> Restored:
         """Loads chunks in order up to the first that is missing. Returns how many were loaded, from where, and why not more.
 
-        None counts as loaded if the run's epoch is not known to be current at the end. `timeout` (s) bounds the whole call.
+        None counts as loaded if the run's epoch is not known to be current at the end. `timeout` (s) bounds the whole call, but for the
+        answer to that question; see `last_word`.
         """
         self.metrics.tokens("retrieve", "requested", self._tokens(run, len(run.keys)))
         with self._moving() as may_move, self.metrics.timed("retrieve"):
@@ -161,7 +162,7 @@ class ChunkMover:
         return Restored(loaded, miss_reason(reason), TierChunks(pool=loaded))
 
     def outdated(self, run: ChunkRun, deadline: Deadline | None = None) -> Literal["", "reset", "epoch_unknown"]:
-        """Returns why the run's epoch cannot be taken for the current one; empty if it is that. `deadline` is the load's."""
+        """Returns why the run's epoch cannot be taken for the current one; empty if it is that. `deadline` is the move's."""
         epoch = self.epochs.current(run.epoch, timeout=last_word(deadline))
         if epoch == run.epoch:
             return ""

@@ -39,6 +39,9 @@ class EpochNames:
         self._due: float | None = None
         """When a reset that the pool has not taken is tried again; None if there is none."""
         self._resetting = threading.Lock()
+        """Held while a thread begins an epoch."""
+        self._attempt: threading.Thread | None = None
+        """The last thread that tried a reset again."""
 
     @property
     def last(self) -> str:
@@ -106,27 +109,27 @@ class EpochNames:
     def _begin_again(self, deadline: Deadline) -> bool:
         """Tries a reset again that is due, unless another thread is trying it. Returns whether none is due any more, by the deadline.
 
-        The attempt goes on if a caller has no time to wait for it.
+        The attempt goes on if its caller has no time to wait for it.
         """
-        if not self._resetting.acquire(blocking=False):
+        if self._attempt is not None and self._attempt.is_alive():
             return False
+        self._attempt = attempt = threading.Thread(target=self._begin_if_due, name="pd-cache-reset", daemon=True)
         try:
-            attempt = threading.Thread(target=self._attempt, name="pd-cache-reset", daemon=True)
             attempt.start()
-        except BaseException:
-            self._resetting.release()
-            raise
-        attempt.join(deadline.left())
+        except RuntimeError as error:  # a later call tries again
+            log.warning("cannot begin a new epoch: %s", error)
+            return False
+        left = deadline.left()
+        attempt.join(None if left is None else min(left, threading.TIMEOUT_MAX))
         return self._due is None
 
-    def _attempt(self) -> None:
-        try:
-            if self._due is not None:
-                self._begin()
-        except Exception:  # a later call tries again
-            log.exception("cannot begin a new epoch")
-        finally:
-            self._resetting.release()
+    def _begin_if_due(self) -> None:
+        with self._resetting:
+            try:
+                if self._due is not None:
+                    self._begin()
+            except Exception:  # a later call tries again
+                log.exception("cannot begin a new epoch")
 
     def _begin(self) -> bool:
         begun = self._cache.available and self._epochs.begin() is not None

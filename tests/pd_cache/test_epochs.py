@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import threading
@@ -230,6 +231,60 @@ def test_callers_in_a_hurry_wait_no_longer_than_they_have_while_one_thread_finds
     finally:
         silent.set()
     assert other.current() not in (begun, FIRST, None), "what was begun for them went on"
+
+
+def test_a_caller_that_waited_learns_the_epoch_also_if_another_asks_again_meanwhile() -> None:
+    """As a load of the epoch before does at its end."""
+    cluster = Cluster(2)
+    node, other = cluster.nodes
+    ended = node.begin()
+    assert other.current() == ended
+    begun = node.begin()
+    cluster.later()
+    settle = other._settle
+
+    def settle_and_ask_again(label: str, asked: float) -> str:
+        settled = settle(label, asked)
+        other._known = other._known._replace(asked=-math.inf)  # what `current(ended)` does first
+        return settled
+
+    other._settle = settle_and_ask_again  # type: ignore[method-assign]
+    assert other.current() == begun
+
+
+def test_a_reset_that_others_have_made_and_followed_meanwhile_is_not_taken_for_a_later_one() -> None:
+    cluster = Cluster(2)
+    slow, other = cluster.nodes
+    slow.begin()
+    cluster.later()
+    put, made = cluster.pool.put_small, []
+
+    def put_late(key: str, value: bytes, *, timeout: float) -> Status:
+        cluster.pool.put_small = put  # type: ignore[method-assign]
+        made.extend([other.begin(), other.begin()])
+        cluster.later(LATE_S / 2)
+        return put(key, value, timeout=timeout)
+
+    cluster.pool.put_small = put_late  # type: ignore[method-assign]
+    assert slow.begin() == made[0], "the one that another node had begun meanwhile"
+    cluster.later(FRESH_S)
+    assert slow.current() == made[1]
+
+
+def test_a_process_that_can_start_no_thread_takes_the_epoch_for_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(2)
+    node, other = cluster.nodes
+    assert other.current() == FIRST
+    begun = node.begin()
+    cluster.later()
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert other.current() is None
+    assert other.current() == begun
 
 
 def test_a_lookup_asks_again_in_a_new_epoch_within_what_is_left_of_its_time() -> None:
