@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from pd_cache.wire.sealed import SealError, check_sealed, sealed_memory
 
@@ -72,15 +73,13 @@ class _Page:
         return True
 
 
-class _Admitted(weakref.ref[object]):
-    """The holder of a slot."""
+class _Admitted(NamedTuple):
+    """The move that has a slot."""
 
-    __slots__ = ("loads", "slot", "ticket")
-
-    slot: int
     ticket: int
     loads: bool
-    """Whether the move writes to the blocks."""
+    """Whether it writes to the blocks."""
+    holder: weakref.ref[object]
 
 
 class Fence:
@@ -109,8 +108,8 @@ class Fence:
         """
         with self._lock:
             for _ in range(len(self._forgotten)):
-                lost = self._forgotten[0]
-                if not isinstance(lost, _Admitted) or self._revoke(lost.slot, lost.ticket):
+                forgotten = [(slot, one) for slot, one in self._taken.items() if one.holder is self._forgotten[0]]
+                if all(self._revoke(slot, one.ticket) for slot, one in forgotten):
                     self._forgotten.popleft()
                 else:
                     self._forgotten.rotate(-1)
@@ -121,9 +120,7 @@ class Fence:
                 slot for slot in (at % SLOTS for at in range(ticket, ticket + SLOTS)) if slot not in self._taken
             )
             # the callback may run inside any statement: it is a function in C, which no signal interrupts, and takes no lock
-            admitted = _Admitted(holder, self._forgotten.append)
-            admitted.slot, admitted.ticket, admitted.loads = slot, ticket, loads
-            self._taken[slot] = admitted
+            self._taken[slot] = _Admitted(ticket, loads, weakref.ref(holder, self._forgotten.append))
             self._page.write(slot, ticket)
             return slot, ticket
 
@@ -161,7 +158,7 @@ class Fence:
         with self._lock:
             self._closed = True
         end = time.monotonic() + timeout
-        while left := [one for one in list(self._taken.values()) if not self.revoke(one.slot, one.ticket)]:
+        while left := [slot for slot, one in list(self._taken.items()) if not self.revoke(slot, one.ticket)]:
             if time.monotonic() >= end:
                 return len(left)
             time.sleep(0.001)
