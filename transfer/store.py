@@ -31,6 +31,7 @@ from transfer.bulk import Bulk, BulkClient
 from transfer.calls import Call, CallThreads
 from transfer.environment import MAX_TRANSFERS, prepare, split_master
 from transfer.errors import OUTAGE, MissingLibraryError, PoolUnavailableError, Status, TransferError, status_of
+from transfer.exist_rpc import exist_rpc
 from transfer.host import MOST_SMALL, HostClient
 from transfer.locks import Condition
 from transfer.ranges import ObjectRange, RangeRead
@@ -218,6 +219,7 @@ class MooncakeStore:
         self._pinned.with_hard_pin = True
         self._pinned.replica_num = 2  # as far as there are segments: one store node's end should not take them along
         self._breaker = CircuitBreaker(settings.breaker.failures)
+        self._exist_rpc = None if self._shared or not settings.direct_lookups else exist_rpc(self._master)
         self._bulk = Bulk(self._client, settings, self._forfeit)
         self._process = os.getpid()
         self._control = CallThreads("mooncake-control", 2)
@@ -316,6 +318,8 @@ class MooncakeStore:
                 return
             self._state = "closing"
             self._changed.notify_all()
+        if self._exist_rpc is not None:
+            self._exist_rpc.close()
         end = time.monotonic() + self._settings.timeouts.close_ms / 1000
         drained = True
         for threads in (self._gets, self._puts, self._control):
@@ -351,17 +355,38 @@ class MooncakeStore:
             return []
         if not self.available:
             return [self._refusal()] * len(keys)
-        exist = self._judged("batch_is_exist", lambda: self._client.batch_is_exist(keys))
-        call = self._control.submit(exist, time.monotonic() + timeout)
-        if call is None:
-            return [self._refusal()] * len(keys)
-        codes = call.outcome([])
+        deadline = time.monotonic() + timeout
+        codes: Sequence[int] | None = self._ask_directly(keys, deadline)
+        if codes is None:
+            exist = self._judged("batch_is_exist", lambda: self._client.batch_is_exist(keys))
+            call = self._control.submit(exist, deadline)
+            if call is None:
+                return [self._refusal()] * len(keys)
+            codes = call.outcome([])
+            if not codes:
+                self._timed_out("batch_is_exist", call.had_s)
         if not codes:
-            self._timed_out("batch_is_exist", call)
             return [Status.TIMEOUT] * len(keys)
         if codes.count(1) == len(codes):
             return [Status.OK] * len(codes)
         return [_EXISTS.get(code) or status_of(code) for code in codes]
+
+    def _ask_directly(self, keys: list[str], deadline: float) -> bytes | None:
+        """Returns a code for each key, none at all if the master did not answer in time, None if Mooncake's client has to ask."""
+        rpc = self._exist_rpc
+        if rpc is None:
+            return None
+        left = deadline - time.monotonic()
+        try:
+            codes = rpc.ask(keys, deadline)
+        except TimeoutError:
+            self._timed_out("batch_is_exist", left)
+            return b""
+        if codes is not None:
+            self._settle("batch_is_exist", failed=False)
+        elif rpc.wants_connection:
+            self._control.submit(lambda: rpc.connect(deadline), deadline)
+        return codes
 
     def start_get(self, keys: list[str], slots: Sequence[Slot], *, timeout: float) -> Pending[GetResult]:
         """Begins to read each key into its slot, as far as the slot reaches.
@@ -525,7 +550,7 @@ class MooncakeStore:
             return None
         answer = call.outcome([])
         if not answer:
-            self._timed_out("control call", call)
+            self._timed_out("control call", call.had_s)
             return None
         return answer[0]
 
@@ -573,10 +598,10 @@ class MooncakeStore:
         elif self._breaker.succeeded():
             log.info("pool %s is back", self._master)
 
-    def _timed_out(self, what: str, call: Call[list[R]]) -> None:
+    def _timed_out(self, what: str, had_s: float) -> None:
         """Counts a call whose deadline has passed as failed, if it had a fair time to run."""
-        if call.had_s >= _FAIR * self._settings.timeouts.exist_ms / 1000:
-            self._settle(f"{what} (no answer within {call.had_s:.3g} s)", failed=True)
+        if had_s >= _FAIR * self._settings.timeouts.exist_ms / 1000:
+            self._settle(f"{what} (no answer within {had_s:.3g} s)", failed=True)
 
     def _register(self, pool: StagingPool) -> bool:
         """Registers the pool's memory. Returns whether it can be used now.

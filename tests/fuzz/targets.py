@@ -67,6 +67,7 @@ from pd_cache.wire import messages
 from pd_cache.wire.lifeline import LifelineClient, LifelineServer
 from tests.fuzz.target import Format, Parse, Target, pure
 from tests.support.waiting import wait_for
+from transfer.exist_rpc import UnexpectedAnswerError, read_answer
 
 TOKEN = uuid.UUID(int=7).hex
 NAMESPACE = Namespace(
@@ -551,6 +552,15 @@ def _trace(data: bytes) -> None:
     assert len(request.whole_blocks) == request.input_length // 512
 
 
+_EXISTS = bytes.fromhex("15000000 07000000 11000000 00000000 5d8c5f2a 04 84870b0100 03 0101 0100 0101")
+"""Mooncake's answer to request 7, which was about three keys."""
+
+
+def _master_answer(data: bytes) -> None:
+    verdicts = read_answer(data, 7, 3)
+    assert verdicts is None or (len(verdicts) == 3 and set(verdicts) <= {0, 1})
+
+
 # --- files of people -------------------------------------------------------------------------------------------------
 
 _YAML = (
@@ -698,6 +708,7 @@ TARGETS: dict[str, Target] = {
             ),
             _JSON,
         ),
+        _target("master-answer", _master_answer, (UnexpectedAnswerError, OSError), (_EXISTS,), _BYTES),
         _target("bench-frame", _bench_frame, (bench_messages.FleetError,), tuple(map(_PACK, _FRAMES)), _MSGPACK),
         _target(
             "bench-job", lambda data: bool(decode_job(data, _Job)) and None, (UndecodableError,),
