@@ -32,6 +32,9 @@ _FRESH_S = 30.0
 _AGAIN_S = 1.0
 """How long after a failed attempt the next one may follow."""
 
+_LOOK_S = 100e-6
+"""For so long an answer is looked for again and again before its thread goes to sleep: being woken takes as long as most answers."""
+
 _MAGIC, _VERSION = 21, 0
 _REQUEST = struct.Struct("<4B4I")
 """Magic, version, how arguments are serialized (0: struct_pack), kind of message; number, method, bytes of the body and of attachments."""
@@ -183,11 +186,22 @@ class ExistRpc:
         connection.sendall(head + body)
         answer = b""
         while (verdicts := read_answer(answer, number, keys)) is None:
-            connection.settimeout(self._left(deadline))
-            if not (more := connection.recv(_ROOM + 2 * keys)):
+            if not (more := self._receive(connection, _ROOM + 2 * keys, deadline)):
                 raise ConnectionError("the master ended the connection")
             answer += more
         return verdicts
+
+    def _receive(self, connection: socket.socket, most: int, deadline: float) -> bytes:
+        """Returns what has come, `most` bytes of it, or nothing if the connection has ended."""
+        look_until = self._clock() + _LOOK_S
+        connection.setblocking(False)
+        while self._clock() < look_until:
+            try:
+                return connection.recv(most)
+            except BlockingIOError:
+                os.sched_yield()
+        connection.settimeout(self._left(deadline))
+        return connection.recv(most)
 
     def _left(self, deadline: float) -> float:
         if (left := deadline - self._clock()) <= 0:
