@@ -7,7 +7,7 @@ deadline without another thread.
 The request is `BatchExistKey`, byte for byte as Mooncake's client sends it, which is no public interface. So this is only a short cut.
 Whatever it cannot do goes the long way, through the client: if there is no connection, if all of them are in use, if a key is one
 that it cannot spell. Requests carry a hash of the method's name and one of its parameters' types, so a master of another version refuses
-them; after the first answer that is not as expected, the short cut is closed for good.
+them. After an answer that is not as expected, all requests go the long way for a minute.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _MOST = 4
 _FRESH_S = 30.0
 """A connection that was not used for longer is closed: firewalls forget idle ones without a word."""
 _AGAIN_S = 1.0
-"""How long after a failed attempt the next one may follow."""
-
+"""How long after a failed attempt to connect the next one may follow."""
+_STRANGER_S = 60.0
+"""The same after an unexpected answer."""
 _LOOK_S = 100e-6
 """For so long an answer is looked for again and again before its thread goes to sleep: being woken takes as long as most answers."""
 
@@ -82,6 +83,8 @@ class ExistRpc:
         """All connections. One that an interrupted thread has lost goes by itself."""
         self._connecting = threading.Lock()
         self._not_before = 0.0
+        self._gave_up = False
+        """Whether the master has once answered what is not expected."""
         self._closed = False
         self._numbers = itertools.count(1)
 
@@ -104,10 +107,10 @@ class ExistRpc:
             answered = True
             return found
         except TimeoutError:
-            self._drop_idle()  # who does not answer on one connection will not on the others
             raise
-        except OSError:
-            return None  # the master is gone, or was started anew: the long way tells which
+        except OSError:  # the master is gone, or was started anew: the long way tells which
+            self._drop_idle()
+            return None
         except UnexpectedAnswerError as error:
             self._give_up(error)
             return None
@@ -176,8 +179,11 @@ class ExistRpc:
         connection.close()
 
     def _give_up(self, error: UnexpectedAnswerError) -> None:
-        log.info("the master at %s:%d is asked through Mooncake's client only: %s", *self._address, error)
-        self.close()
+        if not self._gave_up:
+            log.info("the master at %s:%d is asked through Mooncake's client only: %s", *self._address, error)
+        self._gave_up = True
+        self._not_before = self._clock() + _STRANGER_S
+        self._drop_idle()
 
     def _exchange(self, connection: socket.socket, body: bytes, keys: int, deadline: float) -> bytes:
         number = next(self._numbers) & 0xFFFFFFFF
