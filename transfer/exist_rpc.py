@@ -12,6 +12,7 @@ them. After an answer that is not as expected, all requests go the long way for 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -29,37 +30,42 @@ _MOST = 4
 """Connections of one store. Further threads go the long way meanwhile."""
 _FRESH_S = 30.0
 """A connection that was not used for longer is closed: firewalls forget idle ones without a word."""
+_CONNECT_S = 0.5
+"""How long connecting may take for each of the master's addresses, and the trial of the connection."""
 _AGAIN_S = 1.0
 """How long after a failed attempt to connect the next one may follow."""
 _STRANGER_S = 60.0
 """The same after an unexpected answer."""
 _LOOK_S = 100e-6
 """For so long an answer is looked for again and again before its thread goes to sleep: being woken takes as long as most answers."""
+_LONGEST_S = 3600.0
+"""Sockets refuse much longer waits."""
 
-_MAGIC, _VERSION = 21, 0
+_MAGIC, _VERSION, _STRUCT_PACK, _PLAIN = 21, 0, 0, 0
 _REQUEST = struct.Struct("<4B4I")
-"""Magic, version, how arguments are serialized (0: struct_pack), kind of message; number, method, bytes of the body and of attachments."""
+"""Magic, version, how the arguments are serialized, kind of message; number, method, bytes of the body, bytes of attachments."""
 _ANSWER = struct.Struct("<4B3I")
-"""Magic, version, error, kind of message; number, bytes of the body and of attachments."""
+"""Magic, version, error, kind of message; number, bytes of the body, bytes of attachments."""
 _METHOD = 0xB89FA6B0
 """yalantinglibs' hash of the name `mooncake::WrappedMasterService::BatchExistKey`."""
 _PARAMETERS = bytes.fromhex("638df700 0c fd84800c800cff 00")
 """A vector of strings and a string: the hash of the types, "sizes have two bytes", and the types once more, spelled out."""
-_RESULT = bytes.fromhex("5d8c5f2a")
-"""The hash of the result's type, a vector of `expected<bool, ErrorCode>`."""
-_RESULT_TYPES = bytes.fromhex("84870b0100")
 _TENANT = b"\x07\x00default"
 """The tenant of every client that `setup()` is given none for."""
-_SIZE_BYTES = {0x04: 1, 0x0C: 2}
-"""How many bytes the result's size has, by the byte that says so."""
-_ROOM = 64
-"""More bytes than an answer has besides its verdicts."""
-_LARGEST = 0xFFFF
-"""Keys of a request, and bytes of a key."""
+_MOST_KEYS, _LONGEST_KEY = 0xFFFF, 4096
+_RESULTS = [
+    (bytes.fromhex("5d8c5f2a 04 84870b0100"), 1),
+    (bytes.fromhex("5d8c5f2a 0c 84870b0100"), 2),
+]
+"""How a vector of `expected<bool, ErrorCode>` begins, with the bytes of its size: the hash of the types, how wide sizes are, the types."""
 
 
 class UnexpectedAnswerError(Exception):
     """The master does not speak as the version of Mooncake that this was made for."""
+
+
+class NoVerdictError(Exception):
+    """The master has answered, but with an error for at least one key."""
 
 
 def exist_rpc(master: str) -> ExistRpc | None:
@@ -95,6 +101,7 @@ class ExistRpc:
         """
         if not self._idle:
             return None
+        self._left(deadline)
         try:
             body = _spelled(keys)
         except ValueError:
@@ -106,6 +113,9 @@ class ExistRpc:
             found = self._exchange(connection, body, len(keys), deadline)
             answered = True
             return found
+        except NoVerdictError:
+            answered = True
+            return None
         except TimeoutError:
             raise
         except OSError:  # the master is gone, or was started anew: the long way tells which
@@ -121,29 +131,29 @@ class ExistRpc:
     def wants_connection(self) -> bool:
         """Whether a thread that has time should call `connect`."""
         return (
-            not self._closed
-            and not self._idle
-            and len(self._connections) < _MOST
-            and self._clock() >= self._not_before
-            and not self._connecting.locked()
+            not self._closed and not self._idle and len(self._connections) < _MOST and self._clock() >= self._not_before
         )
 
-    def connect(self, deadline: float) -> None:
-        """Makes one more connection and tries it. May wait until `deadline`, and longer for a name server."""
-        if not self.wants_connection or not self._connecting.acquire(blocking=False):
+    def connect(self) -> None:
+        """Makes one more connection and tries it, unless another thread does. Takes a second at most, but for a name server that is slow."""
+        if not self._connecting.acquire(blocking=False):
             return
         try:
+            if not self.wants_connection:
+                return
             self._not_before = self._clock() + _AGAIN_S
-            connection = socket.create_connection(self._address, timeout=max(0.001, deadline - self._clock()))
+            connection = socket.create_connection(self._address, timeout=_CONNECT_S)
             answered = False
             try:
+                if connection.getsockname() == connection.getpeername():
+                    raise OSError("the kernel has connected the socket to itself: nobody listens")
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._exchange(connection, _spelled(()), 0, deadline)
+                self._exchange(connection, _spelled(()), 0, self._clock() + _CONNECT_S)
                 self._connections.add(connection)
                 self._not_before, answered = 0.0, True
             finally:
                 self._put_back(connection, answered)
-        except OSError as error:  # among them TimeoutError
+        except (OSError, ValueError, OverflowError) as error:  # the last two: of an address that cannot be one
             log.debug("no connection to the master at %s:%d: %s", *self._address, error)
         except UnexpectedAnswerError as error:
             self._give_up(error)
@@ -176,6 +186,8 @@ class ExistRpc:
 
     def _discard(self, connection: socket.socket) -> None:
         self._connections.discard(connection)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)  # a forked child may still have it open
         connection.close()
 
     def _give_up(self, error: UnexpectedAnswerError) -> None:
@@ -187,42 +199,48 @@ class ExistRpc:
 
     def _exchange(self, connection: socket.socket, body: bytes, keys: int, deadline: float) -> bytes:
         number = next(self._numbers) & 0xFFFFFFFF
-        head = _REQUEST.pack(_MAGIC, _VERSION, 0, 0, number, _METHOD, len(body), 0)
+        head = _REQUEST.pack(_MAGIC, _VERSION, _STRUCT_PACK, _PLAIN, number, _METHOD, len(body), 0)
         connection.settimeout(self._left(deadline))
         connection.sendall(head + body)
-        answer = b""
+        answer = self._receive(connection, keys, deadline)
         while (verdicts := read_answer(answer, number, keys)) is None:
-            if not (more := self._receive(connection, _ROOM + 2 * keys, deadline)):
-                raise ConnectionError("the master ended the connection")
-            answer += more
+            self._left(deadline)
+            answer += self._receive(connection, keys, deadline)
         return verdicts
 
-    def _receive(self, connection: socket.socket, most: int, deadline: float) -> bytes:
-        """Returns what has come, `most` bytes of it, or nothing if the connection has ended."""
+    def _receive(self, connection: socket.socket, keys: int, deadline: float) -> bytes:
+        """Returns what has come. Looks once even if the deadline has passed: this process may have been stopped meanwhile."""
         look_until = self._clock() + _LOOK_S
         connection.setblocking(False)
-        while self._clock() < look_until:
+        while True:
             try:
-                return connection.recv(most)
+                more = connection.recv(_most_bytes(keys))
+                break
             except BlockingIOError:
-                os.sched_yield()
-        connection.settimeout(self._left(deadline))
-        return connection.recv(most)
+                if self._clock() < look_until:
+                    os.sched_yield()
+                    continue
+            connection.settimeout(self._left(deadline))
+            more = connection.recv(_most_bytes(keys))
+            break
+        if not more:
+            raise ConnectionError("the master ended the connection")
+        return more
 
     def _left(self, deadline: float) -> float:
         if (left := deadline - self._clock()) <= 0:
             raise TimeoutError("no answer from the master in time")
-        return left
+        return min(left, _LONGEST_S)
 
 
 def _spelled(keys: Sequence[str]) -> bytes:
     """Returns the body of a request. Raises ValueError if there are too many keys, or one is too long or not ASCII."""
-    if len(keys) > _LARGEST:
+    if len(keys) > _MOST_KEYS:
         raise ValueError(f"{len(keys)} keys")
     parts = [_PARAMETERS, len(keys).to_bytes(2, "little")]
     for length, group in itertools.groupby(keys, len):
         run = list(group)
-        if length > _LARGEST or not "".join(run).isascii():
+        if length > _LONGEST_KEY or not "".join(run).isascii():
             raise ValueError(run[0][:100])
         size = length.to_bytes(2, "little").decode("latin-1")
         parts.append((size + size.join(run)).encode("latin-1"))
@@ -230,27 +248,34 @@ def _spelled(keys: Sequence[str]) -> bytes:
     return b"".join(parts)
 
 
-def read_answer(answer: bytes, number: int, keys: int) -> bytes | None:
-    """Returns 1 or 0 for each key of the request `number`; None if the answer is longer than what is there of it.
+def _most_bytes(keys: int) -> int:
+    """Returns how long an answer is at most: a verdict takes 2 bytes, an error 5."""
+    return _ANSWER.size + len(_RESULTS[0][0]) + 2 + 5 * keys
 
-    Raises UnexpectedAnswerError if no answer to this request begins like that, OSError if the master answers without knowing it of all keys.
+
+def read_answer(answer: bytes, number: int, keys: int) -> bytes | None:
+    """Returns 1 or 0 for each key of the request `number`; None if this is only the beginning of an answer.
+
+    Raises UnexpectedAnswerError if it is no answer to that request, NoVerdictError if there is an error in place of a verdict.
     """
     if len(answer) < _ANSWER.size:
         return None
-    magic, version, error, _, of, length, attached = _ANSWER.unpack_from(answer)
-    head = len(_RESULT) + 1
-    most = head + len(_RESULT_TYPES) + 2 + 5 * keys  # an error takes 5 bytes, a verdict 2
-    if (magic, version, error, of, attached) != (_MAGIC, _VERSION, 0, number, 0) or length > most:
-        raise UnexpectedAnswerError(f"an answer begins with {answer[: _ANSWER.size].hex()}")
+    magic, version, error, kind, of, length, attached = _ANSWER.unpack_from(answer)
     body = answer[_ANSWER.size :]
+    if (
+        (magic, version, error, kind, of, attached) != (_MAGIC, _VERSION, 0, _PLAIN, number, 0)
+        or _ANSWER.size + length > _most_bytes(keys)
+        or len(body) > length
+    ):
+        raise UnexpectedAnswerError(f"an answer begins with {answer[: _ANSWER.size].hex()}")
     if len(body) < length:
         return None
-    wide = _SIZE_BYTES.get(body[head - 1] if len(body) >= head else -1, 0)
-    start = head + len(_RESULT_TYPES) + wide
-    size = int.from_bytes(body[start - wide : start], "little")
-    if not wide or body[: head - 1] != _RESULT or body[head : start - wide] != _RESULT_TYPES or size != keys:
-        raise UnexpectedAnswerError(f"the result of an answer begins with {body[:start].hex()}")
-    known, verdicts = body[start::2], body[start + 1 :: 2]  # a key that has an error, 0 and its number, has no verdict
+    for beginning, width in _RESULTS:
+        if body.startswith(beginning + keys.to_bytes(2, "little")[:width]):
+            break
+    else:
+        raise UnexpectedAnswerError(f"the result of an answer begins with {body[:16].hex()}")
+    known, verdicts = body[len(beginning) + width :: 2], body[len(beginning) + width + 1 :: 2]
     if len(known) != keys or known.count(1) != keys or verdicts.count(1) + verdicts.count(0) != keys:
-        raise OSError("the master does not know it of all keys")
+        raise NoVerdictError
     return verdicts

@@ -56,6 +56,8 @@ _EXISTS = {1: Status.OK, 0: Status.MISSING}
 
 _FAIR = 0.9
 """The part of its usual time that a call must have had before its time-out counts against the pool."""
+_WELL_S = 5.0
+"""For how long after an answer to Mooncake's client lookups may ask the master directly."""
 _HEADROOM = 4
 """One in this many slots is kept for leases that wait: see `StagingPool.lease`."""
 
@@ -219,7 +221,9 @@ class MooncakeStore:
         self._pinned.with_hard_pin = True
         self._pinned.replica_num = 2  # as far as there are segments: one store node's end should not take them along
         self._breaker = CircuitBreaker(settings.breaker.failures)
+        # a lookup has to notice when the `mooncake_client` of a host client is gone
         self._exist_rpc = None if self._shared or not settings.direct_lookups else exist_rpc(self._master)
+        self._well_until = 0.0
         self._bulk = Bulk(self._client, settings, self._forfeit)
         self._process = os.getpid()
         self._control = CallThreads("mooncake-control", 2)
@@ -364,7 +368,9 @@ class MooncakeStore:
                 return [self._refusal()] * len(keys)
             codes = call.outcome([])
             if not codes:
-                self._timed_out("batch_is_exist", call.had_s)
+                self._timed_out("batch_is_exist", call)
+            elif self._exist_rpc is not None and self._exist_rpc.wants_connection:
+                self._control.submit(self._exist_rpc.connect, time.monotonic() + timeout)
         if not codes:
             return [Status.TIMEOUT] * len(keys)
         if codes.count(1) == len(codes):
@@ -372,21 +378,19 @@ class MooncakeStore:
         return [_EXISTS.get(code) or status_of(code) for code in codes]
 
     def _ask_directly(self, keys: list[str], deadline: float) -> bytes | None:
-        """Returns a code for each key, none at all if the master did not answer in time, None if Mooncake's client has to ask."""
-        rpc = self._exist_rpc
-        if rpc is None:
+        """Returns a code for each key, none at all if the deadline has passed, None if Mooncake's client has to ask.
+
+        Only a pool that has just answered the client is asked directly. So the breaker hears of the client's own trouble, and only of that.
+        """
+        now = time.monotonic()
+        if self._exist_rpc is None or now >= self._well_until:
             return None
-        left = deadline - time.monotonic()
         try:
-            codes = rpc.ask(keys, deadline)
+            return self._exist_rpc.ask(keys, deadline)
         except TimeoutError:
-            self._timed_out("batch_is_exist", left)
+            if self._is_fair(deadline - now):
+                self._well_until = 0.0
             return b""
-        if codes is not None:
-            self._settle("batch_is_exist", failed=False)
-        elif rpc.wants_connection:
-            self._control.submit(lambda: rpc.connect(deadline), deadline)
-        return codes
 
     def start_get(self, keys: list[str], slots: Sequence[Slot], *, timeout: float) -> Pending[GetResult]:
         """Begins to read each key into its slot, as far as the slot reaches.
@@ -550,7 +554,7 @@ class MooncakeStore:
             return None
         answer = call.outcome([])
         if not answer:
-            self._timed_out("control call", call.had_s)
+            self._timed_out("control call", call)
             return None
         return answer[0]
 
@@ -587,6 +591,7 @@ class MooncakeStore:
         return call
 
     def _settle(self, what: str, failed: bool) -> None:
+        self._well_until = 0.0 if failed else time.monotonic() + _WELL_S
         if failed:
             if self._breaker.failed():
                 log.warning(
@@ -598,10 +603,13 @@ class MooncakeStore:
         elif self._breaker.succeeded():
             log.info("pool %s is back", self._master)
 
-    def _timed_out(self, what: str, had_s: float) -> None:
+    def _is_fair(self, had_s: float) -> bool:
+        return had_s >= _FAIR * self._settings.timeouts.exist_ms / 1000
+
+    def _timed_out(self, what: str, call: Call[list[R]]) -> None:
         """Counts a call whose deadline has passed as failed, if it had a fair time to run."""
-        if had_s >= _FAIR * self._settings.timeouts.exist_ms / 1000:
-            self._settle(f"{what} (no answer within {had_s:.3g} s)", failed=True)
+        if self._is_fair(call.had_s):
+            self._settle(f"{what} (no answer within {call.had_s:.3g} s)", failed=True)
 
     def _register(self, pool: StagingPool) -> bool:
         """Registers the pool's memory. Returns whether it can be used now.

@@ -67,7 +67,7 @@ from pd_cache.wire import messages
 from pd_cache.wire.lifeline import LifelineClient, LifelineServer
 from tests.fuzz.target import Format, Parse, Target, pure
 from tests.support.waiting import wait_for
-from transfer.exist_rpc import UnexpectedAnswerError, read_answer
+from transfer.exist_rpc import NoVerdictError, UnexpectedAnswerError, read_answer
 
 TOKEN = uuid.UUID(int=7).hex
 NAMESPACE = Namespace(
@@ -708,7 +708,7 @@ TARGETS: dict[str, Target] = {
             ),
             _JSON,
         ),
-        _target("master-answer", _master_answer, (UnexpectedAnswerError, OSError), (_EXISTS,), _BYTES),
+        _target("master-answer", _master_answer, (UnexpectedAnswerError, NoVerdictError), (_EXISTS,), _BYTES),
         _target("bench-frame", _bench_frame, (bench_messages.FleetError,), tuple(map(_PACK, _FRAMES)), _MSGPACK),
         _target(
             "bench-job", lambda data: bool(decode_job(data, _Job)) and None, (UndecodableError,),

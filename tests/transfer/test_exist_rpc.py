@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import pytest
@@ -33,7 +35,7 @@ def connected(pool: Pool) -> Iterator[ExistRpc]:
     rpc = exist_rpc(pool.address)
     assert rpc is not None
     try:
-        rpc.connect(later())
+        rpc.connect()
         yield rpc
     finally:
         rpc.close()
@@ -45,14 +47,19 @@ def direct(store: object) -> ExistRpc:
     return rpc
 
 
+def asks_directly(store: object) -> bool:
+    """Whether the store has a connection that it may use now; if not, it has been given a reason to make one."""
+    return store.batch_exist(["k"], timeout=20) == [Status.MISSING] and bool(direct(store)._idle)  # type: ignore[attr-defined]
+
+
 # --- a real master ---------------------------------------------------------------------------------------------------
 
 
 def test_it_answers_as_mooncakes_client_does(pool: Pool) -> None:
     with opened(pool) as (store, staging), connected(pool) as rpc:
-        there = [*fresh(3), *(f"test/{'long' * length}/{fresh(1)[0]}" for length in (30, 60, 16000))]
+        there = [*fresh(3), *(f"test/{'long' * length}/{fresh(1)[0]}" for length in (30, 60, 900))]
         assert put(store, staging, there) == [Status.OK] * 6
-        absent = [*fresh(2), "", "x" * 127, "x" * 128, "x" * 255, "x" * 256, "x" * 65535]
+        absent = [*fresh(2), "", "x" * 127, "x" * 128, "x" * 255, "x" * 256, "x" * 4096]
 
         @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
         @given(st.lists(st.sampled_from(there + absent), min_size=1, max_size=12), st.integers(1, 60))
@@ -64,7 +71,7 @@ def test_it_answers_as_mooncakes_client_does(pool: Pool) -> None:
         assert rpc.ask(many, later()) == b"\x01" * 65535
 
 
-@pytest.mark.parametrize("key", ["é", "x" * 65536, "\udcff"], ids=["not ASCII", "too long", "half a character"])
+@pytest.mark.parametrize("key", ["é", "x" * 4097, "\udcff"], ids=["not ASCII", "too long", "half a character"])
 def test_a_key_that_it_cannot_spell_goes_the_long_way(pool: Pool, key: str) -> None:
     with connected(pool) as rpc:
         assert rpc.ask([key], later()) is None
@@ -80,7 +87,8 @@ def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client(
         put(store, staging, keys[:2])
         expected = [Status.OK, Status.OK, Status.MISSING]
         assert store.batch_exist(keys, timeout=20) == expected
-        wait_for(lambda: direct(store)._idle, 20, "the connection being made")
+        wait_for(lambda: asks_directly(store), 20, "the connection being made")
+        store._well_until = float("inf")  # for however long the next line takes
         monkeypatch.setattr(store._control, "submit", None)
         assert store.batch_exist(keys, timeout=20) == expected
 
@@ -121,23 +129,18 @@ def test_a_master_started_anew_is_asked_through_the_client_first_and_then_direct
 ) -> None:
     pool = make_pool().start()
     with opened(pool, breaker={"probe_interval_ms": 100}) as (store, _):
-        store.batch_exist(["k"], timeout=20)
-        wait_for(lambda: direct(store)._idle, 20, "the connection being made")
+        wait_for(lambda: asks_directly(store), 20, "the connection being made")
         pool.kill("master")
         assert direct(store).ask(["k"], later()) is None
         assert not direct(store)._connections
         pool.start("master")
-
-        def is_back() -> bool:
-            return store.batch_exist(["k"], timeout=20) == [Status.MISSING] and bool(direct(store)._idle)
-
-        wait_for(is_back, 60, "a new connection")
+        wait_for(lambda: asks_directly(store), 60, "a new connection")
 
 
 def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back(make_pool: Callable[..., Pool]) -> None:
     pool = make_pool().start()
     with opened(pool, breaker={"failures": 2, "probe_interval_ms": 100}, timeouts={"exist_ms": 300}) as (store, _):
-        wait_for(lambda: store.batch_exist(["k"], timeout=20) and direct(store)._idle, 20, "the connection being made")
+        wait_for(lambda: asks_directly(store), 20, "the connection being made")
         (master,) = psutil.Process(pool.nodes["master"].process.pid).children()
         master.suspend()
         # its threads go on until one of them has taken the signal
@@ -145,6 +148,47 @@ def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back(ma
         wait_for(lambda: store.batch_exist(["k"], timeout=0.3) == [Status.POOL_DOWN], 20, "the breaker")
         master.resume()
         wait_for(lambda: store.batch_exist(["k"], timeout=20) == [Status.MISSING], 60, "the pool being found back")
+
+
+def test_a_client_that_does_not_reach_the_master_opens_the_breaker_although_the_short_cut_does(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(pool, breaker={"failures": 2, "probe_interval_ms": 3_600_000}) as (store, _):
+        wait_for(lambda: asks_directly(store), 20, "the connection being made")
+
+        class Cut:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(client, name)
+
+            def batch_is_exist(self, keys: list[str]) -> list[int]:
+                return [-900] * len(keys)
+
+        client, store._client = store._client, Cut()
+        try:
+            store._well_until = time.monotonic()
+            assert store.batch_exist(["k"], timeout=20) == [Status.POOL_DOWN]
+            assert store.batch_exist(["k"], timeout=20) == [Status.POOL_DOWN]
+            assert not store.available
+        finally:
+            store._client = client
+
+
+def test_a_time_out_of_the_short_cut_is_left_to_the_client_to_judge_unless_the_caller_was_impatient(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(pool, timeouts={"exist_ms": 1000}, breaker={"failures": 1}) as (store, _):
+        wait_for(lambda: asks_directly(store), 20, "the connection being made")
+
+        def too_late(*_: object) -> None:
+            raise TimeoutError
+
+        monkeypatch.setattr(direct(store), "ask", too_late)
+        store._well_until = float("inf")
+        assert store.batch_exist(["k"], timeout=0.1) == [Status.TIMEOUT]
+        assert store._well_until == float("inf")
+        assert store.batch_exist(["k"], timeout=20) == [Status.TIMEOUT]
+        assert store.available
+        assert store.batch_exist(["k"], timeout=20) == [Status.MISSING], "of the client"
 
 
 @pytest.mark.parametrize(
@@ -231,7 +275,7 @@ class Master:
 
 def rpc_to(master: Master, clock: Callable[[], float] = time.monotonic) -> ExistRpc:
     rpc = ExistRpc("127.0.0.1", master.port, clock=clock)
-    rpc.connect(clock() + PATIENCE)
+    rpc.connect()
     return rpc
 
 
@@ -270,7 +314,7 @@ def test_a_master_that_speaks_otherwise_is_left_to_mooncakes_client_for_a_minute
         assert not rpc._connections
         now += 59
         assert not rpc.wants_connection
-        rpc.connect(now + PATIENCE)
+        rpc.connect()
         assert master.accepted == 1
         now += 2
         assert rpc.wants_connection
@@ -294,6 +338,70 @@ def test_an_answer_without_a_verdict_on_each_key_says_nothing(body: bytes) -> No
         assert not rpc._connections
         assert rpc.wants_connection, "it may be asked again"
         rpc.close()
+
+
+def test_an_answer_that_was_there_before_this_process_went_on_is_taken() -> None:
+    now = 100.0
+    with Master(lambda number: iter([answer(number, verdicts(1))])) as master:
+        rpc = rpc_to(master, lambda: now)
+        received = rpc._receive
+
+        def stopped(connection: socket.socket, keys: int, deadline: float) -> bytes:
+            nonlocal now
+            assert select.select([connection], [], [], PATIENCE)[0]
+            now += 1000
+            return received(connection, keys, deadline)
+
+        rpc._receive = stopped  # type: ignore[method-assign]
+        assert rpc.ask(["a"], now + PATIENCE) == b"\x01"
+        rpc.close()
+
+
+def test_bytes_that_keep_coming_do_not_put_off_the_deadline() -> None:
+    now = 100.0
+
+    def drip(number: int) -> Iterator[bytes]:
+        nonlocal now
+        for byte in answer(number, verdicts(1)):
+            now += 1
+            yield bytes([byte])
+
+    with Master(drip) as master:
+        rpc = rpc_to(master, lambda: now)
+        with pytest.raises(TimeoutError):
+            rpc.ask(["a"], now + 3)
+        rpc.close()
+
+
+def test_a_deadline_that_has_passed_costs_no_connection_and_one_that_never_comes_is_fine() -> None:
+    with Master(lambda number: iter([answer(number, verdicts(1))])) as master:
+        rpc = rpc_to(master)
+        with pytest.raises(TimeoutError):
+            rpc.ask(["a"], time.monotonic())
+        assert rpc.ask(["a"], float("inf")) == b"\x01"
+        assert master.accepted == 1
+        rpc.close()
+
+
+def test_a_socket_that_the_kernel_has_connected_to_itself_is_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Master(lambda number: iter([])) as master:
+
+        def to_itself(address: tuple[str, int], timeout: float) -> socket.socket:
+            one = socket.socket()
+            one.bind(("127.0.0.1", 0))
+            one.connect(one.getsockname())
+            return one
+
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "create_connection", to_itself)
+            rpc = rpc_to(master)
+        assert not rpc._connections
+        assert not rpc._gave_up
+
+
+@pytest.mark.parametrize("host", ["x" * 64, "a..b", "127.0.0.1:1"])
+def test_an_address_that_cannot_be_one_is_not_connected_to(host: str) -> None:
+    ExistRpc(host, 70_000).connect()
 
 
 @pytest.mark.parametrize("parts", [[], [b"\x15\x00"]], ids=["at once", "in the middle of the answer"])
@@ -327,7 +435,7 @@ def test_an_interrupted_request_leaves_no_connection_for_others(monkeypatch: pyt
             with pytest.raises(KeyboardInterrupt):
                 rpc.ask(["a"], later())
         assert not rpc._connections
-        rpc.connect(later())
+        rpc.connect()
         assert rpc.ask(["a"], later()) == b"\x01"
         rpc.close()
 
@@ -341,7 +449,7 @@ def test_a_connection_that_was_idle_for_long_is_closed_instead_of_used() -> None
         now += 31
         assert rpc.ask(["a"], now + PATIENCE) is None
         assert rpc.wants_connection
-        rpc.connect(now + PATIENCE)
+        rpc.connect()
         assert rpc.ask(["a"], now + PATIENCE) == b"\x01"
         rpc.close()
 
@@ -351,7 +459,7 @@ def test_after_a_failed_attempt_the_next_one_waits() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     rpc = ExistRpc("127.0.0.1", port, clock=lambda: now)
-    rpc.connect(now + PATIENCE)
+    rpc.connect()
     assert not rpc.wants_connection
     now += 1
     assert rpc.wants_connection
