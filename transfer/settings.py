@@ -102,8 +102,8 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """How many transfer calls may be in flight at once in each direction. One saturates TCP; give RDMA 2 to 4."""
     direct_lookups: bool = True
-    """Whether lookups ask a master that is not elected over connections of our own, which takes 0.1 ms less (`transfer.exist_rpc`).
-    `false`: only through Mooncake's client."""
+    """Whether an embedded client's lookups ask a master that is not elected over connections of our own (`transfer.exist_rpc`). `false`: only
+    through Mooncake's client, which takes longer."""
     timeouts: Timeouts = Timeouts()
     breaker: BreakerSettings = BreakerSettings()
 
