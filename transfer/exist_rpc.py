@@ -119,7 +119,7 @@ class ExistRpc:
         except TimeoutError:
             raise
         except OSError:  # the master is gone, or was started anew: the long way tells which
-            self._drop_idle()
+            self.drop_idle()
             return None
         except UnexpectedAnswerError as error:
             self._give_up(error)
@@ -135,13 +135,15 @@ class ExistRpc:
         )
 
     def connect(self) -> None:
-        """Makes one more connection and tries it, unless another thread does. Takes a second at most, but for a name server that is slow."""
+        """Makes one more connection and tries it, unless another thread does.
+
+        Takes a second at most, and half a second more for each further address of the master, and as long as a name server takes.
+        """
         if not self._connecting.acquire(blocking=False):
             return
         try:
             if not self.wants_connection:
                 return
-            self._not_before = self._clock() + _AGAIN_S
             connection = socket.create_connection(self._address, timeout=_CONNECT_S)
             answered = False
             try:
@@ -150,20 +152,27 @@ class ExistRpc:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._exchange(connection, _spelled(()), 0, self._clock() + _CONNECT_S)
                 self._connections.add(connection)
-                self._not_before, answered = 0.0, True
+                answered = True
             finally:
                 self._put_back(connection, answered)
         except (OSError, ValueError, OverflowError) as error:  # the last two: of an address that cannot be one
             log.debug("no connection to the master at %s:%d: %s", *self._address, error)
+            self._not_before = self._clock() + _AGAIN_S
         except UnexpectedAnswerError as error:
             self._give_up(error)
         finally:
             self._connecting.release()
 
+    def drop_idle(self) -> None:
+        """Closes the connections that are not in use."""
+        with self._lock:
+            while self._idle:
+                self._discard(self._idle.pop()[0])
+
     def close(self) -> None:
-        """Closes the connections; one in use, as soon as its request is over. Idempotent."""
+        """Closes the connections, also for forked children; one in use, as soon as its request is over. Idempotent."""
         self._closed = True
-        self._drop_idle()
+        self.drop_idle()
 
     def _take(self) -> socket.socket | None:
         with self._lock:
@@ -174,15 +183,10 @@ class ExistRpc:
 
     def _put_back(self, connection: socket.socket, answered: bool) -> None:
         with self._lock:
-            if answered and not self._closed:
+            if answered and not self._closed and self._clock() >= self._not_before:
                 self._idle.append((connection, self._clock()))
             else:
                 self._discard(connection)
-
-    def _drop_idle(self) -> None:
-        with self._lock:
-            while self._idle:
-                self._discard(self._idle.pop()[0])
 
     def _discard(self, connection: socket.socket) -> None:
         self._connections.discard(connection)
@@ -195,7 +199,7 @@ class ExistRpc:
             log.info("the master at %s:%d is asked through Mooncake's client only: %s", *self._address, error)
         self._gave_up = True
         self._not_before = self._clock() + _STRANGER_S
-        self._drop_idle()
+        self.drop_idle()
 
     def _exchange(self, connection: socket.socket, body: bytes, keys: int, deadline: float) -> bytes:
         number = next(self._numbers) & 0xFFFFFFFF

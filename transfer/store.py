@@ -390,6 +390,7 @@ class MooncakeStore:
         except TimeoutError:
             if self._is_fair(deadline - now):
                 self._well_until = 0.0
+                self._exist_rpc.drop_idle()  # they are no younger than the one that has gone silent
             return b""
 
     def start_get(self, keys: list[str], slots: Sequence[Slot], *, timeout: float) -> Pending[GetResult]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -114,3 +115,16 @@ def test_an_engine_that_misbehaves_hurts_itself_only(server: ServerProcess, neig
     with Engine(server.address, cache=make_cache(heads=5, blocks=BLOCKS, block_size=BLOCK)) as of_another_size:
         store_surely(of_another_size, TOKENS)
     assert neighbour.worker._cache.connection.lost == 0, "the neighbour never lost its server"
+
+
+def test_what_the_largest_messages_took_goes_back_to_the_kernel(pool: Pool, tmp_path: Path) -> None:
+    """On a server of its own: what earlier tricks have left would be used for these messages."""
+    server = ServerProcess(pool, tmp_path)
+    try:
+        pid = server.process.pid
+        before = private_bytes(pid)
+        with abused(server, "large_messages"):
+            wait_for(lambda: private_bytes(pid) > before + (96 << 20), 60, "the server needing memory for them")
+        wait_for(lambda: private_bytes(pid) < before + (64 << 20), 60, "the memory being given back")
+    finally:
+        server.kill()
