@@ -108,6 +108,7 @@ HOMES = {
         "transfer/staging.py",
         "transfer/store.py",
         "pd_cache/wire/sealed.py",
+        "pd_cache/wire/freed_memory.py",
         "launch/_tethered.py",
         "launch/doctor/clock.py",
     ),

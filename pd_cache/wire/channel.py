@@ -9,7 +9,6 @@ the waiting thread.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import select
@@ -25,6 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 from pd_cache.errors import PdCacheError
 from pd_cache.wire.descriptors import next_descriptor, raise_limit
 from pd_cache.wire.door import Door
+from pd_cache.wire.freed_memory import give_memory_back
 from pd_cache.wire.messages import (
     MAX_FRAME,
     Answer,
@@ -415,13 +415,6 @@ class ClientChannel:
 
 
 # --- a server's end --------------------------------------------------------------------------------------------------
-
-
-def give_memory_back() -> None:
-    """Returns to the kernel what glibc keeps of freed memory: 300 MiB, after hundreds of the largest messages. Takes milliseconds."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 class Incoming(NamedTuple):
